@@ -254,8 +254,8 @@ def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[st
             at.setdefault(action, index)
         for k in range(m):
             forward, backward = at.get(Action(stage, "F", k)), at.get(Action(stage, "B", k))
-            for kind, index in (("F", forward), ("B", backward)):
-                if index is None:
+            for kind, place in (("F", forward), ("B", backward)):
+                if place is None:
                     found.append(f"every stage does F and B of every microbatch, but {stage}{kind}{k} is missing")
             if forward is not None and backward is not None and backward < forward:
                 found.append(f"F comes before B, but stage {stage} does {stage}B{k} before {stage}F{k}")
