@@ -1,0 +1,166 @@
+"""Rules by op name, and the choices on a whole mesh that follow from the choices on single axes.
+
+A family registers its rules by being a module of this package::
+
+    register("aten.mm.default")(EinsumRule("m k, k n -> m n"))
+
+``rule_for(node)`` finds the rule: by name, else by ``torch.Tag.pointwise``, else the fallback ("whole" alone).
+
+A choice on a mesh is one label per axis (``mesh_choices``). It stands if
+
+* the product of the sizes of all axes with one label divides that label's extent,
+* every operand and output is cut evenly, cuts of one dim by several axes accumulating, and
+* no dim of any tensor is cut by two different labels (its layout would not be nested blocks).
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from ..graph import op_name, tensor_operands, types_of
+from ..spec import Pair, R
+from .base import AxisChoice, Internal, Rule, pairs_on_mesh
+
+__all__ = ["MeshChoice", "mesh_choices", "pairs_choice", "register", "registered", "rule_for"]
+
+_RULES: dict[str, Rule] = {}
+_DEFAULTS: dict[str, Rule] = {}  # "pointwise" and "fallback", set by their families
+
+
+@dataclass(frozen=True, slots=True)
+class MeshChoice:
+    """One way to run an op on a mesh.
+
+    labels: one per mesh axis. inputs, outputs: a Pair per operand (order of ``tensor_operands``) and per output tensor.
+    work_share: the fraction of the op's FLOPs that each device does. internal: (axis, collective) inside the local op.
+    """
+
+    labels: tuple[str, ...]
+    inputs: tuple[Pair, ...]
+    outputs: tuple[Pair, ...]
+    work_share: float
+    internal: tuple[tuple[int, Internal], ...] = ()
+
+    def __str__(self) -> str:
+        sides = (" ".join(map(str, pairs)) for pairs in (self.inputs, self.outputs))
+        return f"{'×'.join(self.labels)}: {' -> '.join(sides)}"
+
+
+def register(*names: str) -> Callable[[Rule], Rule]:
+    """Bind a rule instance to op names (``graph.op_name``); "pointwise" and "fallback" are the defaults for the rest."""
+
+    def bind(rule: Rule) -> Rule:
+        for name in names:
+            table = _DEFAULTS if name in ("pointwise", "fallback") else _RULES
+            assert name not in table, f"two rules for {name}: {type(table[name]).__name__} and {type(rule).__name__}"
+            table[name] = rule
+        return rule
+
+    return bind
+
+
+def registered() -> dict[str, Rule]:
+    """Every rule that is bound to a name, sorted by name."""
+    return dict(sorted(_RULES.items()))
+
+
+def rule_for(node: Node) -> Rule:
+    """The rule of a call_function node. A getitem has none: it is merged with its producer, whose rule speaks of every output."""
+    name = op_name(node)
+    assert name != "getitem", f"{node.name}: ask the rule of its producer"
+    if name in _RULES:
+        return _RULES[name]
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+        return _DEFAULTS["pointwise"]
+    return _DEFAULTS["fallback"]
+
+
+def mesh_choices(node: Node, mesh_shape: Sequence[int], max_choices: int = 512) -> list[MeshChoice]:
+    """Every distinct way to run ``node`` on a mesh, "whole" on all axes first.
+
+    Choices of identical pairs, share and collectives are offered once. Axes of size 1 are "whole". Where there are more than
+    ``max_choices``, those that use the fewest different labels and leave each device the least work are kept.
+    """
+    offered = rule_for(node).axis_choices(node)
+    assert offered and offered[0].label == "whole", f"{node.name}: a rule offers 'whole' first"
+    found: dict[tuple, MeshChoice] = {}
+    for combination in itertools.product(*(offered if size > 1 else offered[:1] for size in mesh_shape)):
+        if _refusal(node, combination, mesh_shape) is None:
+            choice = _combine(node, combination, mesh_shape)
+            found.setdefault((choice.inputs, choice.outputs, choice.work_share, choice.internal), choice)
+    choices = list(found.values())
+    if len(choices) > max_choices:
+        ranked = sorted(choices[1:], key=lambda choice: (len(set(choice.labels)), choice.work_share))
+        kept = set(ranked[: max_choices - 1])
+        choices = choices[:1] + [choice for choice in choices[1:] if choice in kept]
+    return choices
+
+
+def pairs_choice(node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) -> MeshChoice:
+    """The choice of these labels, one per mesh axis; ValueError if the op's rule does not offer it on such a mesh."""
+    by_label = {choice.label: choice for choice in rule_for(node).axis_choices(node)}
+    where = f"{node.name} ({op_name(node)})"
+    if len(labels) != len(mesh_shape):
+        raise ValueError(f"{where} needs one label per axis of mesh {tuple(mesh_shape)}, but got {list(labels)}")
+    if unknown := [label for label in labels if label not in by_label]:
+        raise ValueError(f"{where} may be split by {', '.join(by_label)}, but got {unknown[0]!r}; choose one of these")
+    combination = tuple(by_label[label] for label in labels)
+    if refusal := _refusal(node, combination, mesh_shape):
+        raise ValueError(
+            f"{where} cannot be split by {list(labels)} on mesh {tuple(mesh_shape)}: {refusal}; choose other labels"
+        )
+    return _combine(node, combination, mesh_shape)
+
+
+def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> str | None:
+    """Why these choices do not stand together; None if they do."""
+    for choice in combination:
+        together = prod(size for other, size in zip(combination, mesh_shape) if other.label == choice.label)
+        if choice.label != "whole" and choice.extent % together:
+            return f"{choice.label!r} comes in {choice.extent}, which {together} does not divide"
+    operands = [operand.meta["type"] for operand in tensor_operands(node)]
+    outputs = types_of(node)
+    for column, tensors in ((0, operands), (1, outputs)):
+        for k, tensor in enumerate(tensors):
+            cuts: dict[int, tuple[str, int]] = {}
+            for choice, size in zip(combination, mesh_shape):
+                placement = (choice.inputs, choice.outputs)[column][k][0]
+                if not placement.is_shard or size == 1:
+                    continue
+                label, parts = cuts.get(placement.dim, (choice.label, 1))
+                if label != choice.label:
+                    return f"{label!r} and {choice.label!r} both cut dim {placement.dim} of {('operand', 'output')[column]} {k}"
+                cuts[placement.dim] = (label, parts * size)
+                if tensor.shape[placement.dim] % (parts * size):
+                    return f"dim {placement.dim} of {('operand', 'output')[column]} {k} is {tensor.shape[placement.dim]} long"
+    return None
+
+
+def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> MeshChoice:
+    return MeshChoice(
+        labels=tuple(choice.label for choice in combination),
+        inputs=tuple(pairs_on_mesh([c.inputs[k] for c in combination]) for k in range(len(tensor_operands(node)))),
+        outputs=tuple(pairs_on_mesh([c.outputs[k] for c in combination]) for k in range(len(types_of(node)))),
+        work_share=1.0 / prod(size for choice, size in zip(combination, mesh_shape) if choice.splits_work),
+        internal=tuple((axis, one) for axis, c in enumerate(combination) for one in c.internal if mesh_shape[axis] > 1),
+    )
+
+
+def whole(node: Node) -> AxisChoice:
+    """The choice to replicate everything."""
+    outputs = tuple((R, R) for _ in types_of(node))
+    return AxisChoice("whole", tuple((R, R) for _ in tensor_operands(node)), outputs, extent=1, splits_work=False)
+
+
+# Families register on import; they import ``register`` from here, so they come last.
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name not in ("base", "check"):
+        importlib.import_module(f"{__name__}.{_module.name}")
