@@ -109,6 +109,7 @@ class Problem:
         for edge in self.edges:
             assert edge.seconds.shape == edge.bytes.shape and edge.seconds.ndim == 2, edge.name
             assert (edge.seconds >= 0).all() and (edge.bytes >= 0).all(), edge.name
+            assert all(k != edge.producer for k, _ in edge.consumers), f"{edge.name} is consumed by its producer"
             ends = [(edge.producer, edge.source, 0), *((k, target, 1) for k, target in edge.consumers)]
             for i, states, dim in ends:
                 assert states.shape == (len(self.operators[i].labels),), (edge.name, self.operators[i].name)
