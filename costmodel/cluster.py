@@ -1,0 +1,415 @@
+"""Descriptions of hardware: Device, Link, Host, Cluster, and Mesh, a logical view of consecutive devices. No process group anywhere.
+
+Grammar::
+
+    cluster ::= host+  joined by one link level        devices are numbered host by host
+    host    ::= device × n  joined by one link level   devices of one host are alike, hosts may differ
+    mesh    ::= "2x4@8"                                shape @ first device; row-major, axis 0 is the major one; "@3" is one device
+
+A link's rates are per direction. Kinds: "switch" — every end has its own path; "ring" — direct links between pairs, so a small group reaches
+only some of a device's links; "shared" — one medium that all ends divide among them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS, Constant, DeviceSheet, LinkSheet
+from .tables import Curve, Table, curve_from, local_table, write_atomically
+
+__all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
+
+FORMAT, SCHEMA = "meshwright-cluster", 1
+KINDS = ("switch", "ring", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable share of the peak) pairs;
+    ``curves``: measured op times, if any; ``view_s``: cost of an op that moves no data; ``kind``: "cuda" or "cpu"."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes_per_s: float
+    launch_s: float
+    source: str
+    kind: str = "cuda"
+    efficiency: tuple[tuple[str, float], ...] = ()
+    curves: tuple[Curve, ...] = ()
+    view_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
+        _not_negative(f"device {self.name}", self, "launch_s", "view_s")
+        if not any(dtype == "float32" for dtype, _ in self.flops_per_s) or any(rate <= 0 for _, rate in self.flops_per_s):
+            raise ValueError(f"device {self.name} needs positive flops_per_s, float32 among them, but got {self.flops_per_s}; add it")
+
+    def peak(self, dtype: object) -> float:
+        """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of it."""
+        name = str(dtype).removeprefix("torch.")
+        for known, rate in self.flops_per_s:
+            if known == name:
+                return rate
+        rate = next(rate for known, rate in self.flops_per_s if known == "float32")
+        return rate / 2 if name in ("float64", "complex64", "complex128") else rate
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One link level. ``bytes_per_s``: what one end sends at once over all its paths; ``pair_bytes_per_s``: the most that two single devices
+    get of it (0: the same); ``alpha_s``: one message; ``message_s``: each further message that an end handles in the same round;
+    ``call_s``: once per collective."""
+
+    name: str
+    alpha_s: float
+    bytes_per_s: float
+    source: str
+    pair_bytes_per_s: float = 0.0
+    message_s: float = 0.0
+    call_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(f"link {self.name}", self, "bytes_per_s")
+        _not_negative(f"link {self.name}", self, "alpha_s", "pair_bytes_per_s", "message_s", "call_s")
+
+    @property
+    def pair(self) -> float:
+        """Bytes per second between two single devices."""
+        return self.pair_bytes_per_s or self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """``num_devices`` equal devices joined by ``link``."""
+
+    device: Device
+    num_devices: int
+    link: Link
+    link_kind: str = "switch"
+
+    def __post_init__(self) -> None:
+        _positive("host", self, "num_devices")
+        if self.link_kind not in KINDS:
+            raise ValueError(f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the host's link_kind")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates); ``backend``: "nccl" or
+    "gloo", whose algorithms the default prices assume."""
+
+    name: str
+    hosts: tuple[Host, ...]
+    link: Link
+    link_kind: str = "switch"
+    backend: str = "nccl"
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise ValueError("a cluster has at least one host, but got none; give hosts")
+        if self.link_kind not in KINDS:
+            raise ValueError(f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the cluster's link_kind")
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"a backend is nccl or gloo, but got {self.backend!r}; change the cluster's backend")
+        _positive(f"cluster {self.name}", self, "oversubscription")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a cluster of 1,000 hosts is the key of many caches
+        return hash((self.name, self.hosts, self.link, self.link_kind, self.backend))
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        starts, total = [], 0
+        for host in self.hosts:
+            starts.append(total)
+            total += host.num_devices
+        return (*starts, total)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all hosts together."""
+        return self._starts[-1]
+
+    def host_of(self, index: int) -> int:
+        """The number of the host that holds device ``index``; ValueError outside the cluster."""
+        if not 0 <= index < self.num_devices:
+            raise ValueError(f"{self.name} has devices 0 to {self.num_devices - 1}, but got {index}; use a larger cluster")
+        return bisect_right(self._starts, index) - 1
+
+    def device(self, index: int) -> Device:
+        """Device number ``index``."""
+        return self.hosts[self.host_of(index)].device
+
+    def mesh(self) -> Mesh:
+        """All devices on one axis."""
+        return Mesh.of(self, 0, (self.num_devices,))
+
+    # ---- making
+
+    @staticmethod
+    def preset(name: str, hosts: int | None = None) -> Cluster:
+        """Known hardware with data-sheet constants (``presets.PRESETS``), ``hosts`` of it (default 1); ValueError lists the known names."""
+        sheet = PRESETS.get(name)
+        if sheet is None:
+            raise ValueError(f"a preset is one of {', '.join(PRESETS)}, but got {name!r}; use one of them or a cluster file")
+        count = DEFAULT_HOSTS.get(name, 1) if hosts is None else hosts
+        if count < 1:
+            raise ValueError(f"a cluster has at least one host, but got {name}:{count}; ask for 1 or more")
+        host = Host(_device(sheet.device), sheet.num_devices, _link(sheet.link), sheet.link_kind)
+        return Cluster(f"{name}:{count}", (host,) * count, _link(sheet.network), sheet.network_kind, sheet.backend)
+
+    @staticmethod
+    def parse(text: str) -> Cluster:
+        """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), else the path of a cluster file."""
+        name, _, count = text.partition(":")
+        if name in PRESETS or name == "local":
+            if count and not count.isdecimal():
+                raise ValueError(f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say")
+            number = int(count) if count else None
+            return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
+        if Path(text).is_file():
+            return Cluster.load(text)
+        raise ValueError(f"a cluster is a file, local or one of {', '.join(PRESETS)} with :hosts, but got {text!r}; no such file")
+
+    @staticmethod
+    def local(ranks: int | None = None) -> Cluster:
+        """This machine as ``ranks`` CPU ranks of one thread (default: ``$WORLD_SIZE``, else one per core), from a measurement of at most two
+        seconds, cached. Ranks beyond the cores share them: every rate is divided by ranks/cores, which is ``oversubscription``.
+
+        Every process that calls this may measure for itself: where ranks must agree, call it on one and hand the result on.
+        """
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = int(os.environ.get("WORLD_SIZE", cores)) if ranks is None else ranks
+        if count < 1:
+            raise ValueError(f"a cluster has at least one rank, but got {count}; ask for 1 or more")
+        return _local(local_table(), count, max(1.0, count / cores))
+
+    # ---- identity and JSON
+
+    def fingerprint(self) -> str:
+        """16 hex digits over what the hardware *is* (devices, memory, links and their order), not over measured rates: a plan stays valid
+        when the cluster is profiled again."""
+        parts = [[h.device.name, h.device.memory_bytes, h.num_devices, h.link.name, h.link_kind] for h in self.hosts]
+        return _digest([parts, self.link.name, self.link_kind, self.backend])
+
+    def price_fingerprint(self) -> str:
+        """16 hex digits over every constant: equal prices follow from equal ones."""
+        return _digest(self.to_json())
+
+    def difference(self, other: Cluster) -> list[str]:
+        """One line per way in which ``other`` is not this hardware; empty if the fingerprints agree."""
+        lines = []
+        if self.num_devices != other.num_devices:
+            lines.append(f"{self.num_devices} devices against {other.num_devices}")
+        mine, theirs = self.text().splitlines()[1:], other.text().splitlines()[1:]
+        if self.fingerprint() != other.fingerprint():
+            lines += [f"- {line.strip()}" for line in mine if line not in theirs]
+            lines += [f"+ {line.strip()}" for line in theirs if line not in mine]
+        return lines
+
+    def text(self) -> str:
+        """A few lines for people: hosts, devices, links."""
+        note = f", oversubscribed {self.oversubscription:g}× (ranks share cores)" if self.oversubscription > 1 else ""
+        lines = [f"{self.name}: {self.num_devices} devices on {len(self.hosts)} hosts, {self.backend}{note}"]
+        for host, run in groupby(self.hosts):
+            device, best = host.device, max(rate for _, rate in host.device.flops_per_s)
+            lines.append(
+                f"  {len(list(run))} × {host.num_devices} {device.name}: {device.memory_bytes / 2**30:.2f} GiB at"
+                f" {device.memory_bytes_per_s / 1e9:.4g} GB/s, {best / 1e12:.4g} TFLOP/s; {_link_text(host.link, host.link_kind)}"
+            )
+        if len(self.hosts) > 1:
+            lines.append(f"  between hosts: {_link_text(self.link, self.link_kind)}")
+        return "\n".join(lines)
+
+    __str__ = text
+
+    def to_json(self) -> str:
+        """Versioned, human-readable JSON; equal neighbouring hosts are written once with a count."""
+        hosts = [{"count": len(list(run))} | asdict(host) for host, run in groupby(self.hosts)]
+        body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "name": self.name, "backend": self.backend}
+        body |= {"oversubscription": self.oversubscription, "link_kind": self.link_kind, "link": asdict(self.link), "hosts": hosts}
+        return json.dumps(body, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Cluster:
+        """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible values."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a cluster is a JSON document, but it breaks off or is corrupt ({error}); save it again") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"a cluster has format {FORMAT!r}, but this document has none of it; is it another file?")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"this release reads cluster schema {SCHEMA}, but got {data.get('schema')!r}; save it again")
+        try:
+            hosts: list[Host] = []
+            for entry in data["hosts"]:
+                device = dict(entry["device"])
+                device["curves"] = tuple(curve_from(curve) for curve in device.get("curves", ()))
+                for key in ("flops_per_s", "efficiency"):
+                    device[key] = tuple((str(name), float(value)) for name, value in device.get(key, ()))
+                host = Host(Device(**device), int(entry["num_devices"]), Link(**entry["link"]), str(entry["link_kind"]))
+                hosts += [host] * int(entry["count"])
+            link = Link(**data["link"])
+            return Cluster(data["name"], tuple(hosts), link, data["link_kind"], data["backend"], float(data["oversubscription"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path``: complete or not at all."""
+        write_atomically(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read a cluster file; ValueError names the file and what is wrong with it."""
+        try:
+            return Cluster.from_json(Path(path).read_text())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Consecutive devices (numbers in a cluster) as an array: row-major, axis 0 is the major one. Shape ``()`` is one device."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axis_names), (self.shape, self.axis_names)
+        assert prod(self.shape) == len(self.devices), (self.shape, self.devices)
+
+    @staticmethod
+    def of(cluster: Cluster, offset: int, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> Mesh:
+        """The ``prod(shape)`` devices from ``offset`` on; axis names default to x, y, z, …; ValueError if they are not all in the cluster."""
+        sizes = tuple(int(size) for size in shape)
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"a mesh shape has positive sizes, but got {sizes}; drop the empty axis")
+        count = prod(sizes)
+        if offset < 0 or offset + count > cluster.num_devices:
+            raise ValueError(
+                f"{cluster.name} has devices 0 to {cluster.num_devices - 1}, but a mesh {sizes} from device {offset} needs {count}; shrink the mesh"
+            )
+        names = tuple(axis_names) if axis_names is not None else tuple("xyzwvutsrqp"[: len(sizes)])
+        if len(names) != len(sizes) or len(set(names)) != len(names):
+            raise ValueError(f"a mesh has one distinct name per axis, but got {names} for shape {sizes}; name each axis")
+        return Mesh(sizes, names, tuple(range(offset, offset + count)))
+
+    @staticmethod
+    def parse(cluster: Cluster, text: str) -> Mesh:
+        """The inverse of ``str`` (default axis names)."""
+        match = re.fullmatch(r"(\d+(?:x\d+)*)?@(\d+)", text)
+        if not match:
+            raise ValueError(f"a mesh is written SHAPE@FIRST like 2x4@8, but got {text!r}; write it so")
+        return Mesh.of(cluster, int(match[2]), [int(size) for size in match[1].split("x")] if match[1] else ())
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}@{self.devices[0]}"
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    def coordinates(self, device: int) -> tuple[int, ...]:
+        """The place of cluster device ``device`` in this mesh, one index per axis."""
+        position, out = self.devices.index(device), []
+        for size in reversed(self.shape):
+            position, index = divmod(position, size)
+            out.append(index)
+        return tuple(reversed(out))
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The device groups that communicate along ``axis``, each in order of its coordinate."""
+        stride, size = prod(self.shape[axis + 1 :]), self.shape[axis]
+        starts = (block + i for block in range(0, len(self.devices), stride * size) for i in range(stride))
+        return tuple(self.devices[start : start + stride * size : stride] for start in starts)
+
+
+# ---- helpers
+
+
+def _device(sheet: DeviceSheet) -> Device:
+    constants: list[tuple[str, Constant]] = [("memory", sheet.memory), ("memory rate", sheet.bandwidth), ("launch", sheet.launch)]
+    constants += [(f"{dtype} peak", c) for dtype, c in sheet.flops] + [(f"{kind} share", c) for kind, c in sheet.efficiency]
+    return Device(
+        name=sheet.name,
+        memory_bytes=int(sheet.memory.value),
+        flops_per_s=tuple((dtype, c.value) for dtype, c in sheet.flops),
+        memory_bytes_per_s=sheet.bandwidth.value,
+        launch_s=sheet.launch.value,
+        source="; ".join(f"{name}: {constant}" for name, constant in constants),
+        kind=sheet.kind,
+        efficiency=tuple((kind, c.value) for kind, c in sheet.efficiency),
+        view_s=0.0 if sheet.kind == "cuda" else 1e-6,
+    )
+
+
+def _link(sheet: LinkSheet, slowdown: float = 1.0) -> Link:
+    parts = {"alpha": sheet.alpha, "rate": sheet.rate, "pair": sheet.pair, "message": sheet.message, "call": sheet.call}
+    return Link(
+        sheet.name,
+        sheet.alpha.value * slowdown,
+        sheet.rate.value / slowdown,
+        "; ".join(f"{name}: {constant}" for name, constant in parts.items()),
+        sheet.pair.value / slowdown,
+        sheet.message.value * slowdown,
+        sheet.call.value * slowdown,
+    )
+
+
+def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
+    where = dict(table.provenance)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = Device(
+        name=f"{where.get('processor', 'cpu')} core",
+        memory_bytes=memory // ranks,
+        flops_per_s=(("float32", table.peak_flops_per_s() / slowdown),),
+        memory_bytes_per_s=1 / table.launch.beta_s_per_byte / slowdown,
+        launch_s=table.launch.alpha_s * slowdown,
+        source="measured: " + ", ".join(f"{key} {value}" for key, value in table.provenance),
+        kind="cpu",
+        curves=tuple(Curve(c.kind, c.dtype, c.variable, tuple((work, t * slowdown) for work, t in c.points)) for c in table.curves),
+        view_s=table.view_s * slowdown,
+    )
+    loopback = _link(LOOPBACK, slowdown)
+    return Cluster(f"local:{ranks}", (Host(device, ranks, loopback),), loopback, "switch", "gloo", slowdown)
+
+
+def _link_text(link: Link, kind: str) -> str:
+    return f"{link.name} ({kind}), {link.bytes_per_s / 1e9:.4g} GB/s, {link.alpha_s * 1e6:.4g} µs"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _positive(where: str, value: object, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not (isinstance(number, int | float) and isfinite(number) and number > 0):
+            raise ValueError(f"{where} needs a positive {name}, but got {number!r}; correct it")
+
+
+def _not_negative(where: str, value: object, *names: str) -> None:
+    for name in names:
+        number = getattr(value, name)
+        if not (isinstance(number, int | float) and isfinite(number) and number >= 0):
+            raise ValueError(f"{where} needs {name} >= 0, but got {number!r}; correct it")

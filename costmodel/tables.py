@@ -1,0 +1,325 @@
+"""What was measured: op time curves of this machine with provenance, a robust α–β fit, and their versioned JSON.
+
+A curve is op time against work (FLOPs or bytes) on a grid; it is read by interpolation in log space. Sample statistics are minima: on a
+shared machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is cached on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from math import exp, isfinite, log
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure", "write_atomically"]
+
+FORMAT, SCHEMA = "meshwright-table", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``seconds ≈ alpha_s + beta_s_per_byte · bytes``; residual: median relative error over the ``sizes`` distinct sizes."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    residual: float
+    sizes: int
+    samples: int
+
+
+def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
+    """Fit (bytes, seconds) samples by robust relative least squares on the minimum of each size; neither constant is ever negative.
+
+    Iteratively reweighted with Huber weights on the relative residual, so one disturbed size does not bend the line.
+    Raises ValueError on fewer than two sizes or a sample that is not a positive finite time.
+    """
+    best: dict[float, float] = {}
+    for size, seconds in samples:
+        if not (isfinite(seconds) and seconds > 0 and isfinite(size) and size >= 0):
+            raise ValueError(f"a sample is (bytes >= 0, seconds > 0), but got ({size}, {seconds}); measure that size again")
+        best[size] = min(seconds, best.get(size, seconds))
+    if len(best) < 2:
+        raise ValueError(f"a fit needs two message sizes, but got {len(best)}; measure more sizes")
+    points = sorted(best.items())
+    weights = [1.0] * len(points)
+    alpha = beta = 0.0
+    for _ in range(30):
+        # relative residuals: divide row (1, x | t) by t
+        w = [weight / (t * t) for weight, (_, t) in zip(weights, points)]
+        s0, s1 = sum(w), sum(wi * x for wi, (x, _) in zip(w, points))
+        s2 = sum(wi * x * x for wi, (x, _) in zip(w, points))
+        r0 = sum(wi * t for wi, (_, t) in zip(w, points))
+        r1 = sum(wi * x * t for wi, (x, t) in zip(w, points))
+        determinant = s0 * s2 - s1 * s1
+        alpha, beta = (r0 * s2 - r1 * s1) / determinant, (s0 * r1 - s1 * r0) / determinant
+        if alpha < 0:
+            alpha, beta = 0.0, r1 / s2
+        elif beta < 0:
+            alpha, beta = r0 / s0, 0.0
+        errors = [abs(alpha + beta * x - t) / t for x, t in points]
+        scale = max(1.5 * sorted(errors)[len(errors) // 2], 1e-3)
+        weights = [min(1.0, scale / e) if e else 1.0 for e in errors]
+    errors = sorted(abs(alpha + beta * x - t) / t for x, t in points)
+    return Fit(alpha, beta, errors[len(errors) // 2], len(points), len(samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Measured time of one op kind and dtype: ``points`` are (work, seconds), increasing; ``variable`` is "flops" or "bytes"."""
+
+    kind: str
+    dtype: str
+    variable: str
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        where = f"curve {self.kind}/{self.dtype}"
+        if self.variable not in ("flops", "bytes"):
+            raise ValueError(f"{where}: variable is 'flops' or 'bytes', but got {self.variable!r}")
+        if len(self.points) < 2:
+            raise ValueError(f"{where}: needs at least two points, but got {len(self.points)}; profile again")
+        for (x0, t0), (x1, t1) in zip(self.points, self.points[1:]):
+            if x1 <= x0 or t1 < t0:
+                raise ValueError(f"{where}: work and seconds must not fall, but got {(x0, t0)} then {(x1, t1)}; profile again")
+        if not all(isfinite(v) and v > 0 for point in self.points for v in point):
+            raise ValueError(f"{where}: work and seconds are positive finite numbers; profile again")
+
+    def covers(self, work: float) -> bool:
+        """Whether ``work`` lies on the measured grid."""
+        return self.points[0][0] <= work <= self.points[-1][0]
+
+    def seconds(self, work: float, launch_s: float) -> float:
+        """Interpolated in log space; below the grid it falls in proportion down to ``launch_s``, above it the last rate holds."""
+        (low, first), (high, last) = self.points[0], self.points[-1]
+        if work >= high:
+            return last * work / high
+        if work <= low:
+            floor = min(launch_s, first)
+            return floor + (first - floor) * work / low
+        right = bisect_left(self.points, (work, 0.0))
+        (x0, t0), (x1, t1) = self.points[right - 1], self.points[right]
+        return exp(log(t0) + (log(t1) - log(t0)) * (log(work) - log(x0)) / (log(x1) - log(x0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One machine's measurements. ``launch``: the pointwise fit, whose α is the cost of one call and 1/β the memory bandwidth;
+    ``view_s``: one view-like op; ``provenance``: what was measured where and when, as (name, text) pairs."""
+
+    curves: tuple[Curve, ...]
+    launch: Fit
+    view_s: float
+    provenance: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        if not (self.launch.alpha_s >= 0 and self.launch.beta_s_per_byte > 0):
+            raise ValueError(f"a table needs launch α >= 0 and β > 0, but got {self.launch}; profile again")
+        if self.view_s < 0:
+            raise ValueError(f"a table needs a view time >= 0, but got {self.view_s}; profile again")
+
+    def peak_flops_per_s(self) -> float:
+        """The best rate on the matmul curve, FLOP/s."""
+        return max(work / seconds for curve in self.curves if curve.kind == "matmul" for work, seconds in curve.points)
+
+    def to_json(self) -> str:
+        """Human-readable, versioned JSON."""
+        body = {"format": FORMAT, "schema": SCHEMA, "provenance": dict(self.provenance), "view_s": self.view_s}
+        return json.dumps(body | {"launch": asdict(self.launch), "curves": [asdict(c) for c in self.curves]}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Table:
+        """The inverse of ``to_json``; ValueError on a corrupt, foreign, or outdated document and on impossible values."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a table is a JSON document, but it breaks off or is corrupt ({error}); profile again") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"a table has format {FORMAT!r}, but this document has none of it; is it another file?")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"this release reads table schema {SCHEMA}, but got {data.get('schema')!r}; profile again")
+        try:
+            curves = tuple(curve_from(entry) for entry in data["curves"])
+            launch = Fit(**{k: float(v) if k in _FLOATS else int(v) for k, v in data["launch"].items()})
+            provenance = tuple((str(k), str(v)) for k, v in data["provenance"].items())
+            return Table(curves, launch, float(data["view_s"]), provenance)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a table needs curves, launch, view_s and provenance, but {error!r}; profile again") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path``: complete or not at all."""
+        write_atomically(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Table:
+        """Read a table; ValueError names the file and what is wrong with it."""
+        try:
+            return Table.from_json(Path(path).read_text())
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+_FLOATS = ("alpha_s", "beta_s_per_byte", "residual")
+
+
+def curve_from(entry: Mapping[str, Any]) -> Curve:
+    """A Curve from its JSON object."""
+    points = tuple((float(work), float(seconds)) for work, seconds in entry["points"])
+    return Curve(str(entry["kind"]), str(entry["dtype"]), str(entry["variable"]), points)
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write to a neighbour, flush to disk, rename: a reader never sees half a file."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+# ---- measuring
+
+
+def measure(call: Callable[[], object], budget_s: float) -> tuple[float, int]:
+    """(fastest seconds of one call, samples taken). Calls shorter than the clock is fine are timed in batches; at least two samples."""
+    call()  # allocations, lazy initialisation
+    start = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - start, 1e-7)
+    batch = max(1, int(2e-5 / once))
+    best, samples, deadline = once, 1, start + budget_s
+    while samples < 2 or time.perf_counter() < deadline:
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        best, samples = min(best, (time.perf_counter() - start) / batch), samples + 1
+    return best, samples
+
+
+def _grid() -> list[tuple[str, str, float, Callable[[], object]]]:
+    """(kind, variable, work, call) for every point that a table holds, fp32."""
+    out: list[tuple[str, str, float, Callable[[], object]]] = []
+    r = torch.rand
+    for n in (8, 16, 32, 64, 128, 256, 512, 768):
+        x, w = r(n, n), r(n, n)
+        out.append(("matmul", "flops", 2.0 * n**3, lambda x=x, w=w: F.linear(x, w)))
+    for s in (16, 32, 64, 128, 256, 512):
+        q = r(1, 4, s, 32)
+        out.append(("attention", "flops", 4.0 * 4 * s * s * 32, lambda q=q: F.scaled_dot_product_attention(q, q, q)))
+    for c, hw in ((8, 8), (16, 16), (32, 16), (32, 32), (64, 32)):
+        x, k = r(2, c, hw, hw), r(c, c, 3, 3)
+        out.append(("convolution", "flops", 2.0 * 2 * c * c * 9 * hw * hw, lambda x=x, k=k: F.conv2d(x, k, padding=1)))
+    weight = r(4096, 128)
+    for rows in (4, 32, 256, 1024, 4096):
+        x, row = r(rows, 256), torch.arange(rows)
+        out.append(("normalization", "bytes", 8.0 * x.numel(), lambda x=x: F.layer_norm(x, (256,))))
+        out.append(("embedding", "bytes", 8.0 * rows * 128, lambda row=row: F.embedding(row, weight)))
+        target = row % 256
+        out.append(("loss", "bytes", 4.0 * x.numel(), lambda x=x, target=target: F.cross_entropy(x, target)))
+    for n in (256, 4096, 65536, 262144, 1048576, 4194304):
+        x = r(n)
+        y, long = r(n), r(n + n // 2)  # gelu moves 8 bytes an element and add 12: the same bytes from n + n/2 elements
+        out.append(("add", "bytes", 12.0 * n, lambda x=x, y=y: x + y))
+        out.append(("gelu", "bytes", 12.0 * n, lambda long=long: F.gelu(long)))
+    return out
+
+
+def measure_machine(budget_s: float = 1.4) -> Table:
+    """Time the grid on one thread of this machine within about ``budget_s`` seconds. "pointwise" is the mean of add and gelu at equal bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    try:
+        with torch.no_grad():
+            grid = _grid()
+            share = budget_s / (len(grid) + 1)
+            found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+            samples = 0
+            for kind, variable, work, call in grid:
+                seconds, count = measure(call, share)
+                found.setdefault((kind, variable), []).append((work, seconds))
+                samples += count
+            x = torch.zeros(64, 64)
+            view_s, count = measure(lambda: x.view(4096), share)
+            samples += count
+    finally:
+        torch.set_num_threads(threads)
+    add, gelu = found.pop(("add", "bytes")), found.pop(("gelu", "bytes"))
+    found["pointwise", "bytes"] = [(work, (a + g) / 2) for (work, a), (_, g) in zip(add, gelu)]
+    curves = tuple(Curve(kind, "float32", variable, _rising(points)) for (kind, variable), points in sorted(found.items()))
+    provenance = (*machine().items(), ("date", datetime.now(UTC).isoformat(timespec="seconds")))
+    spent = (("threads", "1"), ("samples", str(samples)), ("seconds", f"{time.perf_counter() - started:.2f}"))
+    return Table(curves, fit_alpha_beta(add), view_s, provenance + spent)
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """More work never takes less time: a point that was disturbed upwards is pulled down to the next larger one's time."""
+    out: list[tuple[float, float]] = []
+    for work, seconds in sorted(points, reverse=True):
+        out.append((work, min(seconds, out[-1][1]) if out else seconds))
+    return tuple(reversed(out))
+
+
+# ---- the cache
+
+
+@cache
+def machine() -> dict[str, str]:
+    """What a measurement depends on: processor, cores, torch."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    except OSError:
+        pass
+    return {"processor": processor, "cores": str(os.cpu_count()), "torch": torch.__version__}
+
+
+def cache_directory() -> Path:
+    """``$MESHWRIGHT_CACHE_DIR``, else ``meshwright`` under the user's cache directory."""
+    if chosen := os.environ.get("MESHWRIGHT_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright"
+
+
+def local_table() -> Table:
+    """This machine's table: from this process, else from the cache on disk, else measured now (≤ 2 s) and cached."""
+    key = hashlib.sha256(json.dumps([SCHEMA, machine()]).encode()).hexdigest()[:16]
+    return _table_at(cache_directory() / f"local-{key}.json")
+
+
+@cache
+def _table_at(path: Path) -> Table:
+    try:
+        return Table.load(path)
+    except ValueError:
+        pass  # none yet, or one that cannot be read: either way it is measured and replaced
+    table = measure_machine()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.save(path)
+    except OSError:
+        pass  # a read-only home costs a measurement per process, not the run
+    return table
