@@ -1,4 +1,5 @@
-"""Descriptions of hardware: Device, Link, Host, Cluster, and Mesh, a logical view of consecutive devices. No process group anywhere.
+"""Descriptions of hardware: Device, Link, Host, Cluster, and Mesh, a logical view of consecutive devices. No process
+group anywhere.
 
 Grammar::
 
@@ -6,9 +7,8 @@ Grammar::
     host    ::= device × n  joined by one link level   devices of one host are alike, hosts may differ
     mesh    ::= "2x4@8"                                shape @ first device; row-major, axis 0 is the major one; "@3" is one device
 
-A link's rates are per direction. Kinds: "switch" — every end has its own path; "ring" — direct links between pairs, so a small group reaches
-only some of a device's links; "shared" — one medium that all ends divide among them.
-"""
+A link's rates are per direction. Kinds: "switch" — every end has its own path; "ring" — direct links between pairs, so
+a small group reaches only some of a device's links; "shared" — one medium that all ends divide among them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby
 from math import isfinite, prod
@@ -34,10 +34,23 @@ FORMAT, SCHEMA = "meshwright-cluster", 1
 KINDS = ("switch", "ring", "shared")
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable share of the peak) pairs;
-    ``curves``: measured op times, if any; ``view_s``: cost of an op that moves no data; ``kind``: "cuda" or "cpu"."""
+class _Hashed:
+    """A frozen dataclass whose hash is computed once; it is a key of many caches, and 1,000 hosts take a while to
+    hash."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]  # string hashes differ by process
+
+
+@dataclass(frozen=True)
+class Device(_Hashed):
+    """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable
+    share of the peak) pairs; ``curves``: measured op times, if any; ``view_s``: cost of an op that moves no data;
+    ``kind``: "cuda" or "cpu"."""
 
     name: str
     memory_bytes: int
@@ -53,11 +66,19 @@ class Device:
     def __post_init__(self) -> None:
         _positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
         _not_negative(f"device {self.name}", self, "launch_s", "view_s")
-        if not any(dtype == "float32" for dtype, _ in self.flops_per_s) or any(rate <= 0 for _, rate in self.flops_per_s):
-            raise ValueError(f"device {self.name} needs positive flops_per_s, float32 among them, but got {self.flops_per_s}; add it")
+        if not any(dtype == "float32" for dtype, _ in self.flops_per_s) or any(
+            rate <= 0 for _, rate in self.flops_per_s
+        ):
+            raise ValueError(
+                f"device {self.name} needs positive flops_per_s, float32 among them, but got {self.flops_per_s}; add it"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def peak(self, dtype: object) -> float:
-        """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of it."""
+        """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of
+        it."""
         name = str(dtype).removeprefix("torch.")
         for known, rate in self.flops_per_s:
             if known == name:
@@ -68,9 +89,9 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One link level. ``bytes_per_s``: what one end sends at once over all its paths; ``pair_bytes_per_s``: the most that two single devices
-    get of it (0: the same); ``alpha_s``: one message; ``message_s``: each further message that an end handles in the same round;
-    ``call_s``: once per collective."""
+    """One link level. ``bytes_per_s``: what one end sends at once over all its paths; ``pair_bytes_per_s``: the most
+    that two single devices get of it (0: the same); ``alpha_s``: one message; ``message_s``: each further message that
+    an end handles in the same round; ``call_s``: once per collective."""
 
     name: str
     alpha_s: float
@@ -102,13 +123,15 @@ class Host:
     def __post_init__(self) -> None:
         _positive("host", self, "num_devices")
         if self.link_kind not in KINDS:
-            raise ValueError(f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the host's link_kind")
+            raise ValueError(
+                f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the host's link_kind"
+            )
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates); ``backend``: "nccl" or
-    "gloo", whose algorithms the default prices assume."""
+class Cluster(_Hashed):
+    """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates);
+    ``backend``: "nccl" or "gloo", whose algorithms the default prices assume."""
 
     name: str
     hosts: tuple[Host, ...]
@@ -121,17 +144,15 @@ class Cluster:
         if not self.hosts:
             raise ValueError("a cluster has at least one host, but got none; give hosts")
         if self.link_kind not in KINDS:
-            raise ValueError(f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the cluster's link_kind")
+            raise ValueError(
+                f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the cluster's link_kind"
+            )
         if self.backend not in ("nccl", "gloo"):
             raise ValueError(f"a backend is nccl or gloo, but got {self.backend!r}; change the cluster's backend")
         _positive(f"cluster {self.name}", self, "oversubscription")
 
     def __hash__(self) -> int:
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # a cluster of 1,000 hosts is the key of many caches
-        return hash((self.name, self.hosts, self.link, self.link_kind, self.backend))
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:
@@ -149,7 +170,9 @@ class Cluster:
     def host_of(self, index: int) -> int:
         """The number of the host that holds device ``index``; ValueError outside the cluster."""
         if not 0 <= index < self.num_devices:
-            raise ValueError(f"{self.name} has devices 0 to {self.num_devices - 1}, but got {index}; use a larger cluster")
+            raise ValueError(
+                f"{self.name} has devices 0 to {self.num_devices - 1}, but got {index}; use a larger cluster"
+            )
         return bisect_right(self._starts, index) - 1
 
     def device(self, index: int) -> Device:
@@ -164,10 +187,13 @@ class Cluster:
 
     @staticmethod
     def preset(name: str, hosts: int | None = None) -> Cluster:
-        """Known hardware with data-sheet constants (``presets.PRESETS``), ``hosts`` of it (default 1); ValueError lists the known names."""
+        """Known hardware with data-sheet constants (``presets.PRESETS``), ``hosts`` of it (default 1); ValueError lists
+        the known names."""
         sheet = PRESETS.get(name)
         if sheet is None:
-            raise ValueError(f"a preset is one of {', '.join(PRESETS)}, but got {name!r}; use one of them or a cluster file")
+            raise ValueError(
+                f"a preset is one of {', '.join(PRESETS)}, but got {name!r}; use one of them or a cluster file"
+            )
         count = DEFAULT_HOSTS.get(name, 1) if hosts is None else hosts
         if count < 1:
             raise ValueError(f"a cluster has at least one host, but got {name}:{count}; ask for 1 or more")
@@ -176,24 +202,30 @@ class Cluster:
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), else the path of a cluster file."""
+        """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), else the path of a
+        cluster file."""
         name, _, count = text.partition(":")
         if name in PRESETS or name == "local":
             if count and not count.isdecimal():
-                raise ValueError(f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say")
+                raise ValueError(
+                    f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say"
+                )
             number = int(count) if count else None
             return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
         if Path(text).is_file():
             return Cluster.load(text)
-        raise ValueError(f"a cluster is a file, local or one of {', '.join(PRESETS)} with :hosts, but got {text!r}; no such file")
+        raise ValueError(
+            f"a cluster is a file, local or one of {', '.join(PRESETS)} with :hosts, but got {text!r}; no such file"
+        )
 
     @staticmethod
     def local(ranks: int | None = None) -> Cluster:
-        """This machine as ``ranks`` CPU ranks of one thread (default: ``$WORLD_SIZE``, else one per core), from a measurement of at most two
-        seconds, cached. Ranks beyond the cores share them: every rate is divided by ranks/cores, which is ``oversubscription``.
+        """This machine as ``ranks`` CPU ranks of one thread (default: ``$WORLD_SIZE``, else one per core), from a
+        measurement of at most two seconds, cached. Ranks beyond the cores share them: every rate is divided by
+        ranks/cores, which is ``oversubscription``.
 
-        Every process that calls this may measure for itself: where ranks must agree, call it on one and hand the result on.
-        """
+        Every process that calls this may measure for itself: where ranks must agree, call it on one and hand the result
+        on."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = int(os.environ.get("WORLD_SIZE", cores)) if ranks is None else ranks
         if count < 1:
@@ -203,9 +235,11 @@ class Cluster:
     # ---- identity and JSON
 
     def fingerprint(self) -> str:
-        """16 hex digits over what the hardware *is* (devices, memory, links and their order), not over measured rates: a plan stays valid
-        when the cluster is profiled again."""
-        parts = [[h.device.name, h.device.memory_bytes, h.num_devices, h.link.name, h.link_kind] for h in self.hosts]
+        """16 hex digits over what the hardware *is* (devices, memory, links and their order), not over measured rates:
+        a plan stays valid when the cluster is profiled again."""
+        parts: list[object] = [
+            [h.device.name, h.device.memory_bytes, h.num_devices, h.link.name, h.link_kind] for h in self.hosts
+        ]
         return _digest([parts, self.link.name, self.link_kind, self.backend])
 
     def price_fingerprint(self) -> str:
@@ -243,20 +277,30 @@ class Cluster:
         """Versioned, human-readable JSON; equal neighbouring hosts are written once with a count."""
         hosts = [{"count": len(list(run))} | asdict(host) for host, run in groupby(self.hosts)]
         body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "name": self.name, "backend": self.backend}
-        body |= {"oversubscription": self.oversubscription, "link_kind": self.link_kind, "link": asdict(self.link), "hosts": hosts}
+        body |= {
+            "oversubscription": self.oversubscription,
+            "link_kind": self.link_kind,
+            "link": asdict(self.link),
+            "hosts": hosts,
+        }
         return json.dumps(body, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Cluster:
-        """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible values."""
+        """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible
+        values."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"a cluster is a JSON document, but it breaks off or is corrupt ({error}); save it again") from None
+            raise ValueError(
+                f"a cluster is a JSON document, but it breaks off or is corrupt ({error}); save it again"
+            ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"a cluster has format {FORMAT!r}, but this document has none of it; is it another file?")
         if data.get("schema") != SCHEMA:
-            raise ValueError(f"this release reads cluster schema {SCHEMA}, but got {data.get('schema')!r}; save it again")
+            raise ValueError(
+                f"this release reads cluster schema {SCHEMA}, but got {data.get('schema')!r}; save it again"
+            )
         try:
             hosts: list[Host] = []
             for entry in data["hosts"]:
@@ -267,9 +311,13 @@ class Cluster:
                 host = Host(Device(**device), int(entry["num_devices"]), Link(**entry["link"]), str(entry["link_kind"]))
                 hosts += [host] * int(entry["count"])
             link = Link(**data["link"])
-            return Cluster(data["name"], tuple(hosts), link, data["link_kind"], data["backend"], float(data["oversubscription"]))
+            return Cluster(
+                data["name"], tuple(hosts), link, data["link_kind"], data["backend"], float(data["oversubscription"])
+            )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form") from None
+            raise ValueError(
+                f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form"
+            ) from None
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``: complete or not at all."""
@@ -286,7 +334,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Consecutive devices (numbers in a cluster) as an array: row-major, axis 0 is the major one. Shape ``()`` is one device."""
+    """Consecutive devices (numbers in a cluster) as an array: row-major, axis 0 is the major one. Shape ``()`` is one
+    device."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
@@ -298,7 +347,8 @@ class Mesh:
 
     @staticmethod
     def of(cluster: Cluster, offset: int, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> Mesh:
-        """The ``prod(shape)`` devices from ``offset`` on; axis names default to x, y, z, …; ValueError if they are not all in the cluster."""
+        """The ``prod(shape)`` devices from ``offset`` on; axis names default to x, y, z, …; ValueError if they are not
+        all in the cluster."""
         sizes = tuple(int(size) for size in shape)
         if any(size < 1 for size in sizes):
             raise ValueError(f"a mesh shape has positive sizes, but got {sizes}; drop the empty axis")
@@ -309,7 +359,9 @@ class Mesh:
             )
         names = tuple(axis_names) if axis_names is not None else tuple("xyzwvutsrqp"[: len(sizes)])
         if len(names) != len(sizes) or len(set(names)) != len(names):
-            raise ValueError(f"a mesh has one distinct name per axis, but got {names} for shape {sizes}; name each axis")
+            raise ValueError(
+                f"a mesh has one distinct name per axis, but got {names} for shape {sizes}; name each axis"
+            )
         return Mesh(sizes, names, tuple(range(offset, offset + count)))
 
     @staticmethod
@@ -347,8 +399,14 @@ class Mesh:
 
 
 def _device(sheet: DeviceSheet) -> Device:
-    constants: list[tuple[str, Constant]] = [("memory", sheet.memory), ("memory rate", sheet.bandwidth), ("launch", sheet.launch)]
-    constants += [(f"{dtype} peak", c) for dtype, c in sheet.flops] + [(f"{kind} share", c) for kind, c in sheet.efficiency]
+    constants: list[tuple[str, Constant]] = [
+        ("memory", sheet.memory),
+        ("memory rate", sheet.bandwidth),
+        ("launch", sheet.launch),
+    ]
+    constants += [(f"{dtype} peak", c) for dtype, c in sheet.flops] + [
+        (f"{kind} share", c) for kind, c in sheet.efficiency
+    ]
     return Device(
         name=sheet.name,
         memory_bytes=int(sheet.memory.value),
@@ -358,7 +416,9 @@ def _device(sheet: DeviceSheet) -> Device:
         source="; ".join(f"{name}: {constant}" for name, constant in constants),
         kind=sheet.kind,
         efficiency=tuple((kind, c.value) for kind, c in sheet.efficiency),
-        view_s=0.0 if sheet.kind == "cuda" else 1e-6,
+        view_s=0.0
+        if sheet.kind == "cuda"
+        else sheet.launch.value / 5,  # measured here: 0.7 µs against 1 to 3 for an op
     )
 
 
@@ -386,7 +446,10 @@ def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
         launch_s=table.launch.alpha_s * slowdown,
         source="measured: " + ", ".join(f"{key} {value}" for key, value in table.provenance),
         kind="cpu",
-        curves=tuple(Curve(c.kind, c.dtype, c.variable, tuple((work, t * slowdown) for work, t in c.points)) for c in table.curves),
+        curves=tuple(
+            Curve(c.kind, c.dtype, c.variable, tuple((work, t * slowdown) for work, t in c.points))
+            for c in table.curves
+        ),
         view_s=table.view_s * slowdown,
     )
     loopback = _link(LOOPBACK, slowdown)

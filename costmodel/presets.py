@@ -1,8 +1,8 @@
-"""Data-sheet constants of known hardware, each with its unit and where it comes from. Nothing here was fitted by us except where a source says so.
+"""Data-sheet constants of known hardware, each with its unit and where it comes from. Nothing here was fitted by us
+except where a source says so.
 
-Rates are per direction. A link's ``rate`` is what one end can send at once when it may use all its paths (an end is a device inside a
-host, a host between hosts); ``pair`` is the most that two single devices can use of it.
-"""
+Rates are per direction. A link's ``rate`` is what one end can send at once when it may use all its paths (an end is a
+device inside a host, a host between hosts); ``pair`` is the most that two single devices can use of it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSheet:
-    """Constants of one device type. ``flops`` by dtype name, ``efficiency``: achievable share of the peak by op kind ("memory": of the
-    memory bandwidth); kinds that are missing take the defaults of ``compute.EFFICIENCY``."""
+    """Constants of one device type. ``flops`` by dtype name, ``efficiency``: achievable share of the peak by op kind
+    ("memory": of the memory bandwidth); kinds that are missing take the defaults of ``compute.EFFICIENCY``."""
 
     name: str
     kind: str
@@ -53,8 +53,8 @@ class LinkSheet:
 
 @dataclass(frozen=True, slots=True)
 class PresetSheet:
-    """One kind of host, and the network that joins several of them. Kinds: "switch" (every end has its own path), "ring" (direct links
-    between pairs), "shared" (all ends share one medium)."""
+    """One kind of host, and the network that joins several of them. Kinds: "switch" (every end has its own path),
+    "ring" (direct links between pairs), "shared" (all ends share one medium)."""
 
     device: DeviceSheet
     num_devices: int
@@ -130,7 +130,10 @@ def _a100(gib: float, rate: float) -> DeviceSheet:
         _LAUNCH,
         (
             ("matmul", _share(0.75, "assumed: large GEMMs as commonly published, 230-260 of 312 TFLOPS")),
-            ("attention", _share(0.5, "FlashAttention-2 paper, 2023: forward and backward at 35-72 % of the A100's peak")),
+            (
+                "attention",
+                _share(0.5, "FlashAttention-2 paper, 2023: forward and backward at 35-72 % of the A100's peak"),
+            ),
         ),
     )
 
@@ -151,8 +154,14 @@ def _hopper(name: str, gib: float, rate: float, source: str) -> DeviceSheet:
         _rate(rate, source),
         _LAUNCH,
         (
-            ("matmul", _share(0.65, "assumed: large GEMMs as commonly published, 600-700 of 989 TFLOPS (power-limited)")),
-            ("attention", _share(0.35, "FlashAttention-3 paper, 2024: FlashAttention-2 reaches 35 % of the H100's peak")),
+            (
+                "matmul",
+                _share(0.65, "assumed: large GEMMs as commonly published, 600-700 of 989 TFLOPS (power-limited)"),
+            ),
+            (
+                "attention",
+                _share(0.35, "FlashAttention-3 paper, 2024: FlashAttention-2 reaches 35 % of the H100's peak"),
+            ),
         ),
     )
 
@@ -204,7 +213,9 @@ def _link(name: str, alpha: Constant, rate: Constant, pair: Constant, call: Cons
 NVLINK2 = _link(
     "NVLink2",
     _us(1.9, _TUNING),
-    _rate(125.0, "6 links of 25 GB/s (NVIDIA V100 data sheet), 5/6 of it achieved by rings: the share of NVLink3 below"),
+    _rate(
+        125.0, "6 links of 25 GB/s (NVIDIA V100 data sheet), 5/6 of it achieved by rings: the share of NVLink3 below"
+    ),
     _rate(21.0, "one link of the DGX-1V cube mesh, 25 GB/s, the same share; some pairs have two"),
 )
 NVLINK3 = _link(
@@ -222,7 +233,9 @@ NVLINK4 = _link(
 PCIE4_HOST = _link(
     "PCIe4 through the host",
     _us(2.5, _TUNING + ", PCI"),
-    _rate(160.0, "assumed: 8 devices at 20 of a x16 slot's 31.5 GB/s through host memory (no peer-to-peer on this device)"),
+    _rate(
+        160.0, "assumed: 8 devices at 20 of a x16 slot's 31.5 GB/s through host memory (no peer-to-peer on this device)"
+    ),
     _rate(20.0, "assumed: 20 of a x16 slot's 31.5 GB/s"),
 )
 ETHERNET25 = _link(
@@ -259,7 +272,9 @@ WIFI = _link(
 LOOPBACK = LinkSheet(
     "Gloo on loopback",
     _us(65.0, "shared/PYTORCH.md: 2 ranks, 1 KB all_reduce 0.14 ms in two rounds, low mode of the latency 65 us"),
-    _rate(1.55, "shared/PYTORCH.md: 2 ranks, 4 MB all_reduce 2.7 ms (64 MB: 0.55; 4 ranks on 2 cores: half of it each)"),
+    _rate(
+        1.55, "shared/PYTORCH.md: 2 ranks, 4 MB all_reduce 2.7 ms (64 MB: 0.55; 4 ranks on 2 cores: half of it each)"
+    ),
     _rate(2.1, "shared/PYTORCH.md: round trip of 64 MB between 2 ranks in 63 ms (4 MB: 4.9)"),
     _us(40.0, "shared/PYTORCH.md: 1 KB all_to_all 0.08 ms on 2 ranks, 0.30 on 4 that share 2 cores"),
     _us(0.0, "part of alpha"),

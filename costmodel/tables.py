@@ -1,8 +1,8 @@
 """What was measured: op time curves of this machine with provenance, a robust α–β fit, and their versioned JSON.
 
-A curve is op time against work (FLOPs or bytes) on a grid; it is read by interpolation in log space. Sample statistics are minima: on a
-shared machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is cached on disk.
-"""
+A curve is op time against work (FLOPs or bytes) on a grid; it is read by interpolation in log space. Sample statistics
+are minima: on a shared machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is
+cached on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ FORMAT, SCHEMA = "meshwright-table", 1
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``seconds ≈ alpha_s + beta_s_per_byte · bytes``; residual: median relative error over the ``sizes`` distinct sizes."""
+    """``seconds ≈ alpha_s + beta_s_per_byte · bytes``; residual: median relative error over the ``sizes`` distinct
+    sizes."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -41,7 +42,8 @@ class Fit:
 
 
 def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
-    """Fit (bytes, seconds) samples by robust relative least squares on the minimum of each size; neither constant is ever negative.
+    """Fit (bytes, seconds) samples by robust relative least squares on the minimum of each size; neither constant is
+    ever negative.
 
     Iteratively reweighted with Huber weights on the relative residual, so one disturbed size does not bend the line.
     Raises ValueError on fewer than two sizes or a sample that is not a positive finite time.
@@ -49,7 +51,9 @@ def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
     best: dict[float, float] = {}
     for size, seconds in samples:
         if not (isfinite(seconds) and seconds > 0 and isfinite(size) and size >= 0):
-            raise ValueError(f"a sample is (bytes >= 0, seconds > 0), but got ({size}, {seconds}); measure that size again")
+            raise ValueError(
+                f"a sample is (bytes >= 0, seconds > 0), but got ({size}, {seconds}); measure that size again"
+            )
         best[size] = min(seconds, best.get(size, seconds))
     if len(best) < 2:
         raise ValueError(f"a fit needs two message sizes, but got {len(best)}; measure more sizes")
@@ -78,7 +82,8 @@ def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured time of one op kind and dtype: ``points`` are (work, seconds), increasing; ``variable`` is "flops" or "bytes"."""
+    """Measured time of one op kind and dtype: ``points`` are (work, seconds), increasing; ``variable`` is "flops" or
+    "bytes"."""
 
     kind: str
     dtype: str
@@ -93,7 +98,9 @@ class Curve:
             raise ValueError(f"{where}: needs at least two points, but got {len(self.points)}; profile again")
         for (x0, t0), (x1, t1) in zip(self.points, self.points[1:]):
             if x1 <= x0 or t1 < t0:
-                raise ValueError(f"{where}: work and seconds must not fall, but got {(x0, t0)} then {(x1, t1)}; profile again")
+                raise ValueError(
+                    f"{where}: work and seconds must not fall, but got {(x0, t0)} then {(x1, t1)}; profile again"
+                )
         if not all(isfinite(v) and v > 0 for point in self.points for v in point):
             raise ValueError(f"{where}: work and seconds are positive finite numbers; profile again")
 
@@ -102,7 +109,8 @@ class Curve:
         return self.points[0][0] <= work <= self.points[-1][0]
 
     def seconds(self, work: float, launch_s: float) -> float:
-        """Interpolated in log space; below the grid it falls in proportion down to ``launch_s``, above it the last rate holds."""
+        """Interpolated in log space; below the grid it falls in proportion down to ``launch_s``, above it the last rate
+        holds."""
         (low, first), (high, last) = self.points[0], self.points[-1]
         if work >= high:
             return last * work / high
@@ -116,8 +124,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One machine's measurements. ``launch``: the pointwise fit, whose α is the cost of one call and 1/β the memory bandwidth;
-    ``view_s``: one view-like op; ``provenance``: what was measured where and when, as (name, text) pairs."""
+    """One machine's measurements. ``launch``: the pointwise fit, whose α is the cost of one call and 1/β the memory
+    bandwidth; ``view_s``: one view-like op; ``provenance``: what was measured where and when, as (name, text) pairs."""
 
     curves: tuple[Curve, ...]
     launch: Fit
@@ -141,11 +149,14 @@ class Table:
 
     @staticmethod
     def from_json(text: str) -> Table:
-        """The inverse of ``to_json``; ValueError on a corrupt, foreign, or outdated document and on impossible values."""
+        """The inverse of ``to_json``; ValueError on a corrupt, foreign, or outdated document and on impossible
+        values."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"a table is a JSON document, but it breaks off or is corrupt ({error}); profile again") from None
+            raise ValueError(
+                f"a table is a JSON document, but it breaks off or is corrupt ({error}); profile again"
+            ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"a table has format {FORMAT!r}, but this document has none of it; is it another file?")
         if data.get("schema") != SCHEMA:
@@ -156,7 +167,9 @@ class Table:
             provenance = tuple((str(k), str(v)) for k, v in data["provenance"].items())
             return Table(curves, launch, float(data["view_s"]), provenance)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a table needs curves, launch, view_s and provenance, but {error!r}; profile again") from None
+            raise ValueError(
+                f"a table needs curves, launch, view_s and provenance, but {error!r}; profile again"
+            ) from None
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``: complete or not at all."""
@@ -202,7 +215,8 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def measure(call: Callable[[], object], budget_s: float) -> tuple[float, int]:
-    """(fastest seconds of one call, samples taken). Calls shorter than the clock is fine are timed in batches; at least two samples."""
+    """(fastest seconds of one call, samples taken). Calls shorter than the clock is fine are timed in batches; at least
+    two samples."""
     call()  # allocations, lazy initialisation
     start = time.perf_counter()
     call()
@@ -246,7 +260,8 @@ def _grid() -> list[tuple[str, str, float, Callable[[], object]]]:
 
 
 def measure_machine(budget_s: float = 1.4) -> Table:
-    """Time the grid on one thread of this machine within about ``budget_s`` seconds. "pointwise" is the mean of add and gelu at equal bytes."""
+    """Time the grid on one thread of this machine within about ``budget_s`` seconds. "pointwise" is the mean of add and
+    gelu at equal bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -267,14 +282,17 @@ def measure_machine(budget_s: float = 1.4) -> Table:
         torch.set_num_threads(threads)
     add, gelu = found.pop(("add", "bytes")), found.pop(("gelu", "bytes"))
     found["pointwise", "bytes"] = [(work, (a + g) / 2) for (work, a), (_, g) in zip(add, gelu)]
-    curves = tuple(Curve(kind, "float32", variable, _rising(points)) for (kind, variable), points in sorted(found.items()))
+    curves = tuple(
+        Curve(kind, "float32", variable, _rising(points)) for (kind, variable), points in sorted(found.items())
+    )
     provenance = (*machine().items(), ("date", datetime.now(UTC).isoformat(timespec="seconds")))
     spent = (("threads", "1"), ("samples", str(samples)), ("seconds", f"{time.perf_counter() - started:.2f}"))
     return Table(curves, fit_alpha_beta(add), view_s, provenance + spent)
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More work never takes less time: a point that was disturbed upwards is pulled down to the next larger one's time."""
+    """More work never takes less time: a point that was disturbed upwards is pulled down to the next larger one's
+    time."""
     out: list[tuple[float, float]] = []
     for work, seconds in sorted(points, reverse=True):
         out.append((work, min(seconds, out[-1][1]) if out else seconds))
