@@ -145,13 +145,26 @@ def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
 
 
 def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> MeshChoice:
+    operands = [operand.meta["type"] for operand in tensor_operands(node)]
+    outputs = types_of(node)
+    differentiable = any(output.is_float for output in outputs)
+
+    def pair(column: str, k: int, flows: bool) -> Pair:
+        whole_pair = pairs_on_mesh([getattr(choice, column)[k] for choice in combination])
+        return whole_pair if flows else _without_gradient(whole_pair)
+
     return MeshChoice(
         labels=tuple(choice.label for choice in combination),
-        inputs=tuple(pairs_on_mesh([c.inputs[k] for c in combination]) for k in range(len(tensor_operands(node)))),
-        outputs=tuple(pairs_on_mesh([c.outputs[k] for c in combination]) for k in range(len(types_of(node)))),
+        inputs=tuple(pair("inputs", k, differentiable and kind.is_float) for k, kind in enumerate(operands)),
+        outputs=tuple(pair("outputs", k, kind.is_float) for k, kind in enumerate(outputs)),
         work_share=1.0 / prod(size for choice, size in zip(combination, mesh_shape) if choice.splits_work),
         internal=tuple((axis, one) for axis, c in enumerate(combination) for one in c.internal if mesh_shape[axis] > 1),
     )
+
+
+def _without_gradient(pair: Pair) -> Pair:
+    """The pair of a tensor that no gradient flows to: its cotangent lies like its value and never asks for a reduction."""
+    return Pair(pair.value, tuple(p if p.is_shard else R for p in pair.value))
 
 
 def whole(node: Node) -> AxisChoice:

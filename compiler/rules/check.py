@@ -401,6 +401,8 @@ def _naive_outputs(node: Node, placements: tuple[Placement, ...], size: int, see
             )
         except Exception:  # the op refuses these parts: not a split
             continue
+        if any(len(run) != len(whole.outputs) for run in runs):
+            continue
         per_output = [
             [
                 p

@@ -1,0 +1,167 @@
+"""Elementwise ops with broadcasting: every output dim is free.
+
+Labels ``d0``, ``d1``, … are the output's dims; an operand that is broadcast along one is used whole and gives an addend of its gradient.
+``partial`` passes addends of a value through an op that is linear in them; ``grad`` passes addends of a gradient through any op
+(a backward is linear in its cotangent) while values are whole. Neither splits work: they postpone a reduction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..graph import op_name, tensor_operands, types_of
+from ..spec import P, R
+from . import register, whole
+from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
+
+__all__ = ["PointwiseRule", "grad_choice"]
+
+# by base name: what autograd keeps. Everything else keeps nothing.
+_SAVES_OUTPUT = frozenset("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan".split())
+_SAVES_INPUTS = frozenset(
+    """gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid threshold pow log log2 log10 log1p
+    sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2 xlogy logit
+    prelu fmod remainder nan_to_num""".split()
+)
+_BILINEAR = frozenset("mul multiply div divide true_divide".split())
+_ADDITIVE = frozenset("add subtract sub".split())
+_LINEAR = frozenset("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach".split())
+_CASTS = frozenset("to _to_copy type_as".split())
+_DOMAIN_POSITIVE = frozenset("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy".split())
+_DOMAIN_UNIT = frozenset("logit atanh asin acos".split())
+_CONSTANT = frozenset("detach zeros_like ones_like full_like empty_like fill".split())  # no gradient flows
+# operands after the first that give only a dtype or device
+_BY_EXAMPLE = frozenset(("aten.type_as.default", "aten.to.other"))
+
+
+def base_name(node: Node) -> str:
+    """``"mul"`` of ``aten.mul.Tensor``."""
+    return op_name(node).split(".")[1]
+
+
+def grad_choice(node: Node) -> AxisChoice:
+    """Whole values; addends of the outputs' gradients give addends of the operands'."""
+    inputs, outputs = (FREE_GRAD,) * len(tensor_operands(node)), (FREE_GRAD,) * len(types_of(node))
+    return AxisChoice("grad", inputs, outputs, extent=1 << 62, splits_work=False)
+
+
+class PointwiseRule(Rule):
+    """Any elementwise op, by name."""
+
+    cost_kind = "pointwise"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """One choice per output dim, "partial" where the op is linear, and "grad"."""
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        by_example = op_name(node) in _BY_EXAMPLE
+        output = types_of(node)[0]
+        rank = len(output.shape)
+        choices = [whole(node)]
+        for dim, extent in enumerate(output.shape):
+            if extent == 1:
+                continue
+            inputs: list[AxisPair] = []
+            for k, operand in enumerate(operands):
+                here = dim - (rank - len(operand.shape))
+                if by_example and k > 0:
+                    inputs.append(WHOLE)
+                elif here >= 0 and operand.shape[here] == extent:
+                    inputs.append(shard(here))
+                else:
+                    inputs.append(FREE_GRAD)
+            choices.append(AxisChoice(f"d{dim}", tuple(inputs), (shard(dim),) * len(types_of(node)), extent))
+        for number, partial in enumerate(self.partial_inputs(node)):
+            label = f"partial{number or ''}"
+            choices.append(AxisChoice(label, partial, (ROW,), extent=1 << 62, splits_work=False))
+        if output.is_float and base_name(node) not in _CONSTANT and any(operand.is_float for operand in operands):
+            choices.append(grad_choice(node))
+        return tuple(choices)
+
+    def partial_inputs(self, node: Node) -> list[tuple[AxisPair, ...]]:
+        """The ways to feed addends to operands such that the outputs are addends of the output."""
+        name = base_name(node)
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        output = types_of(node)[0]
+        if output.dtype == torch.bool or any(kind.dtype == torch.bool for kind in operands[:1]):
+            return self._partial_where(node) if name == "where" else []
+        masks = any(kind.dtype == torch.bool for kind in operands)
+        if masks and name not in ("masked_fill", "mul", "multiply"):
+            return []
+        rounding = node.kwargs.get("rounding_mode")
+        if name in _ADDITIVE:
+            return [(ROW,) * 2] if len(operands) == 2 else []
+        if name in _BILINEAR and rounding is None:
+            if len(operands) == 1:
+                return [(ROW,)] if isinstance(node.args[0], Node) else []
+            first: list[tuple[AxisPair, ...]] = [(ROW, FREE_GRAD)]
+            return first if masks or name.startswith(("div", "true")) else [*first, (FREE_GRAD, ROW)]
+        if name in _LINEAR:
+            return [(ROW,)]
+        if name in _CASTS and output.is_float:
+            return [(ROW, *(WHOLE for _ in operands[1:]))]
+        if name == "masked_fill" and len(operands) == 2 and node.args[2] == 0:
+            return [(ROW, WHOLE)]
+        return []
+
+    def _partial_where(self, node: Node) -> list[tuple[AxisPair, ...]]:
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        if len(operands) == 3 and all(kind.dtype != torch.bool for kind in operands[1:]):
+            return [(WHOLE, ROW, ROW)]
+        zero = [arg for arg in node.args[1:] if not isinstance(arg, Node)] == [0]
+        return [(WHOLE, ROW)] if len(operands) == 2 and zero else []
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """By what the op's derivative needs."""
+        name = base_name(node)
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        if not types_of(node)[0].is_float:
+            return ()
+        if name in _SAVES_OUTPUT:
+            return (("output", 0),)
+        if name in _BILINEAR:  # each factor is needed for the gradient of the other; a divisor for its own too
+            if len(operands) < 2:
+                return ()
+            keep = [k for k in (0, 1) if operands[1 - k].is_float or (k == 1 and not name.startswith("mul"))]
+            return tuple(("input", k) for k in keep)
+        if name == "where":
+            return (("input", 0),)
+        if name == "masked_fill":
+            return (("input", 1),)
+        if name in _SAVES_INPUTS:
+            return tuple(("input", k) for k in range(len(operands)))
+        return ()
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
+        """Floats within the op's domain and away from its poles; integers 1 to 4 (divisors too)."""
+        name = base_name(node)
+        made = []
+        for operand in tensor_operands(node):
+            kind = operand.meta["type"]
+            x = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+            if name in _DOMAIN_POSITIVE:
+                x = x.abs() + 0.5
+            elif name in _DOMAIN_UNIT:
+                x = 0.1 + 0.8 * torch.sigmoid(x)
+            if kind.dtype == torch.bool:
+                made.append(x > 0.5 if name in _DOMAIN_POSITIVE else x > 0)
+            else:
+                made.append(
+                    x.to(kind.dtype)
+                    if kind.is_float
+                    else torch.randint(1, 5, kind.shape, generator=generator).to(kind.dtype)
+                )
+        return made
+
+
+register(
+    "pointwise",
+    *"""aten.rsub.Tensor aten.hardswish.default aten.log_sigmoid.default aten.where.ScalarOther aten.where.ScalarSelf
+    aten.masked_fill.Tensor aten.__and__.Tensor aten.__and__.Scalar aten.__or__.Tensor aten.__or__.Scalar
+    aten.floor_divide.default aten.floor_divide.Scalar aten.true_divide.Scalar
+    aten.multiply.Tensor aten.multiply.Scalar aten.subtract.Tensor aten.subtract.Scalar aten.divide.Tensor aten.divide.Scalar
+    aten.negative.default aten.absolute.default aten.conj.default aten.isin.Tensor_Scalar
+    aten.to.device aten.to.dtype aten.to.dtype_layout aten.to.other aten._to_copy.default aten.type_as.default
+    aten.contiguous.default aten.alias.default aten.detach.default aten.lift_fresh_copy.default aten.lift_fresh.default
+    aten.fill.Scalar aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default""".split(),
+)(PointwiseRule())

@@ -1,0 +1,411 @@
+"""Ops that move or repeat elements: views, joins, indexing, creation.
+
+Most are told by *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of which may be cut.
+For ops that are pure stride changes the tracks are read off the strides of a run on the meta device. ``reshape`` has a
+dim-factor map instead: dims fall into groups of equal product, and of each group only the major factor may be cut, as only
+then are the blocks contiguous on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..graph import op_name, tensor_operands, types_of
+from ..spec import R, local_shape
+from . import pairs_choice, register, whole
+from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
+from .fallback import WholeRule
+from .pointwise import grad_choice
+
+__all__ = ["DimsRule", "ReshapeRule", "StrideRule", "Track", "local_output_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One dim through an op: which dim it is of each operand (None: the operand is used whole) and of each output."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    extent: int
+
+
+def shapes(node: Node) -> list[tuple[int, ...]]:
+    """The operands' shapes."""
+    return [operand.meta["type"].shape for operand in tensor_operands(node)]
+
+
+def local_output_shape(node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """The first output's local shape under these labels."""
+    pair = pairs_choice(node, labels, mesh_shape).outputs[0]
+    return local_shape(types_of(node)[0].shape, pair.value, mesh_shape)
+
+
+class DimsRule(Rule):
+    """An op told by its tracks.
+
+    tracks: the tracks of a node. linear: the operands through which addends pass ("partial"), None for all, () for no such choice.
+    saves: the operands that autograd keeps. high: a node → exclusive upper bound of random integer operands (indices).
+    """
+
+    def __init__(
+        self,
+        tracks: Callable[[Node], list[Track]],
+        cost_kind: str = "pointwise",
+        linear: tuple[int, ...] | None = None,
+        saves: tuple[int, ...] = (),
+        high: Callable[[Node], int] | None = None,
+    ) -> None:
+        self.tracks = tracks
+        self.cost_kind = cost_kind
+        self.linear = linear
+        self.saved = saves
+        self.high = high
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """One choice per track, "partial" where linear, and "grad" where gradients flow."""
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        outputs = types_of(node)
+        choices = [whole(node)]
+        for number, track in enumerate(self.tracks(node)):
+            inputs = tuple(FREE_GRAD if dim is None else shard(dim) for dim in track.inputs)
+            results = tuple(shard(dim) for dim in track.outputs)
+            choices.append(AxisChoice(f"d{number}", inputs, results, track.extent))
+        linear = range(len(operands)) if self.linear is None else self.linear
+        # an all_reduce of a bool or an index is nobody's wish
+        if operands and linear and all(operands[k].is_float for k in linear):
+            inputs = tuple(ROW if k in linear else WHOLE for k in range(len(operands)))
+            choices.append(AxisChoice("partial", inputs, (ROW,) * len(outputs), 1 << 62, splits_work=False))
+        if any(kind.is_float for kind in operands) and any(kind.is_float for kind in outputs):
+            choices.append(grad_choice(node))
+        return tuple(choices)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The operands named at construction."""
+        count = len(tensor_operands(node))
+        return tuple(("input", k) for k in self.saved if k < count) if types_of(node)[0].is_float else ()
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
+        """Integers below ``high``, floats normal; nothing special without ``high``."""
+        if self.high is None:
+            return None
+        made = []
+        for operand in tensor_operands(node):
+            kind = operand.meta["type"]
+            if kind.is_float:
+                made.append(torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype))
+            else:
+                made.append(torch.randint(0, max(1, self.high(node)), kind.shape, generator=generator).to(kind.dtype))
+        return made
+
+
+class StrideRule(DimsRule):
+    """A pure view: output dims are found again among the input's by their strides; a stride of 0 is a broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__(self.stride_tracks, cost_kind="view")
+
+    def stride_tracks(self, node: Node) -> list[Track]:
+        """Input dims that every output has in full, and output dims that repeat one element."""
+        shape = shapes(node)[0]
+        # strides from powers of a base larger than any extent are unique and not reachable by combining
+        base = max((*shape, 2)) + 1
+        strides = [base ** (len(shape) - i) for i in range(len(shape))]
+        x = torch.empty_strided(shape, strides, device="meta")
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: x)
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        outputs = [made] if isinstance(made, torch.Tensor) else list(made)
+        tracks = []
+        for dim, (extent, stride) in enumerate(zip(shape, strides)):
+            found = [
+                [d for d in range(y.dim()) if y.stride(d) == stride and y.shape[d] == extent and extent > 1]
+                for y in outputs
+            ]
+            if all(found) and found:
+                tracks.append(Track((dim,), tuple(dims[0] for dims in found), extent))
+        if len(outputs) == 1:
+            y = outputs[0]
+            repeats = [d for d in range(y.dim()) if y.stride(d) == 0 and y.shape[d] > 1]
+            tracks += [Track((None,), (d,), y.shape[d]) for d in repeats]
+        return sorted(tracks, key=lambda track: track.outputs)
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Expand to local sizes; a squeeze must not drop a dim whose local extent happens to be 1."""
+        name = op_name(node).split(".")[1]
+        if name in ("squeeze", "expand", "broadcast_to"):
+            size = list(local_output_shape(node, labels, mesh_shape))
+            target = torch.ops.aten.reshape.default if name == "squeeze" else torch.ops.aten.expand.default
+            return target, (node.args[0], size), {}
+        return super().localize(node, labels, mesh_shape)
+
+
+class ReshapeRule(DimsRule):
+    """view, reshape, flatten, unflatten: the dim-factor map."""
+
+    def __init__(self) -> None:
+        super().__init__(self.factor_tracks, cost_kind="view")
+
+    def factor_tracks(self, node: Node) -> list[Track]:
+        """One track per group of dims of equal product: the major dim of each side, cut by what divides both."""
+        source, target = shapes(node)[0], types_of(node)[0].shape
+        if prod(source) == 0:
+            return []
+        left = [(dim, extent) for dim, extent in enumerate(source) if extent > 1]
+        right = [(dim, extent) for dim, extent in enumerate(target) if extent > 1]
+        tracks = []
+        i = j = 0
+        while i < len(left) and j < len(right):
+            (dim_in, a), (dim_out, b) = left[i], right[j]
+            extent = gcd(a, b)
+            i, j = i + 1, j + 1
+            while a != b:
+                if a < b:
+                    a, i = a * left[i][1], i + 1
+                else:
+                    b, j = b * right[j][1], j + 1
+            if extent > 1:
+                tracks.append(Track((dim_in,), (dim_out,), extent))
+        return tracks
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """A reshape to the local size: unlike view it takes whatever strides a local producer leaves."""
+        size = list(local_output_shape(node, labels, mesh_shape))
+        return torch.ops.aten.reshape.default, (node.args[0], size), {}
+
+
+# ---- tracks of the rest
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """The literal at ``position`` or under ``name``."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def normal(dim: int, rank: int) -> int:
+    """A dim counted from the front."""
+    return dim + rank if dim < 0 else dim
+
+
+def along(node: Node, fixed: Sequence[int]) -> list[Track]:
+    """Tracks of an op whose first operand and outputs have equal dims, all of which may be cut but ``fixed``; other operands, if
+    they have the first's rank and extent there, are cut alike."""
+    first, *rest = shapes(node)
+    outs = [kind.shape for kind in types_of(node)]
+    tracks = []
+    for dim, extent in enumerate(first):
+        if extent == 1 or dim in fixed or any(len(out) != len(first) or out[dim] != extent for out in outs):
+            continue
+        if all(len(shape) == len(first) and shape[dim] == extent for shape in rest):
+            tracks.append(Track((dim,) * (1 + len(rest)), (dim,) * len(outs), extent))
+    return tracks
+
+
+def dims_of(node: Node, position: int, name: str, default: Any = None) -> list[int]:
+    """The (non-negative) dims in an argument that holds one or several; all dims for None or an empty list."""
+    rank = len(shapes(node)[0])
+    given = argument(node, position, name, default)
+    if given is None or (isinstance(given, list | tuple) and not given):
+        return list(range(rank))
+    return [normal(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
+
+
+def all_but(position: int, name: str, default: Any = None) -> Callable[[Node], list[Track]]:
+    """Tracks along every dim but those that an argument names."""
+    return lambda node: along(node, dims_of(node, position, name, default))
+
+
+def _stack(node: Node) -> list[Track]:
+    first = shapes(node)[0]
+    new = normal(argument(node, 1, "dim", 0), len(first) + 1)
+    count = len(shapes(node))
+    return [Track((d,) * count, (d + (d >= new),), extent) for d, extent in enumerate(first) if extent > 1]
+
+
+def _cat(node: Node) -> list[Track]:
+    # legacy: empty 1-d tensors join anything; whole then
+    if len({len(shape) for shape in shapes(node)}) > 1:
+        return []
+    return along(node, dims_of(node, 1, "dim", 0))
+
+
+def _pad(node: Node) -> list[Track]:
+    pad = list(node.args[1])  # type: ignore[arg-type]
+    rank = len(shapes(node)[0])
+    return along(node, [rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]])
+
+
+def _pad_is_linear(node: Node) -> bool:
+    return argument(node, 2, "value", 0) in (0, None)
+
+
+def _scatter_into(node: Node) -> list[Track]:
+    """slice_scatter, select_scatter: (x, source, dim, …)."""
+    first, source = shapes(node)
+    fixed = normal(argument(node, 2, "dim", 0), len(first))
+    selects = len(source) < len(first)
+    return [
+        Track((d, d - (selects and d > fixed)), (d,), extent)
+        for d, extent in enumerate(first)
+        if d != fixed and extent > 1
+    ]
+
+
+def _repeat(node: Node) -> list[Track]:
+    shape, out = shapes(node)[0], types_of(node)[0].shape
+    lead = len(out) - len(shape)
+    tracks = []
+    for dim, extent in enumerate(out):
+        source = shape[dim - lead] if dim >= lead else 1
+        if extent > 1 and source in (1, extent):
+            tracks.append(Track((dim - lead if source == extent else None,), (dim,), extent))
+    return tracks
+
+
+def _repeat_interleave(node: Node) -> list[Track]:
+    shape = shapes(node)[0]
+    if argument(node, 2, "dim", None) is None:  # flattens first: blocks of the major dim stay contiguous
+        return [Track((0,), (0,), shape[0])] if shape and shape[0] > 1 else []
+    return [Track((d,), (d,), extent) for d, extent in enumerate(shape) if extent > 1]
+
+
+def _index_select(node: Node) -> list[Track]:
+    x, index = shapes(node)
+    dim = normal(int(node.args[1]), len(x))  # type: ignore[arg-type]
+    tracks = [Track((d, None), (d,), extent) for d, extent in enumerate(x) if d != dim and extent > 1]
+    return tracks + ([Track((None, 0), (dim,), index[0])] if index and index[0] > 1 else [])
+
+
+def _gather(node: Node) -> list[Track]:
+    x, index = shapes(node)
+    dim = normal(int(node.args[1]), len(x))  # type: ignore[arg-type]
+    tracks = []
+    for d, extent in enumerate(index):
+        if extent > 1 and (d == dim or x[d] == extent):
+            tracks.append(Track((None if d == dim else d, d), (d,), extent))
+    return tracks
+
+
+def _index(node: Node) -> list[Track]:
+    """``x[indices]``: dims that no index names pass through; dims of the indices themselves cut them and leave ``x`` whole."""
+    x, *indices = shapes(node)
+    given = list(node.args[1])  # type: ignore[arg-type]
+    operands = tensor_operands(node)[1:]
+    if any(operand.meta["type"].dtype in (torch.bool, torch.uint8) for operand in operands):
+        return []
+    named = [d for d, index in enumerate(given) if index is not None]
+    broadcast = torch.broadcast_shapes(*indices)
+    adjacent = named == list(range(named[0], named[-1] + 1))
+    at = named[0] if adjacent else 0
+    kept = [d for d in range(len(x)) if d not in named]
+    places = [p for p in range(len(kept) + len(broadcast)) if not at <= p < at + len(broadcast)]
+    tracks = [Track((d, *(None for _ in indices)), (place,), x[d]) for d, place in zip(kept, places) if x[d] > 1]
+    for j, extent in enumerate(broadcast):
+        if extent > 1:
+            cut = [j - (len(broadcast) - len(shape)) for shape in indices]
+            dims = (c if c >= 0 and shape[c] == extent else None for c, shape in zip(cut, indices))
+            tracks.append(Track((None, *dims), (at + j,), extent))
+    return tracks
+
+
+def _index_bound(node: Node) -> int:
+    """The least extent that an index of ``index.Tensor`` meets."""
+    x = shapes(node)[0]
+    return min(x[d] for d, index in enumerate(node.args[1]) if index is not None)  # type: ignore[arg-type]
+
+
+def _extent_of_dim(node: Node) -> int:
+    x = shapes(node)[0]
+    return x[normal(int(node.args[1]), len(x))]  # type: ignore[arg-type]
+
+
+class _PadRule(DimsRule):
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        choices = super().axis_choices(node)
+        return choices if _pad_is_linear(node) else tuple(c for c in choices if c.label != "partial")
+
+
+class _RepeatRule(DimsRule):
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """A dim that is repeated from 1 is repeated as often as the local output is long."""
+        out, whole_out = local_output_shape(node, labels, mesh_shape), types_of(node)[0].shape
+        shape = shapes(node)[0]
+        padded = (1,) * (len(out) - len(shape)) + tuple(shape)
+        repeats = [local if source == 1 else extent // source for local, source, extent in zip(out, padded, whole_out)]
+        return node.target, (node.args[0], repeats), {}
+
+
+class _RepeatInterleaveRule(DimsRule):
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Without ``output_size``, which is a global number."""
+        return node.target, node.args, {key: value for key, value in node.kwargs.items() if key != "output_size"}
+
+
+class _LikeRule(Rule):
+    """new_ones and others that take only dtype and device of their operand: it may lie in any way."""
+
+    cost_kind = "free"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """The result is whole; the operand whole, or cut along any dim."""
+        cuts = [(dim, extent) for dim, extent in enumerate(shapes(node)[0]) if extent > 1]
+        out = ((R, R),)
+        return (
+            whole(node),
+            *(AxisChoice(f"d{d}", (shard(d),), out, extent, splits_work=False) for d, extent in cuts),
+        )
+
+
+register(
+    *"""aten.permute.default aten.transpose.int aten.t.default aten.numpy_T.default aten.movedim.int aten.swapaxes.default
+    aten.mT.default aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.expand.default
+    aten.broadcast_to.default aten.slice.Tensor aten.select.int aten.split.Tensor aten.split_with_sizes.default aten.chunk.default
+    aten.split.sizes aten.unsafe_split.Tensor aten.unsafe_chunk.default aten.unbind.int aten.diagonal.default""".split()
+)(StrideRule())
+register(
+    *"""aten.view.default aten._unsafe_view.default aten.reshape.default aten.flatten.using_ints aten.unflatten.int
+    aten._reshape_alias.default aten.view_copy.default""".split()
+)(ReshapeRule())
+register("aten.cat.default", "aten.concat.default")(DimsRule(_cat))
+register("aten.stack.default")(DimsRule(_stack))
+register("aten.constant_pad_nd.default", "aten.pad.default")(_PadRule(_pad))
+register("aten.flip.default")(DimsRule(all_but(1, "dims")))
+register("aten.roll.default")(DimsRule(all_but(2, "dims")))
+register("aten.repeat.default")(_RepeatRule(_repeat))
+register("aten.repeat_interleave.self_int")(_RepeatInterleaveRule(_repeat_interleave))
+register("aten.slice_scatter.default", "aten.select_scatter.default")(DimsRule(_scatter_into))
+register("aten.tril.default", "aten.triu.default")(
+    DimsRule(lambda node: along(node, [len(shapes(node)[0]) - 1, len(shapes(node)[0]) - 2]))
+)
+register("aten.index_select.default")(DimsRule(_index_select, linear=(0,), saves=(1,), high=_extent_of_dim))
+register("aten.gather.default")(DimsRule(_gather, linear=(0,), saves=(1,), high=_extent_of_dim))
+register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), high=_index_bound))
+register("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")(
+    DimsRule(all_but(1, "dim"), linear=(), saves=(1,), high=_extent_of_dim)
+)
+register("aten.one_hot.default")(
+    DimsRule(
+        lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(shapes(node)[0]) if extent > 1],
+        linear=(),
+        high=lambda node: types_of(node)[0].shape[-1],
+    )
+)
+register("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default")(
+    _LikeRule()
+)
+register(
+    *"""aten.arange.default aten.arange.start aten.arange.start_step aten.full.default aten.zeros.default aten.ones.default
+    aten.empty.memory_format aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default""".split()
+)(WholeRule("free"))
