@@ -40,6 +40,7 @@ from .intra_op import (
     evaluate,
     improve,
     minimum_bytes_problem,
+    restrict,
     simplify,
     solve_ilp,
 )
@@ -47,6 +48,7 @@ from .intra_op import (
 __all__ = ["Table", "TooWide", "eliminate", "lagrangian_frontier", "solve"]
 
 _JOINT_CELLS = 4096  # up to this size the joint table of an edge is always built as it is
+_ROUNDING = 1e-12  # relative error that sums of costs may carry; it must not lift a bound
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 
 
@@ -377,77 +379,91 @@ def solve(
     problem.check()
     small, original = simplify(problem)
 
+    def elapsed_s() -> float:
+        return time.perf_counter() - start
+
     def whole(choice: Sequence[int]) -> tuple[int, ...]:
         return tuple(int(idx[c]) for idx, c in zip(original, choice))
 
-    def elapsed_s() -> float:
-        return time.perf_counter() - start
+    def optimal(choice: Sequence[int]) -> Solution:
+        seconds, num_bytes = evaluate(problem, whole(choice))
+        return Solution(whole(choice), seconds, num_bytes, seconds, "optimal", elapsed_s())
 
     try:
         free = eliminate(small, max_table=max_table)
         if not np.isfinite(free.cost):
             return Infeasible(limit_bytes, math.inf, None, math.inf, elapsed_s())
-        over = whole(free.assignment())
-        seconds, num_bytes = evaluate(problem, over)
-        if num_bytes <= limit_bytes:
-            return Solution(over, seconds, num_bytes, seconds, "optimal", elapsed_s())
-        lean = whole(eliminate(minimum_bytes_problem(small), max_table=max_table).assignment())
-        lean_seconds, lean_bytes = evaluate(problem, lean)
+        over = free.assignment()
+        if evaluate(small, over)[1] <= limit_bytes:
+            return optimal(over)
+        lean = eliminate(minimum_bytes_problem(small), max_table=max_table).assignment()
+        lean_seconds, lean_bytes = evaluate(small, lean)
         if lean_bytes > limit_bytes:
-            return Infeasible(limit_bytes, lean_bytes, lean, lean_seconds, elapsed_s())
-        bound, hint, byte_weight = _lagrange(problem, small, original, limit_bytes, over, lean, max_table)
+            return Infeasible(limit_bytes, lean_bytes, whole(lean), lean_seconds, elapsed_s())
+        bound, hint, byte_weight = _lagrange(small, limit_bytes, over, lean, max_table)
+        best_s = evaluate(small, hint)[0]
+        if best_s <= bound * (1 + TOLERANCE):
+            return optimal(hint)
+        stop = math.inf if time_limit_s is None else start + time_limit_s
+        alive = _may_be_optimal(small, limit_bytes, byte_weight, best_s, stop, max_table)
     except TooWide:
         return solve_ilp(problem, limit_bytes, time_limit_s)
-    seconds, num_bytes = evaluate(problem, hint)
-    if seconds <= bound * (1 + TOLERANCE):
-        return Solution(hint, seconds, num_bytes, seconds, "optimal", elapsed_s())
     remaining_s = None if time_limit_s is None else max(time_limit_s - elapsed_s(), 0.0)
-    rest = solve_ilp(problem, limit_bytes, remaining_s, hint)
+    inside = [int(np.searchsorted(idx, c)) for idx, c in zip(alive, hint)]
+    rest = solve_ilp(restrict(small, alive), limit_bytes, remaining_s, inside)
     assert isinstance(rest, Solution), "the hint fits"
-    bound = max(bound, rest.bound) if rest.stop_reason != "optimal" else rest.bound
-    if rest.seconds <= bound * (1 + TOLERANCE):
-        return replace(rest, bound=rest.seconds, stop_reason="optimal", elapsed_s=elapsed_s())
-    return replace(rest, bound=bound, elapsed_s=elapsed_s())
+    best = optimal([idx[c] for idx, c in zip(alive, rest.choice)])
+    bound = max(bound, rest.bound)
+    if rest.stop_reason == "optimal" or best.seconds <= bound * (1 + TOLERANCE):
+        return best
+    return replace(best, bound=bound, stop_reason=rest.stop_reason)
 
 
 def _lagrange(
-    problem: Problem,
-    small: Problem,
-    original: Sequence[np.ndarray],
-    limit_bytes: float,
-    over: tuple[int, ...],
-    lean: tuple[int, ...],
-    max_table: int,
+    problem: Problem, limit_bytes: float, over: tuple[int, ...], lean: tuple[int, ...], max_table: int
 ) -> tuple[float, tuple[int, ...], float]:
-    """(lower bound, best assignment that fits, price of a byte there), from the optimum without a limit and the leanest one.
+    """(lower bound, best assignment that fits, price of a byte), from the optimum without a limit and the leanest assignment.
 
-    The price is the slope between the best known point on either side of the limit; where no assignment lies below that line, the
+    The price is the slope between the best known points on either side of the limit; where no assignment lies below that line, the
     line is an edge of the convex hull and its height at the limit is the best Lagrangian bound (finitely many steps, no tolerance).
     """
     left, right = evaluate(problem, over), evaluate(problem, lean)
-    bound, incumbent, byte_weight = left[0], lean, 0.0
-    best_s = right[0]
+    bound, byte_weight, fitting = left[0], 0.0, [(right[0], lean)]
 
     def offer(choice: tuple[int, ...]) -> None:
-        nonlocal best_s, incumbent
         seconds, num_bytes = evaluate(problem, choice)
-        if num_bytes <= limit_bytes and seconds < best_s:
-            best_s, incumbent = seconds, choice
+        if num_bytes <= limit_bytes:
+            fitting.append((seconds, choice))
 
     offer(improve(problem, lean, limit_bytes))
     offer(improve(problem, over, limit_bytes))
     while right[0] > left[0]:
         weight = (right[0] - left[0]) / (left[1] - right[1])
-        table = eliminate(small, byte_weight=weight, max_table=max_table)
-        choice = tuple(int(idx[c]) for idx, c in zip(original, table.assignment()))
+        choice = eliminate(problem, byte_weight=weight, max_table=max_table).assignment()
         point = evaluate(problem, choice)
         cost = point[0] + weight * point[1]
-        here = cost - weight * limit_bytes - 1e-12 * (cost + weight * limit_bytes)  # rounding must not lift a bound
+        here = cost - weight * limit_bytes - _ROUNDING * (cost + weight * limit_bytes)
         if here > bound:
             bound, byte_weight = here, weight
         offer(choice)
         offer(improve(problem, choice, limit_bytes))
-        if best_s <= bound * (1 + TOLERANCE) or cost >= (left[0] + weight * left[1]) * (1 - 1e-12):
+        if min(fitting)[0] <= bound * (1 + TOLERANCE) or cost >= (left[0] + weight * left[1]) * (1 - _ROUNDING):
             break
         left, right = (left, point) if point[1] <= limit_bytes else (point, right)
-    return bound, incumbent, byte_weight
+    return bound, min(fitting)[1], byte_weight
+
+
+def _may_be_optimal(
+    problem: Problem, limit_bytes: float, byte_weight: float, best_s: float, stop: float, max_table: int
+) -> list[np.ndarray]:
+    """Per operator the choices whose own Lagrangian bound does not exceed the seconds of a known solution; the others cannot win."""
+    alive = [np.arange(len(op.labels)) for op in problem.operators]
+    for i, op in enumerate(problem.operators):
+        if len(op.labels) == 1:
+            continue
+        if time.perf_counter() >= stop:
+            break
+        cost = eliminate(restrict(problem, alive), (i,), byte_weight, max_table).cost
+        paid = byte_weight * limit_bytes
+        alive[i] = np.flatnonzero(cost * (1 - _ROUNDING) - paid * (1 + _ROUNDING) <= best_s * (1 + TOLERANCE))
+    return alive

@@ -55,6 +55,7 @@ __all__ = [
     "evaluate",
     "improve",
     "minimum_bytes_problem",
+    "restrict",
     "simplify",
     "solve_ilp",
 ]
@@ -118,7 +119,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """An assignment that fits. bound: a proven lower bound of the optimum's seconds; stop_reason: "optimal" or "time limit"."""
+    """An assignment that fits. bound: a proven lower bound of the optimum's seconds;
+
+    stop_reason: "optimal", "time limit", or "numerical trouble" where the solver's tolerances left the bound open.
+    """
 
     choice: tuple[int, ...]
     seconds: float
@@ -255,16 +259,22 @@ def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, l
             if len(idx) > 1 and i not in frozen:
                 mask = _undominated([state[idx] for state in states[i]], seconds[i][idx], num_bytes[i][idx])
                 changed |= keep(i, mask)
+    operators = tuple(replace(op, seconds=s, bytes=b) for op, s, b in zip(problem.operators, seconds, num_bytes))
+    edges = tuple(e for e in open_edges if e.seconds.any() or e.bytes.any())
+    return restrict(Problem(operators, edges), alive), alive
+
+
+def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Problem:
+    """The problem with only these choices of each operator: int indices or a mask."""
     operators = tuple(
-        Operator(op.name, tuple(op.labels[c] for c in idx), seconds[i][idx], num_bytes[i][idx])
-        for i, (op, idx) in enumerate(zip(problem.operators, alive))
+        Operator(op.name, tuple(np.array(op.labels, dtype=object)[idx]), op.seconds[idx], op.bytes[idx])
+        for op, idx in zip(problem.operators, alive)
     )
     edges = tuple(
         replace(e, source=e.source[alive[e.producer]], consumers=tuple((k, t[alive[k]]) for k, t in e.consumers))
-        for e in open_edges
-        if e.seconds.any() or e.bytes.any()
+        for e in problem.edges
     )
-    return Problem(operators, edges), alive
+    return Problem(operators, edges)
 
 
 def _drop_impossible(e: Edge, alive: list[np.ndarray], keep) -> bool:  # type: ignore[no-untyped-def]
@@ -523,28 +533,31 @@ def solve_ilp(
         stop_reason = "optimal" if bound == seconds else stop_reason
         return Solution(choice, seconds, num_bytes, bound, stop_reason, time.perf_counter() - start)
 
-    def infeasible() -> Infeasible:
+    def infeasible() -> Solution | Infeasible:
         remaining_s = None if math.isinf(stop) else max(stop - time.perf_counter(), 1.0)
         lean = solve_ilp(minimum_bytes_problem(problem), math.inf, remaining_s) if math.isfinite(limit_bytes) else None
         if lean is None or isinstance(lean, Infeasible):
             return Infeasible(limit_bytes, math.inf, None, math.inf, time.perf_counter() - start)
         seconds, num_bytes = evaluate(problem, lean.choice)
+        if offer(lean.choice):  # the solver's tolerances against a limit that is met exactly
+            return answer(lower, "numerical trouble")
         proven = lean.stop_reason == "optimal"
         return Infeasible(limit_bytes, num_bytes, lean.choice, seconds, time.perf_counter() - start, proven)
 
     if hint is not None:
-        offer(improve(problem, hint, limit_bytes) if offer(hint) else hint)
+        offer(hint)
+        offer(improve(problem, hint, limit_bytes))
     small, original = simplify(_without_bytes(problem) if math.isinf(limit_bytes) else problem)
-    if any(np.isinf(op.seconds).any() for op in small.operators):
+    lower = sum(float(op.seconds.min()) for op in small.operators)
+    if math.isinf(lower):
         return infeasible()
-    floor = sum(float(op.seconds.min()) for op in small.operators)
 
     def restore(choice: Sequence[int]) -> tuple[int, ...]:
         return tuple(int(idx[c]) for idx, c in zip(original, choice))
 
     if all(len(idx) == 1 for idx in original):
         return answer(0.0, "optimal") if offer(restore([0] * len(original))) else infeasible()
-    seconds_unit = max([floor, *(float(op.seconds.max()) for op in small.operators)]) or max(
+    seconds_unit = max([lower, *(float(op.seconds.max()) for op in small.operators)]) or max(
         [float(e.seconds[np.isfinite(e.seconds)].max(initial=0.0)) for e in small.edges], default=0.0
     )
     program = _Program(small, limit_bytes, seconds_unit or 1.0)
@@ -552,7 +565,7 @@ def solve_ilp(
     reason = relaxed.termination.reason
     if reason == mathopt.TerminationReason.INFEASIBLE:
         return infeasible()
-    bound = floor
+    bound = lower
     if reason == mathopt.TerminationReason.OPTIMAL:
         bound = max(bound, relaxed.termination.objective_bounds.dual_bound * program.seconds_unit)
         choice, whole = program.rounded(relaxed)
@@ -571,7 +584,7 @@ def solve_ilp(
         start_from = [at[c] for c, at in zip(known, position)] if known is not None and inside else None
         result = program.solve(mathopt.SolverType.HIGHS, stop - time.perf_counter(), start_from)
         reason = result.termination.reason
-        if reason == mathopt.TerminationReason.INFEASIBLE:
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return answer(bound, "optimal") if incumbents else infeasible()
         dual = result.termination.objective_bounds.dual_bound * program.seconds_unit
         if math.isfinite(dual):
