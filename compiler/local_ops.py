@@ -205,12 +205,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         dims = [d for d in range(x.dim()) if d != 1]
         local = x.numel() // x.shape[1]
         n = local * prod(comm.size(axis) for axis in axes)
-        var, mean = (s.double() for s in torch.var_mean(x.float(), dims, correction=0))
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        var, mean = (s.double() for s in torch.var_mean(wide, dims, correction=0))
         # sums in fp64: the difference below would cancel in fp32
         total, squares = _reduce(torch.stack([mean, var + mean * mean]) * local, axes, comm).unbind(0)
         mean = total / n
         var = squares / n - mean * mean
-        kind = torch.float32 if weight is None else weight.dtype
+        kind = x.dtype if weight is None else weight.dtype
         mean, biased, unbiased = mean.to(kind), var.to(kind), (var * (n / max(n - 1, 1))).to(kind)
         ctx.save_for_backward(x, weight, mean, biased)
         ctx.comm, ctx.axes, ctx.eps, ctx.n = comm, axes, eps, n

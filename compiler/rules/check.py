@@ -191,7 +191,10 @@ def _run(
     comm: LockstepComm,
     double: bool,
 ) -> _Run:
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
+    constants = rule_for(node).constants(node)
+    leaves = [
+        x.detach().clone().requires_grad_(x.is_floating_point() and k not in constants) for k, x in enumerate(operands)
+    ]
     # an op may refuse leaves (in-place) or tell views of them apart; a no-op makes them ordinary intermediate tensors
     outputs = _call(call, node, [x.view_as(x) for x in leaves], comm, double)
     comm.phase = "backward"

@@ -1,0 +1,116 @@
+"""What a rule says of one op, and how the choices on single mesh axes combine into choices on a mesh.
+
+A rule describes an op by named dims. For each named dim it may state that cutting it along one mesh axis gives placements
+for every operand and every output, value and cotangent (``AxisChoice``). From that follow all strategies on any mesh: a choice
+on a mesh is one label per axis. "whole" (everything replicated) is always among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..spec import P, Pair, Placement, R, S
+
+__all__ = ["DATA", "FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard"]
+
+AxisPair = tuple[Placement, Placement]  # (value, cotangent) along one mesh axis
+
+WHOLE: AxisPair = (R, R)
+FREE_GRAD: AxisPair = (R, P)  # used whole, gives an addend of its gradient
+ROW: AxisPair = (P, R)  # an addend of the value, gets the whole gradient
+
+
+def shard(dim: int) -> AxisPair:
+    """``(S(dim), S(dim))``."""
+    return (S(dim), S(dim))
+
+
+DATA = shard(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """A collective inside an op's local implementation: its kind and phase, and the bytes it moves as those of a local operand.
+
+    phase: "forward" or "backward"; kind: "all_reduce", …; like: ("input", k) or ("output", k): the message has as many elements as this
+    device holds of that tensor, ``itemsize`` bytes each, times ``scale``.
+    """
+
+    phase: str
+    kind: str
+    like: tuple[str, int]
+    itemsize: int = 4
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AxisChoice:
+    """One way to use one mesh axis for an op.
+
+    label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed through).
+    inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor.
+    extent: what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
+    splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not).
+    """
+
+    label: str
+    inputs: tuple[AxisPair, ...]
+    outputs: tuple[AxisPair, ...]
+    extent: int
+    splits_work: bool = True
+    internal: tuple[Internal, ...] = ()
+
+
+class Rule:
+    """Base class of rules; one instance serves an op family. Subclasses override ``axis_choices`` and, where needed, the rest."""
+
+    #: how ``costmodel.compute`` prices the op: "matmul", "attention", "convolution", "normalization", "pointwise", "embedding", "loss", "view", "free"
+    cost_kind = "pointwise"
+
+    #: whether this rule knows nothing of the op: it offers "whole" alone, and the plan says so aloud
+    is_fallback = False
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """Every way to use one mesh axis, "whole" first."""
+        raise NotImplementedError
+
+    def flops(self, node: Node) -> float:
+        """Forward FLOPs of the whole op (a multiply-add is 2). The backward counts this once per differentiable matmul-like operand."""
+        return 0.0
+
+    def localize(self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """(target, args, kwargs) of the local op, with the node's own operand Nodes in place: sizes in args become local ones,
+        the target may become a function of ``local_ops`` that communicates. ``labels``: one per axis of ``mesh_shape``."""
+        return node.target, node.args, dict(node.kwargs)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The tensors that autograd keeps from the forward for the backward: ("input", k) and ("output", k). The default: nothing."""
+        return ()
+
+    def temporary_bytes(self, node: Node) -> float:
+        """Bytes beyond operands and outputs that the op keeps for its backward (masks, statistics, copies); global size."""
+        return 0.0
+
+    def constants(self, node: Node) -> tuple[int, ...]:
+        """Float operands that the op does not differentiate (running statistics, weights of classes)."""
+        return ()
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
+        """Random operands (order of ``tensor_operands``) for the checker, where dtype and shape alone do not make valid ones: indices
+        within range, positive values. None: the checker's own choice (normal floats, integers 0 and 1)."""
+        return None
+
+
+def pairs_on_mesh(per_axis: Sequence[AxisPair]) -> Pair:
+    """Zip one AxisPair per mesh axis into a Pair of specs."""
+    return Pair(tuple(p[0] for p in per_axis), tuple(p[1] for p in per_axis))
+
+
+def localize_sizes(sizes: Sequence[Any], local: torch.Size | tuple[int, ...]) -> list[Any]:
+    """A size list (of view, expand, …) with global ints replaced by the local shape; -1 stays."""
+    return [size if size == -1 else here for size, here in zip(sizes, local, strict=True)]

@@ -1,0 +1,77 @@
+"""A mixture's experts: tokens are free, experts and the experts' inner dim contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..graph import tensor_operands
+from . import register, whole
+from .base import AxisChoice, Rule
+from .named import argument, axes_of, cut, random_float, replace_arguments
+
+__all__ = ["ExpertsRule"]
+
+
+class ExpertsRule(Rule):
+    """``local_ops.experts``: x [T, H], index and weight [T, K], gate_up [E, 2F, H] or [E, 2, F, H] ([E, F, H] without a
+    gate), down [E, H, F].
+
+    The inner dim may be cut unless gate and up are stacked in one dim, whose blocks would mix them. A cut of the
+    experts shares the work evenly only as far as the router does.
+    """
+
+    cost_kind = "matmul"
+
+    def _sizes(self, node: Node) -> tuple[int, int, int, int]:
+        """(tokens × experts per token, E, H, F)."""
+        _, index, _, _, down = (operand.meta["type"].shape for operand in tensor_operands(node))
+        return index[0] * index[1], *down
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "token", "expert", "ffn"."""
+        _, experts, _, inner = self._sizes(node)
+        tokens, gate_up = (tensor_operands(node)[i].meta["type"].shape for i in (0, 3))
+        choices = [
+            whole(node),
+            cut(node, "token", tokens[0], [0, 0, 0, None, None], [0]),
+            cut(node, "expert", experts, [None, None, None, 0, 0], [None]),
+        ]
+        if len(gate_up) == 4 or not argument(node, "gated"):
+            choices.append(cut(node, "ffn", inner, [None, None, None, len(gate_up) - 2, 2], [None]))
+        return tuple(choice for choice in choices if choice.label == "whole" or choice.extent > 1)
+
+    def flops(self, node: Node) -> float:
+        """2 per multiply-add of the two (three, if gated) matrices that each token meets in each of its experts."""
+        rows, _, hidden, inner = self._sizes(node)
+        return 2.0 * rows * hidden * inner * (3 if argument(node, "gated") else 2)
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Tells the op along which axes the experts lie."""
+        axes = axes_of(labels, "expert")
+        return replace_arguments(node, expert_axes=axes) if axes else super().localize(node, labels, mesh_shape)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """Index, factors and matrices; the tokens are kept as the sorted copy that ``temporary_bytes`` counts."""
+        return (("input", 1), ("input", 2), ("input", 3), ("input", 4))
+
+    def temporary_bytes(self, node: Node) -> float:
+        """Per token and expert: the sorted input, gate and up, activation, product, output before its factor."""
+        rows, _, hidden, inner = self._sizes(node)
+        widths = 2 * hidden + (4 if argument(node, "gated") else 2) * inner
+        return float(rows * widths * tensor_operands(node)[0].meta["type"].dtype.itemsize)
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """Expert numbers within range."""
+        operands = tensor_operands(node)
+        kind = operands[1].meta["type"]
+        index = torch.randint(0, self._sizes(node)[1], kind.shape, generator=generator).to(kind.dtype)
+        return [index if k == 1 else random_float(operand, generator) for k, operand in enumerate(operands)]
+
+
+register("meshwright.experts")(ExpertsRule())
