@@ -1,0 +1,315 @@
+"""From a PyTorch model to a Graph: the only room that knows ``torch.export``.
+
+The steps, in order (``capture``):
+
+1. ``swapped``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face settings that only
+   matter for generation or that hide the experts from us are set aside; all of it is undone afterwards, whatever happens;
+2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
+3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
+4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
+5. ``run_decompositions({})`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
+7. ``rewrite.rewrite``: the passes over that graph.
+
+No weight is touched: models on the meta device and real ones give the same graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
+
+from .blame import CaptureError, blame, line_of
+from .example import Inputs, fake_inputs
+from .experts import experts
+from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
+from .rewrite import rewrite
+from .swap import Names, model_settings, modes, swapped
+
+__all__ = ["CaptureError", "capture", "experts"]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    example_targets: tuple[Any, ...] = (),
+    loss_fn: Any = None,
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
+    training: bool = True,
+    *,
+    extent: int = CAPTURE_BATCH,
+) -> Graph:
+    """The graph of ``model`` on inputs like these, at the batch extent ``CAPTURE_BATCH`` (``extent`` is for tests).
+
+    The example tensors may have any batch size and device, meta included; only shapes and dtypes count. Dim 0 of every tensor whose
+    extent equals the first tensor's is the batch; ``batch_dims`` overrides, by source name (``{"args.1": None}``) or as one entry per flat
+    input (args, then kwargs, then targets); None: not split.
+
+    training: the result is the loss, ``loss_fn(output, *targets)`` if given, else a scalar output, ``.loss``, ``["loss"]`` or the first
+    element; buffers that the forward updates are results too. A model whose root is in eval mode is captured after ``train()``; one
+    in training mode keeps the mode of each submodule (so a frozen batch norm stays frozen). Without training: every tensor of the output,
+    under ``eval()``. Modes, weights and settings of the model are as before when this returns or raises.
+
+    Raises CaptureError (a ValueError) that names the line of the model and what to change.
+    """
+    kwargs = dict(example_kwargs or {})
+    if training and loss_fn is None and example_targets:
+        raise CaptureError(
+            "targets are the arguments of `loss_fn`, but got targets and no loss_fn; pass loss_fn=, or make them inputs of the model"
+        )
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = fake_inputs(
+        fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if training else (), batch_dims, extent
+    )
+    wrapper = _Wrapper(model, loss_fn, training)
+    with ExitStack() as stack:
+        stack.enter_context(modes(model, training))
+        stack.enter_context(model_settings(model))
+        names = stack.enter_context(swapped(model, fake_mode))
+        try:
+            program = torch.export.export(wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False)
+            _inline_regions(program.graph_module, detach=training)
+            program = program.run_decompositions({})
+        except Exception as error:
+            raise blame(error) from error
+        graph = _Translator(program, names, inputs, training, extent).graph()
+    graph = rewrite(graph)
+    graph.check()
+    return graph
+
+
+class _Wrapper(nn.Module):
+    """The model followed by its loss (training), or the model alone (eval)."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = [loss_fn]  # in a list, so that a loss_fn that is a module is not registered beside the model
+        self.wants_loss = training
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
+        output = self.model(*args, **kwargs)
+        if not self.wants_loss:
+            return output
+        loss = _loss_of(output, targets, self.loss_fn[0])
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+            got = (
+                f"a {loss.dtype} tensor of shape {list(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise CaptureError(
+                f"training needs a 0-d floating-point loss, but got {got}; "
+                "return the loss from forward (or as .loss, or first), or pass loss_fn=lambda output, *targets: ..."
+            )
+        return loss
+
+
+def _loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
+    """``loss_fn(output, *targets)``, else the output itself, ``.loss``, ``["loss"]`` or the first element, in this order."""
+    if loss_fn is not None:
+        return loss_fn(output, *targets)
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "loss", None) is not None:
+        return output.loss  # type: ignore[attr-defined]
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, tuple | list) and output:
+        return output[0]
+    return output
+
+
+# ---- the exported program
+
+
+def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
+    """``no_grad`` regions inline, their results detached (decomposition would inline them and let gradients through)."""
+    regions = torch.ops.higher_order.wrap_with_set_grad_enabled
+    graph = module.graph
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target is regions]:
+        enabled, body, *operands = node.args
+        inner = getattr(module, body.target)
+        _inline_regions(inner, detach and enabled)
+        env: dict[Node, Any] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            for inside in inner.graph.nodes:
+                if inside.op in ("placeholder", "output"):
+                    continue
+                assert inside.op == "call_function", inside.format_node()
+                env[inside] = graph.node_copy(inside, lambda n, env=env: env[n])
+            (results,) = next(n for n in inner.graph.nodes if n.op == "output").args
+            for getitem in list(node.users):
+                source = results[getitem.args[1]]
+                value = env[source]
+                if detach and not enabled and source.meta["val"].is_floating_point():
+                    value = graph.call_function(torch.ops.aten.detach.default, (value,))
+                    value.meta = {**source.meta}
+                getitem.replace_all_uses_with(value)
+                graph.erase_node(getitem)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)
+    module.recompile()
+
+
+class _Translator:
+    """One exported program → Graph, before any rewrite."""
+
+    def __init__(self, program: Any, names: Names, inputs: Inputs, training: bool, extent: int) -> None:
+        self.program, self.names, self.inputs, self.training, self.extent = program, names, inputs, training, extent
+        self.nodes = {node.name: node for node in program.graph.nodes}
+        self.fx = torch.fx.Graph()
+        self.env: dict[Node, Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def graph(self) -> Graph:
+        self._placeholders()
+        for node in self.program.graph.nodes:
+            if node.op not in ("placeholder", "output") and node.target is not torch.ops.aten._assert_tensor_metadata.default:
+                self._op(node)
+        results = self._results()
+        self.fx.output(tuple(self.env[node] for _, _, node in results))
+        return Graph(
+            self.fx,
+            tuple(Result(kind, name, self.env[node].name) for kind, name, node in results),
+            self.extent,
+            self.constants,
+            None if self.training else self.program.call_spec.out_spec,
+            self.training,
+        )
+
+    def _placeholders(self) -> None:
+        """Parameters in the model's order, buffers, constants, inputs."""
+        specs: dict[str, Any] = {}
+        constants, inputs = [], []
+        for spec in self.program.graph_signature.input_specs:
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                specs[_unwrapped(spec.target)] = spec
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                constants.append(spec)
+            elif spec.kind == InputKind.USER_INPUT:
+                inputs.append(spec)
+            else:
+                raise CaptureError(
+                    f"inputs are tensors, but got {spec.arg.name}, a {spec.kind.name.lower()}; pass tensors only"
+                )
+        for kind, table in (("parameter", self.names.parameters), ("buffer", self.names.buffers)):
+            for name, aliases in table.items():
+                found = [specs[alias] for alias in aliases if alias in specs]
+                assert found, f"{name} is missing from the exported program"
+                persistent = kind == "parameter" or any(spec.persistent for spec in found)
+                node = self.nodes[found[0].arg.name]
+                grad = kind == "parameter" and bool(node.meta["val"].requires_grad)
+                new = self._placeholder(node, Source(kind, name, tuple(aliases[1:]), None, grad, persistent))
+                for spec in found[1:]:
+                    self.env[self.nodes[spec.arg.name]] = new
+        for spec in constants:
+            self._constant(spec)
+        for spec, name, dim in zip(inputs, self.inputs.names, self.inputs.batch_dims, strict=True):
+            node = self.nodes[spec.arg.name]
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                grad = bool(node.meta["val"].requires_grad)
+                self._placeholder(node, Source("input", name, (), dim, grad))
+
+    def _placeholder(self, node: Node, source: Source) -> Node:
+        new = self.fx.placeholder(node.name)
+        new.meta = {"type": _type_of(node.meta["val"]), "source": source}
+        self.env[node] = new
+        return new
+
+    def _constant(self, spec: Any) -> None:
+        name, value = _unwrapped(spec.target), self.program.constants[spec.target]
+        if getattr(value, "requires_grad", False):
+            raise CaptureError(
+                f"every parameter is registered, but got {name}, a trainable tensor outside of the model's parameters; "
+                "assign it as nn.Parameter attribute, nn.ParameterList or nn.ParameterDict"
+            )
+        if isinstance(value, FakeTensor) or value.device.type == "meta":
+            raise CaptureError(
+                f"a constant has a value, but got {name} without one; register it with register_buffer(..., persistent=False), "
+                "or build the model outside of the meta device"
+            )
+        node = self._placeholder(self.nodes[spec.arg.name], Source("constant", name, persistent=False))
+        self.constants[name] = value.detach()
+        assert node.meta["source"].name == name
+
+    def _op(self, node: Node) -> None:
+        line = line_of(node.meta.get("stack_trace") or "")
+        if node.op != "call_function" or not (
+            node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+        ):
+            raise CaptureError(
+                f"{line or node.name}: a graph is made of tensor ops, but got {node.target}; write it without torch.cond and the like"
+            )
+        types = _types_or_none(node.meta.get("val"))
+        if types is None:
+            raise CaptureError(
+                f"{line or node.name}: a graph is made of tensors, but {node.target} gives a Python number that depends on data; "
+                "keep it a tensor, or compute it outside of forward and pass it in"
+            )
+        new = self.fx.node_copy(node, lambda n: self.env[n])
+        new.meta = {"type": types, "module": _module_of(node), "line": line}
+        self.env[node] = new
+
+    def _results(self) -> list[tuple[str, str, Node]]:
+        results: list[tuple[str, str, Node]] = []
+        updates: list[tuple[str, str, Node]] = []
+        index = 0
+        for spec in self.program.graph_signature.output_specs:
+            if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
+                node = self.nodes.get(getattr(spec.arg, "name", ""))
+                if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
+                    results.append(
+                        ("loss" if self.training else "output", "loss" if self.training else str(index), node)
+                    )
+                elif getattr(spec.arg, "value", None) is not None:
+                    raise CaptureError(
+                        f"outputs are tensors or None, but got {spec.arg.value!r} at place {index}; leave it out of the output"
+                    )
+                index += 1
+            elif spec.kind == OutputKind.BUFFER_MUTATION:
+                name = _unwrapped(spec.target)
+                updates.append(("buffer", self.names.first.get(name, name), self.nodes[spec.arg.name]))
+            else:
+                what = _unwrapped(spec.target or "") or spec.arg.name
+                raise CaptureError(
+                    f"inputs and parameters are not changed in place, but forward changes {what}; work on a clone()"
+                )
+        return results + updates
+
+
+def _unwrapped(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _type_of(value: torch.Tensor) -> TensorType:
+    return TensorType(tuple(int(extent) for extent in value.shape), value.dtype)
+
+
+def _types_or_none(value: Any) -> TensorType | tuple[TensorType, ...] | None:
+    """The type(s) of a node's value; None if any of it is not a tensor."""
+    if isinstance(value, torch.Tensor):
+        fixed = all(isinstance(extent, int) for extent in value.shape)
+        return _type_of(value) if fixed else None
+    if isinstance(value, tuple | list) and value:
+        types = [_types_or_none(item) for item in value]
+        return tuple(types) if all(isinstance(t, TensorType) for t in types) else None  # type: ignore[arg-type]
+    return None
+
+
+def _module_of(node: Node) -> str:
+    """The dotted path of the innermost module, in the user's names; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    path = list(stack.values())[-1][0] if stack else ""
+    return "" if path in ("", "model") else _unwrapped(path.split("@")[0])

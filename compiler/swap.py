@@ -1,0 +1,106 @@
+"""The user's model for the time of an export: fake tensors for its weights, its modes and settings, all put back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .experts import EXPERTS_NAME, register_experts
+
+__all__ = ["Names", "model_settings", "modes", "swapped"]
+
+
+@contextmanager
+def modes(model: nn.Module, training: bool) -> Iterator[None]:
+    """The whole model in this mode, unless its root already is."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if model.training != training:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def model_settings(model: nn.Module) -> Iterator[None]:
+    """Hugging Face settings off that only matter for generation (``use_cache``) or that are the plan's to decide (recompute); our experts on."""
+    undo: list[tuple[Any, str, Any]] = []
+    wanted = {"use_cache": False, "gradient_checkpointing": False}
+    if register_experts():
+        wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    try:
+        for holder in (*configs.values(), *model.modules()):
+            for key, value in wanted.items():
+                if isinstance(holder, nn.Module) != (key == "gradient_checkpointing"):
+                    continue
+                if vars(holder).get(key, value) != value:
+                    undo.append((holder, key, vars(holder)[key]))
+                    vars(holder)[key] = value
+        yield
+    finally:
+        for holder, key, value in undo:
+            vars(holder)[key] = value
+
+
+@dataclass
+class Names:
+    """Qualified names of the model's tensors, grouped by identity: name → (first name, …)."""
+
+    parameters: dict[str, list[str]]
+    buffers: dict[str, list[str]]
+    first: dict[str, str]
+
+
+@contextmanager
+def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
+    """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, torch.Tensor] = {}
+    names = Names({}, {}, {})
+    for table, named in (
+        (names.parameters, model.named_parameters(remove_duplicate=False)),
+        (names.buffers, model.named_buffers(remove_duplicate=False)),
+    ):
+        first: dict[int, str] = {}
+        for name, tensor in named:
+            names.first[name] = first.setdefault(id(tensor), name)
+            table.setdefault(first[id(tensor)], []).append(name)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return fakes[id(tensor)]
+
+    def swap(table: dict[str, Any], key: str, value: Any) -> None:
+        undo.append((table, key, table[key]))
+        table[key] = value
+
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in list(table.items()):
+                    if tensor is not None:
+                        swap(table, key, fake(tensor))
+        for module in (
+            model.modules()
+        ):  # plain attributes that are a parameter or a buffer under another name (RNNs keep such lists)
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and id(value) in fakes:
+                    swap(vars(module), key, fakes[id(value)])
+                elif type(value) is list and any(id(item) in fakes for item in value):
+                    swap(vars(module), key, [fakes.get(id(item), item) for item in value])
+        yield names
+    finally:
+        for table, key, value in reversed(undo):
+            table[key] = value
