@@ -1,0 +1,1 @@
+"""meshwright: an auto-parallelization compiler for PyTorch."""

@@ -1,0 +1,1 @@
+"""From a model to a plan: capture, rules, the search, lowering. Starts no process group."""

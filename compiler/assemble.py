@@ -1,0 +1,168 @@
+"""One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory as a constraint.
+
+Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops are seen at once.
+First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around it. Then, where it may help, the
+stage is solved freely under the memory limit, and the better of both stands. The prices of what was chosen are summed by cause.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .compose import Composer, State
+from .eliminate import TooWide, eliminate, solve
+from .graph import tensor_operands, types_of
+from .intra_op import Infeasible, Problem, evaluate
+from .plan import Chunk, Residency, Stage, StagePrediction
+from .problem import Section
+from .reshard import FREE, steps_between
+from .rules import MeshChoice
+from .spec import P, Pair, R, Spec
+
+__all__ = ["Assembled", "assemble_stage"]
+
+FREE_SOLVE_OPERATORS = 600  # beyond this many operators the composed choice stands as it is
+FREE_SOLVE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A stage with its prediction, and what only the driver needs: seconds to receive each boundary tensor, FLOPs done by several."""
+
+    stage: Stage
+    prediction: StagePrediction
+    received_s: Mapping[str, float]
+    wasted_flops: float
+
+
+def assemble_stage(
+    composer: Composer,
+    layers: tuple[int, int],
+    labels: Mapping[str, str],
+    into: State,
+    out: State,
+    in_flight: int,
+    limit_bytes: float,
+    framework: float,
+) -> Assembled:
+    """The stage of ``layers`` [first, end) whose ops carry ``labels``, entering and leaving in these boundary states."""
+    first, end = layers
+    free = composer.section(first, end, [into], [out])
+    pinned = replace(
+        composer,
+        restriction=replace(composer.restriction, pinned=dict(labels)),
+        _tables={},
+        _states={},
+    ).section(first, end, [into], [out])
+    chosen_section, chosen = pinned, _solve_pinned(pinned, in_flight)
+    problem = chosen_section.problem(in_flight)
+    seconds, size = evaluate(problem, chosen)
+    if len(free.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
+        better = solve(free.problem(in_flight), limit_bytes, FREE_SOLVE_S)
+        if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes):
+            chosen_section, chosen = free, better.choice
+    return _describe(composer, layers, chosen_section, chosen, in_flight, framework)
+
+
+def _solve_pinned(section: Section, in_flight: float) -> tuple[int, ...]:
+    problem: Problem = section.problem(in_flight)
+    try:
+        return eliminate(problem, byte_weight=1e-30).assignment()
+    except TooWide:
+        found = solve(problem)
+        assert not isinstance(found, Infeasible)
+        return found.choice
+
+
+def _describe(
+    composer: Composer, layers: tuple[int, int], section: Section, chosen: Sequence[int], in_flight: int, framework: float
+) -> Assembled:
+    graph, pricer = composer.graph, composer.pricer
+    nodes, grad = graph.by_name(), composer.layering.needs_grad
+    seconds: Counter[str] = Counter(compute=0.0, reshard=0.0, internal=0.0, transfer=0.0, gradient=0.0, optimizer=0.0)
+    memory: Counter[str] = Counter(
+        parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, framework=framework
+    )
+    collectives: Counter[str] = Counter()
+    forward = backward = once = wasted = 0.0
+    ops: dict[str, tuple[str, ...]] = {}
+    parameters: dict[str, Residency] = {}
+    sources: dict[str, Pair] = {}
+    receives: dict[str, Pair] = {}
+    sends: dict[str, Spec] = {}
+    received_s: dict[str, float] = {}
+    largest = 0.0
+    results = {r.node for r in graph.results}
+    for name, kind, choices, saved, pick in zip(section.names, section.kinds, section.choices, section.saved, chosen):
+        choice, node = choices[pick], nodes[name]
+        memory["activations"] += in_flight * float(saved[pick])
+        if isinstance(choice, MeshChoice):
+            price = pricer.op(node, choice, grad)
+            ops[name] = choice.labels
+            seconds["compute"] += price.forward_s + price.backward_s
+            seconds["internal"] += price.internal_forward_s + price.internal_backward_s
+            forward += price.forward_s + price.internal_forward_s
+            backward += price.backward_s + price.internal_backward_s
+            wasted += price.wasted_flops
+            for _, message in choice.internal:
+                if message.phase == "forward" or name in grad:
+                    collectives[f"{message.phase} {message.kind}"] += 1
+            touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
+            touched += sum(pricer.operand_bytes(o, p.value) for o, p in zip(tensor_operands(node), choice.inputs) if o.op != "placeholder")
+            largest = max(largest, touched)
+        elif kind == "parameter":
+            source, tensor = node.meta["source"], node.meta["type"]
+            bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
+            memory.update(bill)
+            if source.requires_grad:
+                reduce_s, update_s = pricer.gradient_seconds(tensor, choice), pricer.optimizer_seconds(bill)
+                seconds["gradient"] += reduce_s
+                seconds["optimizer"] += update_s
+                once += reduce_s + update_s
+            reduced = tuple(R if p == P else p for p in choice.cotangent)
+            parameters[source.name] = Residency(choice, choice.value, reduced, choice.value)
+        elif kind == "source":
+            sources[name] = choice
+            if node.meta["source"].kind == "buffer":
+                memory["parameters"] += pricer.local_bytes(node.meta["type"], choice.value)
+        elif kind == "entry":
+            receives[name] = choice
+            received_s[name] = pricer.transfer_seconds(pricer.local_bytes(node.meta["type"], choice.value))
+            seconds["transfer"] += received_s[name] * (2 if name in grad else 1)
+        elif kind == "exit" and name not in results:
+            sends[name] = choice.value
+    for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
+        given = edge.source[chosen[edge.producer]]
+        kind_, needs = nodes[edge.name].meta["type"], edge.name in grad
+        for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+            pair, want = source_pairs[given], target_pairs[target]
+            memory["activations"] += in_flight * float(edge.bytes[given, target])
+            if pair == want:
+                continue
+            if float(edge.seconds[given, target]) > 0:
+                ahead, back = pricer.reshard(pair, want, kind_, needs)
+                forward, backward = forward + ahead, backward + back
+                seconds["reshard"] += ahead + back
+            steps = [("forward", steps_between(pair.value, want.value))]
+            if needs:
+                steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
+            for phase, path in steps:
+                for step in path:
+                    if step.kind not in FREE:
+                        collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
+    memory["temporary"] = 2 * largest
+    order = {node.name: i for i, node in enumerate(graph)}
+    chunk = Chunk(
+        layers=layers,
+        ops={name: ops[name] for name in sorted(ops, key=order.__getitem__)},
+        parameters=parameters,
+        sources={name: sources[name] for name in sorted(sources, key=order.__getitem__)},
+        receives={name: receives[name] for name in sorted(receives, key=order.__getitem__)},
+        sends={name: sends[name] for name in sorted(sends, key=order.__getitem__)},
+    )
+    first_device = pricer.offset
+    stage = Stage(tuple(range(first_device, first_device + pricer.num_devices)), pricer.mesh_shape, (chunk,))
+    prediction = StagePrediction(forward, backward, once, dict(seconds), dict(memory), dict(sorted(collectives.items())))
+    return Assembled(stage, prediction, received_s, wasted)

@@ -1,0 +1,287 @@
+"""Stage costs for every run of layers, composed from one small table per layer class.
+
+For a layer and a mesh let M[s, s'] be the cheapest way to run it with its entering tensors in boundary state s and its leaving ones
+in s' (``eliminate``). A run of layers then costs the min-plus product of its tables, and all intervals that end at layer j follow from those
+that end at j-1 by one vector-matrix product. Memory travels along: the bytes of the minimiser are the derivatives of the minimum
+by their prices (envelope theorem), so two more eliminations at a slightly raised price give resident and saved bytes of every entry.
+
+A boundary with several tensors has a state per combination that a person would write: on each mesh axis either all of them are whole,
+or all that have a batch cut it, or one of them is cut along one other dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from .eliminate import Table, eliminate
+from .graph import Graph
+from .intra_op import Operator, Problem
+from .layers import Layering
+from .pricing import MeshPricer
+from .problem import Restriction, Section, build_section, divides
+from .spec import Pair, Placement, R, S
+
+__all__ = ["Composer", "Intervals", "LayerTable"]
+
+State = tuple[Pair, ...]  # one pair per tensor of a boundary
+EPSILON = 1e-7  # by which fraction of a layer's seconds the price of its bytes is raised to read them off
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """One layer class on one mesh: cost, seconds, resident and saved bytes [in states, out states], and the way to the choices."""
+
+    cost: np.ndarray
+    resident: np.ndarray
+    saved: np.ndarray
+    section: Section
+    table: Table
+    kept: tuple[tuple[str, str], ...]  # (kind, tensor) per axis of the table
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """All runs [i, j) of layers on one mesh: arrays [L, L+1], inf below the diagonal."""
+
+    seconds: np.ndarray
+    resident: np.ndarray
+    saved: np.ndarray
+
+
+@dataclass
+class Composer:
+    """Layer tables and intervals of one graph (at one microbatch extent) on one mesh."""
+
+    graph: Graph
+    layering: Layering
+    pricer: MeshPricer
+    microbatches: int
+    restriction: Restriction = Restriction()
+    byte_weight: float = 0.0  # seconds per byte (λ)
+    in_flight: float = 1.0  # microbatches whose saved bytes λ counts
+    _tables: dict[str, LayerTable] = field(default_factory=dict)
+    _states: dict[int, list[State]] = field(default_factory=dict)
+
+    # ---- boundary states
+
+    def states(self, boundary: int) -> list[State]:
+        """The states of the tensors that cross before layer ``boundary``."""
+        if boundary not in self._states:
+            self._states[boundary] = self._enumerate(self.layering.crossing[boundary])
+        return self._states[boundary]
+
+    def _enumerate(self, tensors: Sequence[str]) -> list[State]:
+        if not tensors:
+            return [()]
+        nodes = self.graph.by_name()
+        kinds = [nodes[name].meta["type"] for name in tensors]
+        batch = [self.layering.batch_dims[name][0] for name in tensors]
+        whole: list[Placement] = [R] * len(tensors)
+        by_axis = []
+        for axis in range(len(self.pricer.mesh_shape)):
+            role = self.restriction.roles[axis] if axis < len(self.restriction.roles) else None
+            data = [R if b is None else S(b) for b in batch]
+            modes = [whole, data]
+            for t, kind in enumerate(kinds):
+                modes += [[*whole[:t], S(d), *whole[t + 1 :]] for d in range(len(kind.shape)) if d != batch[t]]
+            if role == "data":
+                modes = [data]
+            elif role == "tensor":
+                modes.remove(data) if data != whole else None
+            by_axis.append(modes)
+        found: dict[State, None] = {}
+        for combination in itertools.product(*by_axis):
+            specs = [tuple(mode[t] for mode in combination) for t in range(len(tensors))]
+            if all(divides(kind, spec, self.pricer.mesh_shape) for kind, spec in zip(kinds, specs)):
+                found[tuple(Pair(spec, spec) for spec in specs)] = None
+        return list(found)
+
+    # ---- tables
+
+    def table(self, layer: int) -> LayerTable:
+        """The table of a layer's class."""
+        key = self.layering.layers[layer].class_key
+        if key not in self._tables:
+            self._tables[key] = self._build(layer)
+        return self._tables[key]
+
+    def section(self, first: int, end: int, into: Sequence[State], out: Sequence[State]) -> Section:
+        """Layers [first, end) as a section whose boundary tensors may be in these states."""
+        ops = self.layering.ops_of(self.graph, first, end)
+        used = {operand.name for node in ops for operand in node.all_input_nodes}
+        leaving = self.layering.crossing[end]
+        entering = self.layering.crossing[first]
+        entries = {
+            name: list(dict.fromkeys(state[t] for state in into))
+            for t, name in enumerate(entering)
+            if name in used or name in {r.node for r in self.graph.results if r.kind in ("loss", "output")} and name not in leaving
+        }
+        exits = {name: list(dict.fromkeys(s[t] for s in out)) for t, name in enumerate(leaving) if name not in entering}
+        return build_section(
+            self.graph, self.layering, ops, self.pricer, self.microbatches, entries, exits, self.restriction
+        )
+
+    def _build(self, layer: int) -> LayerTable:
+        into, out = self.states(layer), self.states(layer + 1)
+        section = self.section(layer, layer + 1, into, out)
+        entry, leave = section.index("entry"), section.index("exit")
+        entering, leaving = self.layering.crossing[layer], self.layering.crossing[layer + 1]
+        kept = [("entry", name) for name in entering if name in entry]
+        kept += [("exit", name) for name in leaving if name in leave and name not in entering]
+        keep = [(entry if kind == "entry" else leave)[name] for kind, name in kept]
+        base = self._weighted(section, 0.0, 0.0)
+        table = eliminate(base, keep)
+        finite = table.cost[np.isfinite(table.cost)]
+        scale = float(finite.min()) if finite.size else 1.0
+        heaviest = max((float(r.max()) for r in (*section.resident, *section.saved) if r.size), default=0.0)
+        step = EPSILON * scale / max(1.0, heaviest)
+        grown = [eliminate(self._weighted(section, *prices), keep).cost for prices in ((step, 0.0), (0.0, step))]
+        resident, saved = (np.maximum(0.0, np.nan_to_num((g - table.cost) / step)) for g in grown)
+        index = self._index(section, kept, keep, entering, leaving, into, out)
+        arrays = []
+        for array, missing in ((table.cost, np.inf), (resident, 0.0), (saved, 0.0)):
+            arrays.append(np.where(index[1], array[index[0]] if kept else np.full(index[1].shape, float(array)), missing))
+        return LayerTable(*arrays, section, table, tuple(kept))
+
+    def _weighted(self, section: Section, resident_price: float, saved_price: float) -> Problem:
+        """The section with bytes priced into its seconds: λ plus what is added to read bytes off."""
+        tie = 1e-30  # where time is equal, less memory
+        a = self.byte_weight + tie + resident_price
+        b = (self.byte_weight + tie) * self.in_flight + saved_price
+        problem = section.problem(0.0)
+        operators = tuple(
+            Operator(op.name, op.labels, s + a * r + b * k, np.zeros(len(s)))
+            for op, s, r, k in zip(problem.operators, section.seconds, section.resident, section.saved)
+        )
+        edges = tuple(
+            replace(e, seconds=e.seconds + b * kept.bytes, bytes=np.zeros_like(e.seconds))
+            for e, kept in zip(problem.edges, section.edges)
+        )
+        return Problem(operators, edges)
+
+    @staticmethod
+    def _index(
+        section: Section,
+        kept: Sequence[tuple[str, str]],
+        keep: Sequence[int],
+        entering: Sequence[str],
+        leaving: Sequence[str],
+        into: Sequence[State],
+        out: Sequence[State],
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """(index arrays into the table, mask of compatible states), both [in states, out states]."""
+        compatible = np.ones((len(into), len(out)), dtype=bool)
+        for t, name in enumerate(entering):
+            if name in leaving:
+                u = list(leaving).index(name)
+                compatible &= np.array([[a[t] == b[u] for b in out] for a in into])
+        arrays = []
+        for (kind, name), operator in zip(kept, keep):
+            position = {pair: i for i, pair in enumerate(section.choices[operator])}
+            if kind == "entry":
+                t = list(entering).index(name)
+                column = np.array([position[state[t]] for state in into])
+                arrays.append(np.broadcast_to(column[:, None], compatible.shape))
+            else:
+                t = list(leaving).index(name)
+                row = np.array([position[state[t]] for state in out])
+                arrays.append(np.broadcast_to(row[None, :], compatible.shape))
+        return tuple(arrays), compatible
+
+    # ---- intervals
+
+    def entry_seconds(self, boundary: int) -> np.ndarray:
+        """[states] seconds to receive the crossing tensors in each state and to send their cotangents back."""
+        states = self.states(boundary)
+        if not self.layering.crossing[boundary]:
+            return np.zeros(len(states))
+        nodes = self.graph.by_name()
+        out = np.zeros(len(states))
+        for t, name in enumerate(self.layering.crossing[boundary]):
+            kind = nodes[name].meta["type"]
+            ways = 2 if name in self.layering.needs_grad else 1
+            for i, state in enumerate(states):
+                out[i] += ways * self.pricer.transfer_seconds(self.pricer.local_bytes(kind, state[t].value))
+        return out
+
+    def intervals(self) -> Intervals:
+        """Cost and bytes of every interval, each with its best boundary states."""
+        num = len(self.layering.layers)
+        result = [np.full((num, num + 1), np.inf), np.zeros((num, num + 1)), np.zeros((num, num + 1))]
+        rows: list[list[np.ndarray]] = []
+        for end in range(num):
+            start = self.entry_seconds(end)
+            rows.append([start, np.zeros_like(start), np.zeros_like(start)])
+            table = self.table(end)
+            cost, resident, saved = (np.stack([row[q] for row in rows]) for q in range(3))
+            total = cost[:, :, None] + table.cost[None]
+            best = total.argmin(axis=1)  # [starts, out states]
+            lines = np.arange(len(rows))[:, None]
+            columns = np.arange(total.shape[2])[None, :]
+            new = [
+                total.min(axis=1),
+                resident[lines, best] + table.resident[best, columns],
+                saved[lines, best] + table.saved[best, columns],
+            ]
+            rows = [[new[q][i] for q in range(3)] for i in range(len(rows))]
+            exit_state = new[0].argmin(axis=1)
+            for q in range(3):
+                result[q][: end + 1, end + 1] = new[q][np.arange(len(rows)), exit_state]
+        # λ has done its work in the choice; what an interval takes are its plain seconds
+        seconds = result[0] - self.byte_weight * np.where(
+            np.isfinite(result[0]), result[1] + self.in_flight * result[2], 0.0
+        )
+        return Intervals(seconds, result[1], result[2])
+
+    def path(self, first: int, end: int) -> list[int]:
+        """The boundary states (indices) of the best way through layers [first, end): end - first + 1 of them."""
+        cost = self.entry_seconds(first)
+        back = []
+        for layer in range(first, end):
+            total = cost[:, None] + self.table(layer).cost
+            back.append(total.argmin(axis=0))
+            cost = total.min(axis=0)
+        state = int(cost.argmin())
+        states = [state]
+        for best in reversed(back):
+            state = int(best[state])
+            states.append(state)
+        return states[::-1]
+
+    def choices(self, first: int, end: int) -> tuple[dict[str, str], list[State]]:
+        """({op or parameter node → label}, boundary states) of the best way; layers of one class share a table by position."""
+        from_class = {layer.class_key: layer for layer in reversed(self.layering.layers)}
+        path = self.path(first, end)
+        labels: dict[str, str] = {}
+        for layer, into, out in zip(range(first, end), path, path[1:]):
+            table = self.table(layer)
+            like = from_class[self.layering.layers[layer].class_key]
+            states = self.states(layer)[into], self.states(layer + 1)[out]
+            entering, leaving = self.layering.crossing[layer], self.layering.crossing[layer + 1]
+            chosen = self._assignment(table, like, states)
+            translate = dict(zip(like.ops, self.layering.layers[layer].ops, strict=True))
+            for name, text in chosen.items():
+                if name in translate:
+                    labels[translate[name]] = text
+            assert len(entering) == len(states[0])
+            assert len(leaving) == len(states[1])
+        return labels, [self.states(first + k)[s] for k, s in enumerate(path)]
+
+    def _assignment(self, table: LayerTable, like: object, states: tuple[State, State]) -> dict[str, str]:
+        layers = self.layering.layers
+        at = next(i for i, layer in enumerate(layers) if layer is like)
+        entering, leaving = self.layering.crossing[at], self.layering.crossing[at + 1]
+        kept = []
+        for (kind, name), operator in zip(table.kept, table.table.keep):
+            pair = states[0][entering.index(name)] if kind == "entry" else states[1][leaving.index(name)]
+            kept.append(table.section.choices[operator].index(pair))
+        chosen = table.table.assignment(kept)
+        out = {}
+        for name, kind, choices, i in zip(table.section.names, table.section.kinds, table.section.choices, chosen):
+            if kind == "op":
+                out[name] = ",".join(choices[i].labels)  # type: ignore[union-attr]
+        return out

@@ -1,0 +1,79 @@
+"""What a local program needs from whoever runs it: its place on the mesh, collectives, and the counters of random ops.
+
+The compiler emits programs against these protocols; ``runtime/`` implements them over torch.distributed, and ``LockstepGroup``
+in ``rules/check.py`` over threads of one process. Nothing here starts a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["Comm", "Context", "current", "use"]
+
+
+class Comm(Protocol):
+    """Collectives along the axes of one logical mesh, seen from one device. Axes are positions: 0 is the major axis.
+
+    Every method returns a new tensor and leaves its argument as it was. Tensors are contiguous on return.
+    """
+
+    def size(self, axis: int) -> int:
+        """Number of devices along ``axis``."""
+        ...
+
+    def index(self, axis: int) -> int:
+        """This device's coordinate along ``axis``."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
+        """The sum (or "max") over the axis, on every device of it."""
+        ...
+
+    def all_gather(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """The blocks of the axis concatenated along ``dim``."""
+        ...
+
+    def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """This device's block along ``dim`` of the sum over the axis; the extent divides evenly."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
+        """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
+        ...
+
+
+@dataclass
+class Context:
+    """Bound while a local program runs. Random ops are a function of (seed, step, microbatch, op, global index)."""
+
+    comm: Comm
+    seed: int = 0
+    step: int = 0
+    microbatch: int = 0
+
+
+_CURRENT: ContextVar[Context] = ContextVar("meshwright_context")
+
+
+def current() -> Context:
+    """The bound context; an op that needs it in the backward must keep it from the forward (autograd has threads of its own)."""
+    try:
+        return _CURRENT.get()
+    except LookupError:
+        raise RuntimeError("a local program runs only inside `context.use(...)`, but none is bound") from None
+
+
+@contextmanager
+def use(context: Context) -> Iterator[Context]:
+    """Bind ``context`` for the block."""
+    token = _CURRENT.set(context)
+    try:
+        yield context
+    finally:
+        _CURRENT.reset(token)

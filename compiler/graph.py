@@ -1,0 +1,248 @@
+"""The graph IR: a functional ATen graph on torch.fx, with light types instead of tensors.
+
+Grammar::
+
+    graph  ::= node* results
+    node   ::= placeholder[meta.source]            an input, a parameter, a buffer or a constant
+             | call_function(target, args)         a functional op: an ``aten`` overload or a function of ``local_ops``
+             | call_function(getitem, (node, i))   one of several outputs
+    result ::= (kind, name, node)                  kind: "loss" | "output" | "buffer" (its new value after the microbatch)
+
+Every node has ``meta["type"]``: a TensorType, or a tuple of them for a multi-output op. Op nodes have ``meta["module"]``
+(the dotted path of the module that made them, "" if none) and ``meta["line"]`` ("file.py:12", "" if unknown). Placeholders have
+``meta["source"]``. Nothing is mutated by any op, and no node holds a real tensor: constants live in ``Graph.constants``.
+
+The batch extent is a symbol in disguise: the graph is captured at an improbable extent (``CAPTURE_BATCH``), so every int that
+is a multiple of it scales with the batch; ``with_batch`` instantiates any other extent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+__all__ = ["CAPTURE_BATCH", "Graph", "Result", "Source", "TensorType", "op_name", "tensor_operands", "types_of"]
+
+PRIME = 1009
+CAPTURE_BATCH = PRIME * 8  # the factor 8 lets extents such as batch/2 and batch*tokens/1024 stay whole
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Global shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_float(self) -> bool:
+        """Whether gradients can flow through a tensor of this type."""
+        return self.dtype.is_floating_point
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a placeholder's tensor comes from.
+
+    kind: "input" (name: "args.0", "kwargs.labels", "targets.0", with keys appended for nested containers), "parameter" or "buffer"
+    (name: the first qualified name in the model, aliases: the other names of the same tensor), or "constant" (a tensor that the
+    model's code made; its value is in ``Graph.constants``). batch_dim: which dim of an input is the batch, None if it has none.
+    """
+
+    kind: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    batch_dim: int | None = None
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One result of the graph: kind "loss", "output" (name: its index among the flat outputs) or "buffer" (name: the buffer's)."""
+
+    kind: str
+    name: str
+    node: str
+
+
+@dataclass
+class Graph:
+    """A captured model at one batch extent."""
+
+    fx: torch.fx.Graph
+    results: tuple[Result, ...]
+    batch: int
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, for graphs that have "output" results
+    training: bool = True
+    origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
+
+    # ---- reading
+
+    def __iter__(self) -> Iterator[Node]:
+        """Placeholders and ops in topological order (without the output node)."""
+        return (node for node in self.fx.nodes if node.op != "output")
+
+    def node(self, name: str) -> Node:
+        """The node of that name; KeyError if there is none."""
+        return self.by_name()[name]
+
+    def by_name(self) -> dict[str, Node]:
+        """All nodes by name."""
+        return {node.name: node for node in self}
+
+    def placeholders(self, *kinds: str) -> list[Node]:
+        """Placeholders of these source kinds (all, without arguments), in order."""
+        found = [node for node in self if node.op == "placeholder"]
+        return [node for node in found if not kinds or node.meta["source"].kind in kinds]
+
+    def ops(self) -> list[Node]:
+        """Every call_function node, in order."""
+        return [node for node in self if node.op == "call_function"]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    # ---- the batch extent
+
+    def with_batch(self, batch: int) -> Graph:
+        """The same graph at another batch extent: every int that scales with the batch, in types and arguments, is rescaled."""
+        if batch == self.batch:
+            return self
+        if self.origin is not None:
+            return self.origin.with_batch(batch)
+        copy = torch.fx.Graph()
+        env: dict[Node, Node] = {}
+
+        def scale(value: Any) -> Any:
+            return rescale(value, self.batch, batch)
+
+        for node in self.fx.nodes:
+            if node.op == "output":
+                copy.output(torch.fx.map_arg(node.args[0], lambda n: env[n]))
+                continue
+            new = copy.node_copy(node, lambda n: env[n])
+            new.args = _map_literals(new.args, scale)
+            new.kwargs = _map_literals(new.kwargs, scale)
+            new.name = node.name
+            new.meta = dict(node.meta)
+            kind = node.meta["type"]
+            retype = [replace(t, shape=tuple(scale(d) for d in t.shape)) for t in types_of(node)]
+            new.meta["type"] = tuple(retype) if isinstance(kind, tuple) else retype[0]
+            env[node] = new
+        return Graph(copy, self.results, batch, self.constants, self.output_spec, self.training, origin=self)
+
+    # ---- identity
+
+    def text(self) -> str:
+        """One line per node: ``name: type = op(args)``; equal graphs have equal text."""
+        lines = []
+        for node in self:
+            kind = " ".join(map(str, types_of(node)))
+            if node.op == "placeholder":
+                source = node.meta["source"]
+                lines.append(f"{node.name}: {kind} = {source.kind} {source.name!r}")
+            else:
+                kwargs = "".join(f", {k}={v}" for k, v in node.kwargs.items())
+                lines.append(f"{node.name}: {kind} = {op_name(node)}({', '.join(map(str, node.args))}{kwargs})")
+        lines += [f"{r.kind} {r.name} <- {r.node}" for r in self.results]
+        return "\n".join(lines)
+
+    __str__ = text
+
+    def fingerprint(self) -> str:
+        """16 hex digits over the text at the capture extent: equal for equal models, whatever the batch and the weights."""
+        return hashlib.sha256((self.origin or self).text().encode()).hexdigest()[:16]
+
+    # ---- invariants
+
+    def check(self) -> None:
+        """Assert what every pass may rely on."""
+        seen: set[str] = set()
+        for node in self:
+            assert node.op in ("placeholder", "call_function"), f"{node.name}: {node.op}"
+            assert node.name not in seen, f"two nodes are named {node.name}"
+            for arg in node.all_input_nodes:
+                assert arg.name in seen, f"{node.name} uses {arg.name} before it is made"
+            assert all(isinstance(t, TensorType) for t in types_of(node)), f"{node.name} has no type"
+            if node.op == "placeholder":
+                assert isinstance(node.meta.get("source"), Source), f"{node.name} has no source"
+            if node.target is operator.getitem:
+                producer, index = node.args
+                assert types_of(producer)[index] == node.meta["type"], f"{node.name} disagrees with {producer.name}"  # type: ignore[index,arg-type]
+            seen.add(node.name)
+        for result in self.results:
+            assert result.node in seen, f"result {result.name} has no node {result.node}"
+
+
+def rescale(value: Any, old: int, new: int) -> Any:
+    """An int (or float, or its reciprocal) that is a multiple of the capture prime, taken from batch ``old`` to ``new``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if isinstance(value, int):
+        if value == 0 or value % PRIME or abs(value) >= 1 << 62:
+            return value
+        scaled, rest = divmod(value * new, old)
+        if rest:
+            raise ValueError(f"the model needs a batch that makes {value}/{old} of it whole, but got batch {new}; use a multiple")
+        return scaled
+    for number, invert in ((value, False), (1 / value if value else 0.0, True)):
+        nearest = round(number) if abs(number) < 1 << 62 else 0
+        if nearest and nearest % PRIME == 0 and abs(number - nearest) <= 1e-9 * abs(nearest):
+            return 1 / (nearest * new / old) if invert else nearest * new / old
+    return value
+
+
+def _map_literals(value: Any, fn: Any) -> Any:
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, dict):
+        return {key: _map_literals(item, fn) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_literals(item, fn) for item in value)
+    return fn(value)
+
+
+def types_of(node: Node) -> tuple[TensorType, ...]:
+    """The node's output types, always as a tuple."""
+    kind = node.meta["type"]
+    return kind if isinstance(kind, tuple) else (kind,)
+
+
+def op_name(node: Node) -> str:
+    """``"aten.linear.default"``, ``"meshwright.cross_entropy"`` or ``"getitem"``: the key under which rules are found."""
+    target = node.target
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"meshwright.{target.__name__}" if callable(target) else str(target)
+
+
+def tensor_operands(node: Node) -> list[Node]:
+    """The nodes among args and kwargs in order of appearance, repeats kept (``mul(x, x)`` has two operands)."""
+    found: list[Node] = []
+    torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) or n)
+    return found

@@ -1,0 +1,155 @@
+"""Plan → local programs: each op on local shapes, reshards where a producer's pair is not the consumer's.
+
+One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the conjugate, which is what
+the search priced. The program names mesh axes, not ranks: every device of a stage runs the same module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from .graph import Graph, TensorType, op_name, tensor_operands
+from .layers import differentiable
+from .plan import Chunk, Plan
+from .program import ChunkProgram, Exit, Slot
+from .reshard import FREE, run_steps, steps_between
+from .rules import pairs_choice, rule_for
+from .spec import Pair, R
+
+__all__ = ["lower"]
+
+
+def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0) -> ChunkProgram:
+    """The local program of one chunk. ``graph`` is at the plan's microbatch extent. Raises ValueError for labels that no rule offers."""
+    assert graph.batch == plan.microbatch_size, (graph.batch, plan.microbatch_size)
+    part = plan.stages[stage].chunks[chunk]
+    last = {name: s for s, st in enumerate(plan.stages) for c in st.chunks for name in c.ops}
+    results = [r for r in graph.results if last.get(r.node) == stage and r.node in part.ops]
+    return lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
+
+
+def lower_chunk(
+    graph: Graph, part: Chunk, mesh_shape: Sequence[int], results: Sequence[tuple[str, str, str]]
+) -> ChunkProgram:
+    """The local program of ``part`` on a mesh, with these (kind, name, node) results beside its sends."""
+    return _Lowering(graph, part, tuple(mesh_shape)).run(results)
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, part: Chunk, mesh_shape: tuple[int, ...]) -> None:
+        self.graph, self.part, self.mesh = graph, part, mesh_shape
+        self.nodes = graph.by_name()
+        self.grad = differentiable(graph)
+        self.out = torch.fx.Graph()
+        self.here: dict[str, Node] = {}  # tensor → its node in the local program
+        self.pair: dict[str, Pair] = {}  # tensor → the pair it is made in
+        self.converted: dict[tuple[str, Pair], Node] = {}
+        self.collectives: Counter[str] = Counter()
+        self.whole = Pair((R,) * len(mesh_shape), (R,) * len(mesh_shape))
+
+    def run(self, results: Sequence[tuple[str, str, str]]) -> ChunkProgram:
+        ops = [self.nodes[name] for name in self.part.ops if name in self.nodes]
+        if len(ops) != len(self.part.ops):
+            unknown = sorted(set(self.part.ops) - set(self.nodes))
+            raise ValueError(f"the plan names ops that the model's graph does not have: {', '.join(unknown[:5])}")
+        order = {node.name: i for i, node in enumerate(self.graph)}
+        ops.sort(key=lambda node: order[node.name])
+        slots = self._slots(ops)
+        for node in ops:
+            self._op(node)
+        for node in self.graph.ops():  # getitems follow their producers; a chunk lists only real ops
+            assert op_name(node) != "getitem" or node.name in self.here or node.args[0].name not in self.here  # type: ignore[union-attr]
+        exits = [self._exit("send", name, name, Pair(spec, spec)) for name, spec in self.part.sends.items()]
+        for kind, name, node in results:
+            target = self.whole
+            if kind == "buffer":
+                slot = next((s for s in slots if s.kind == "buffer" and s.name == name), None)
+                target = slot.pair if slot else self.whole
+            exits.append(self._exit(kind, name, node, target))
+        self.out.output(tuple(self._as(e.node, e.pair) for e in exits))
+        module = torch.fx.GraphModule(torch.nn.Module(), self.out)
+        constants = {s.name: self.graph.constants[s.name] for s in slots if s.kind == "constant"}
+        return ChunkProgram(module, tuple(slots), tuple(exits), self.mesh, dict(self.collectives), constants)
+
+    def _slots(self, ops: Sequence[Node]) -> list[Slot]:
+        made = {node.name for node in ops}
+        used = [operand for node in ops for operand in node.all_input_nodes]
+        used += [self.nodes[name] for name in self.part.sends]
+        slots: dict[str, Slot] = {}
+        for operand in used:
+            producer = operand.args[0] if op_name(operand) == "getitem" and operand.op != "placeholder" else operand
+            if operand.name in self.part.receives:
+                pair = self.part.receives[operand.name]
+                slots[operand.name] = Slot("receive", operand.name, operand.name, pair, operand.meta["type"])
+            elif operand.op == "placeholder" and operand.name not in slots:
+                slots[operand.name] = self._placeholder(operand)
+            else:
+                assert operand.op == "placeholder" or producer.name in made, f"{operand.name} is neither made nor received here"  # type: ignore[union-attr]
+        for name, slot in slots.items():
+            self.here[name] = self.out.placeholder(name)
+            self.pair[name] = slot.pair
+        return list(slots.values())
+
+    def _placeholder(self, node: Node) -> Slot:
+        source = node.meta["source"]
+        table: Mapping[str, Pair] = self.part.sources
+        if source.kind == "parameter":
+            if source.name not in self.part.parameters:
+                raise ValueError(f"the plan's layers {self.part.layers} use parameter {source.name!r}, but do not say where it lives")
+            pair = self.part.parameters[source.name].compute
+        else:
+            pair = table.get(node.name, self.whole)
+        kind, grad = source.kind, source.requires_grad
+        return Slot(kind, source.name, node.name, pair, node.meta["type"], source.batch_dim, source.aliases, grad)
+
+    def _op(self, node: Node) -> None:
+        labels = self.part.ops[node.name]
+        choice = pairs_choice(node, labels, self.mesh)
+        operands = iter([self._as(o.name, pair) for o, pair in zip(tensor_operands(node), choice.inputs, strict=True)])
+        target, args, kwargs = rule_for(node).localize(node, labels, self.mesh)
+        if target is torch.ops.aten.view.default:  # a local operand need not be contiguous where the global one was
+            target = torch.ops.aten.reshape.default
+        args = torch.fx.map_arg(args, lambda _: next(operands))
+        kwargs = torch.fx.map_arg(kwargs, lambda _: next(operands))
+        new = self.out.call_function(target, args, kwargs)
+        new.name = self.out._graph_namespace.create_name(node.name, None)
+        for axis, message in choice.internal:
+            if message.phase == "forward" or node.name in self.grad:
+                self.collectives[f"{message.phase} {message.kind}"] += 1
+            assert self.mesh[axis] > 1
+        if not isinstance(node.meta["type"], tuple):
+            self.here[node.name], self.pair[node.name] = new, choice.outputs[0]
+            return
+        self.here[node.name] = new
+        for user in node.users:
+            if op_name(user) == "getitem":
+                index = user.args[1]
+                self.here[user.name] = self.out.call_function(operator.getitem, (new, index))
+                self.pair[user.name] = choice.outputs[index]  # type: ignore[index]
+
+    def _as(self, name: str, target: Pair) -> Node:
+        """The local node that holds tensor ``name`` in ``target``; the reshard is made once."""
+        source, grad = self.pair[name], name in self.grad
+        forward = steps_between(source.value, target.value)
+        backward = steps_between(target.cotangent, source.cotangent) if grad else ()
+        if not forward and not backward:
+            return self.here[name]
+        key = (name, target if grad else Pair(target.value, target.value))
+        if key not in self.converted:
+            literal = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
+            self.converted[key] = self.out.call_function(run_steps, (self.here[name], *literal))
+            for phase, steps in (("forward", forward), ("backward", backward)):
+                for step in steps:
+                    if step.kind not in FREE:
+                        self.collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
+        return self.converted[key]
+
+    def _exit(self, kind: str, name: str, node: str, pair: Pair) -> Exit:
+        out_type: TensorType = self.nodes[node].meta["type"]
+        return Exit(kind, name, node, pair, out_type)

@@ -1,0 +1,334 @@
+"""The Plan: one JSON document that says where everything runs, how it is cut, and what it is expected to cost.
+
+Grammar::
+
+    plan      ::= header stage+ transfer* prediction provenance
+    header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule, optimizer
+    stage     ::= devices, mesh_shape, chunk+                     (one chunk per stage but for interleaved schedules)
+    chunk     ::= layers [first, end), ops {node: labels}, parameters {name: residency}, sources {node: pair}, receives {node: pair},
+                  sends {node: spec}
+    labels    ::= label per mesh axis joined by ","               (which named dim of the op the axis cuts; "whole" if none)
+    residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
+    transfer  ::= node, source stage, target stage                (value forward, cotangent backward)
+
+Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
+
+__all__ = ["PLAN_VERSION", "Chunk", "Plan", "Prediction", "Residency", "Stage", "StagePrediction", "Transfer"]
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where a parameter lives. ZeRO-1/2/3 are patterns of these specs, not names.
+
+    compute: the placement that the ops read, paired with that of the gradient that the backward leaves behind.
+    stored, gradient, optimizer: specs of the parameter between steps, of its gradient after the reduction, of its optimizer state.
+    gather, reduce: "step" or "microbatch", how often the value is gathered and the gradient reduced.
+    """
+
+    compute: Pair
+    stored: Spec
+    gradient: Spec
+    optimizer: Spec
+    gather: str = "step"
+    reduce: str = "step"
+
+    def to_json(self) -> dict[str, str]:
+        """Specs as text."""
+        return {
+            "compute": str(self.compute),
+            "stored": spec_text(self.stored),
+            "gradient": spec_text(self.gradient),
+            "optimizer": spec_text(self.optimizer),
+            "gather": self.gather,
+            "reduce": self.reduce,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, str]) -> Residency:
+        """The inverse of ``to_json``."""
+        specs = {key: parse_spec(data[key]) for key in ("stored", "gradient", "optimizer")}
+        return cls(compute=parse_pair(data["compute"]), gather=data["gather"], reduce=data["reduce"], **specs)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A contiguous run of layers on one stage.
+
+    ops: each op node with one label per mesh axis, in program order; nodes derived from constants alone may stand in several chunks.
+    sources: the pair of each input, buffer and constant placeholder (parameters have their own table).
+    receives: boundary tensors with the pair in which this chunk gets them; sends: those that leave, with the spec at departure.
+    """
+
+    layers: tuple[int, int]
+    ops: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, Residency]
+    sources: Mapping[str, Pair]
+    receives: Mapping[str, Pair] = field(default_factory=dict)
+    sends: Mapping[str, Spec] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "layers": list(self.layers),
+            "ops": {name: ",".join(labels) for name, labels in self.ops.items()},
+            "parameters": {name: residency.to_json() for name, residency in self.parameters.items()},
+            "sources": {name: str(pair) for name, pair in self.sources.items()},
+            "receives": {name: str(pair) for name, pair in self.receives.items()},
+            "sends": {name: spec_text(spec) for name, spec in self.sends.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Chunk:
+        """The inverse of ``to_json``."""
+        return cls(
+            layers=(int(data["layers"][0]), int(data["layers"][1])),
+            ops={name: tuple(text.split(",")) if text else () for name, text in data["ops"].items()},
+            parameters={name: Residency.from_json(value) for name, value in data["parameters"].items()},
+            sources={name: parse_pair(text) for name, text in data["sources"].items()},
+            receives={name: parse_pair(text) for name, text in data["receives"].items()},
+            sends={name: parse_spec(text) for name, text in data["sends"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major) and the chunks that run on them."""
+
+    devices: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "devices": list(self.devices),
+            "mesh_shape": list(self.mesh_shape),
+            "chunks": [chunk.to_json() for chunk in self.chunks],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stage:
+        """The inverse of ``to_json``."""
+        chunks = tuple(Chunk.from_json(chunk) for chunk in data["chunks"])
+        return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that goes from one stage to a later one, and whose cotangent comes back."""
+
+    node: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """What one stage costs; seconds per microbatch but for ``step_s`` (once per step); bytes on the fullest device."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+    seconds: Mapping[str, float]  # by cause: "compute", "reshard", "internal", "transfer", "gradient", "optimizer"
+    memory_bytes: Mapping[str, float]  # by cause: "parameters", "gradients", "optimizer", "activations", "temporary", "framework"
+    collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
+
+    @property
+    def peak_bytes(self) -> float:
+        """Sum over the causes."""
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step costs, and how far from the proven optimum of the cost model the plan is."""
+
+    step_s: float
+    bound_s: float
+    stages: tuple[StagePrediction, ...]
+    flops: float  # of one step, forward and backward, without recomputation
+    replicated_flops: float  # FLOPs per step that several devices do alike, counted once per extra device
+    alternatives: tuple[Mapping[str, Any], ...] = ()  # the best pure data, tensor and pipeline plans: name, step_s, why
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bound_gap(self) -> float:
+        """(step − bound) / step, a fraction."""
+        return max(0.0, (self.step_s - self.bound_s) / self.step_s) if self.step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An executable plan; see the module's grammar."""
+
+    model: str
+    model_ops: Mapping[str, int]  # op → count in the graph, so that a refusal can show the difference
+    cluster: Mapping[str, Any]  # Cluster.to_json()
+    global_batch: int
+    microbatches: int
+    schedule: str
+    optimizer: str
+    layers: tuple[str, ...]  # a readable name per layer
+    stages: tuple[Stage, ...]
+    transfers: tuple[Transfer, ...]
+    prediction: Prediction
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    version: int = PLAN_VERSION
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the plan's cluster has, the idle ones included."""
+        return int(sum(host["num_devices"] for host in self.cluster["hosts"]))
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch over all devices."""
+        return self.global_batch // self.microbatches
+
+    def stage_of(self, device: int) -> int | None:
+        """The stage that runs on this device (or rank); None if it is idle."""
+        return next((index for index, stage in enumerate(self.stages) if device in stage.devices), None)
+
+    # ---- the document
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, in the order of the grammar."""
+        return {
+            "version": self.version,
+            "model": self.model,
+            "model_ops": dict(self.model_ops),
+            "cluster": dict(self.cluster),
+            "global_batch": self.global_batch,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "optimizer": self.optimizer,
+            "layers": list(self.layers),
+            "stages": [stage.to_json() for stage in self.stages],
+            "transfers": [asdict(transfer) for transfer in self.transfers],
+            "prediction": asdict(self.prediction),
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """The inverse of ``to_json``; ValueError that names what is wrong with the document."""
+        if not isinstance(data, dict) or "version" not in data:
+            raise ValueError("a plan is a JSON object with a 'version', but got " + _brief(data))
+        if data["version"] != PLAN_VERSION:
+            raise ValueError(
+                f"this meshwright reads plans of version {PLAN_VERSION}, but got version {data['version']!r}; plan again"
+            )
+        missing = [f.name for f in fields(cls) if f.name not in data]
+        if missing:
+            raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
+        try:
+            prediction = dict(data["prediction"])
+            prediction["stages"] = tuple(StagePrediction(**stage) for stage in prediction["stages"])
+            prediction["alternatives"] = tuple(prediction["alternatives"])
+            prediction["notes"] = tuple(prediction["notes"])
+            return cls(
+                model=str(data["model"]),
+                model_ops=dict(data["model_ops"]),
+                cluster=dict(data["cluster"]),
+                global_batch=int(data["global_batch"]),
+                microbatches=int(data["microbatches"]),
+                schedule=str(data["schedule"]),
+                optimizer=str(data["optimizer"]),
+                layers=tuple(data["layers"]),
+                stages=tuple(Stage.from_json(stage) for stage in data["stages"]),
+                transfers=tuple(Transfer(**transfer) for transfer in data["transfers"]),
+                prediction=Prediction(**prediction),
+                provenance=dict(data["provenance"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; the file appears whole or not at all."""
+        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the fault."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: not a whole JSON document ({error}); was the file truncated?") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{os.fspath(path)}: cannot be read: {error}") from error
+        try:
+            return cls.from_json(data)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    # ---- does it belong here?
+
+    def check(self) -> list[str]:
+        """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
+        faults = []
+        if self.microbatches < 1 or self.global_batch % self.microbatches:
+            faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
+        taken: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            size = 1
+            for extent in stage.mesh_shape:
+                size *= extent
+            if size != len(stage.devices):
+                faults.append(f"stage {index}: mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices")
+            for device in stage.devices:
+                if device in taken:
+                    faults.append(f"device {device} is in stages {taken[device]} and {index}")
+                if not 0 <= device < self.num_devices:
+                    faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
+                taken[device] = index
+            axes = len(stage.mesh_shape)
+            for chunk in stage.chunks:
+                for name, labels in chunk.ops.items():
+                    if len(labels) != axes:
+                        faults.append(f"stage {index}: op {name} has labels for {len(labels)} axes, the mesh has {axes}")
+        for transfer in self.transfers:
+            if not 0 <= transfer.source < transfer.target < len(self.stages):
+                faults.append(f"transfer of {transfer.node} goes from stage {transfer.source} to {transfer.target}")
+                continue
+            if not any(transfer.node in chunk.sends for chunk in self.stages[transfer.source].chunks):
+                faults.append(f"stage {transfer.source} does not send {transfer.node}")
+            if not any(transfer.node in chunk.receives for chunk in self.stages[transfer.target].chunks):
+                faults.append(f"stage {transfer.target} does not receive {transfer.node}")
+        return faults
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` by way of a temporary file beside it: fsync, then rename."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def _brief(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) < 80 else text[:77] + "..."

@@ -1,0 +1,358 @@
+"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state costs.
+
+Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, priced with the reduction
+of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every rank), every *entry* (a
+tensor that arrives from an earlier layer, in a boundary state) and every *exit* (a tensor that must leave in one).
+
+A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.fx import Node
+
+from .graph import Graph, TensorType, op_name, tensor_operands, types_of
+from .intra_op import Edge, Operator, Problem
+from .layers import Layering
+from .pricing import MeshPricer
+from .rules import MeshChoice, mesh_choices, rule_for
+from .spec import P, Pair, R, S, Spec, local_shape
+
+__all__ = ["Restriction", "Section", "boundary_states", "build_section"]
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts no batch) or None.
+
+    pinned: op or parameter or source node → the only choice label (labels joined by ",", or a pair's text).
+    """
+
+    roles: tuple[str | None, ...] = ()
+    pinned: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The numeric problem with the way back to the graph. Parallel arrays over operators.
+
+    kinds: "op", "parameter", "source", "entry" or "exit"; choices: MeshChoice for ops, Pair for the rest;
+    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight).
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    choices: tuple[tuple[MeshChoice | Pair, ...], ...]
+    seconds: tuple[np.ndarray, ...]
+    resident: tuple[np.ndarray, ...]
+    saved: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...]
+    edge_states: tuple[tuple[tuple[Pair, ...], tuple[Pair, ...]], ...]  # per edge: the pairs behind its source and target states
+
+    def problem(self, in_flight: float) -> Problem:
+        """The problem whose bytes count ``in_flight`` microbatches."""
+        operators = tuple(
+            Operator(f"{kind}:{name}", tuple(label(c) for c in choices), s, r + in_flight * k)
+            for name, kind, choices, s, r, k in zip(self.names, self.kinds, self.choices, self.seconds, self.resident, self.saved)
+        )
+        edges = tuple(Edge(e.name, e.producer, e.source, e.consumers, e.seconds, e.bytes * in_flight) for e in self.edges)
+        return Problem(operators, edges)
+
+    def index(self, kind: str) -> dict[str, int]:
+        """Name → operator index of all operators of one kind."""
+        return {name: i for i, (name, k) in enumerate(zip(self.names, self.kinds)) if k == kind}
+
+
+def label(choice: MeshChoice | Pair) -> str:
+    """The text by which a plan names a choice."""
+    return ",".join(choice.labels) if isinstance(choice, MeshChoice) else str(choice)
+
+
+def boundary_states(kind: TensorType, batch_dim: int | None, mesh_shape: Sequence[int], roles: Sequence[str | None] = ()) -> list[Pair]:
+    """Every pair of equal S/R placements that cuts ``kind`` evenly and that the axes' roles allow."""
+    options = []
+    for axis in range(len(mesh_shape)):
+        role = roles[axis] if axis < len(roles) else None
+        placements = [R, *(S(d) for d in range(len(kind.shape)))]
+        if role == "data" and batch_dim is not None:
+            placements = [S(batch_dim)]
+        elif role == "tensor" and batch_dim is not None:
+            placements = [p for p in placements if p != S(batch_dim)]
+        options.append(placements)
+    states = []
+    for spec in itertools.product(*options):
+        if divides(kind, spec, mesh_shape):
+            states.append(Pair(spec, spec))
+    return states
+
+
+def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
+    """Whether every dim that ``spec`` cuts comes out even."""
+    shape = list(kind.shape)
+    for placement, size in zip(spec, mesh_shape):
+        if placement.is_shard:
+            if shape[placement.dim] % size:
+                return False
+            shape[placement.dim] //= size
+    return True
+
+
+def normalized(pair: Pair, grad: bool) -> Pair:
+    """The pair with a cotangent of R for a tensor that gets none, so that equal states are one."""
+    return pair if grad else Pair(pair.value, (R,) * len(pair.value))
+
+
+def build_section(
+    graph: Graph,
+    layering: Layering,
+    ops: Sequence[Node],
+    pricer: MeshPricer,
+    microbatches: int,
+    entries: Mapping[str, Sequence[Pair]],
+    exits: Mapping[str, Sequence[Pair]],
+    restriction: Restriction = Restriction(),
+) -> Section:
+    """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their states."""
+    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: Graph,
+        layering: Layering,
+        ops: list[Node],
+        pricer: MeshPricer,
+        microbatches: int,
+        entries: Mapping[str, Sequence[Pair]],
+        exits: Mapping[str, Sequence[Pair]],
+        restriction: Restriction,
+    ) -> None:
+        self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
+        self.m, self.entries, self.exits, self.restriction = microbatches, entries, exits, restriction
+        self.mesh = pricer.mesh_shape
+        self.grad = layering.needs_grad
+        self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.nodes = graph.by_name()
+        self.members = {node.name for node in ops}
+        self.saved = self._saved_tensors()
+
+    def build(self) -> Section:
+        # Consumers first decide which pairs a parameter or source may usefully take, so ops come before placeholders.
+        index: dict[str, int] = {}
+        wants: dict[str, list[tuple[int, list[Pair], bool]]] = {}  # tensor → (operator, wanted pair per choice, saved?)
+        gives: dict[str, tuple[int, list[Pair]]] = {}
+        for name, states in self.entries.items():
+            kind = self.nodes[name].meta["type"]
+            held = [self.pricer.local_bytes(kind, s.value) if name in self.saved else 0.0 for s in states]
+            index[name] = self._add(name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held))
+            gives[name] = (index[name], [normalized(s, name in self.grad) for s in states])
+        for node in self.ops:
+            if op_name(node) == "getitem":
+                continue
+            choices = self._choices(node)
+            i = index[node.name] = self._add_op(node, choices)
+            saves = {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
+            for k, operand in enumerate(tensor_operands(node)):
+                pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
+                wants.setdefault(operand.name, []).append((i, pairs, k in saves))
+            if isinstance(node.meta["type"], tuple):
+                for user in node.users:
+                    if user.name in self.members:
+                        k = int(user.args[1])  # type: ignore[call-overload]
+                        gives[user.name] = (i, [normalized(c.outputs[k], user.name in self.grad) for c in choices])
+            else:
+                gives[node.name] = (i, [normalized(c.outputs[0], node.name in self.grad) for c in choices])
+        for name, states in self.exits.items():
+            zero = np.zeros(len(states))
+            i = self._add(name, "exit", tuple(states), zero, zero, zero)
+            wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
+        for result in self.graph.results:
+            if result.node in gives and result.node not in self.exits and result.node not in self.entries:
+                whole = Pair((R,) * len(self.mesh), (R,) * len(self.mesh))
+                i = self._add(result.node, "exit", (whole,), np.zeros(1), np.zeros(1), np.zeros(1))
+                wants.setdefault(result.node, []).append((i, [whole], False))
+        for name in list(wants):
+            node = self.nodes[name]
+            if name not in gives and node.op == "placeholder":
+                gives[name] = self._add_placeholder(node, [pair for _, pairs, _ in wants[name] for pair in pairs])
+            assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
+        edges, states = [], []
+        for name, consumers in wants.items():
+            edge, pair_states = self._edge(name, gives[name], consumers)
+            edges.append(edge)
+            states.append(pair_states)
+        names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
+        return Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(states))
+
+    # ---- operators
+
+    def _add(self, name: str, kind: str, choices: tuple, seconds: np.ndarray, resident: np.ndarray, saved: np.ndarray) -> int:
+        pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit") else None
+        if pinned is not None:
+            keep = [i for i, c in enumerate(choices) if label(c) == pinned]
+            if not keep:
+                offered = ", ".join(sorted({label(c) for c in choices}))
+                raise ValueError(f"{name} is pinned to {pinned!r}, but may be {offered}")
+            choices = tuple(choices[i] for i in keep)
+            seconds, resident, saved = seconds[keep], resident[keep], saved[keep]
+        self.rows.append((name, kind, choices, seconds, resident, saved))
+        return len(self.rows) - 1
+
+    def _choices(self, node: Node) -> list[MeshChoice]:
+        choices = mesh_choices(node, self.mesh)
+        pinned = (self.restriction.pinned or {}).get(node.name)
+        if pinned is not None:
+            return [c for c in choices if label(c) == pinned] or choices
+        if node.name in self.layering.static:
+            return choices[:1]
+        allowed = [c for c in choices if self._allowed(node, c)]
+        return allowed or choices[:1]
+
+    def _allowed(self, node: Node, choice: MeshChoice) -> bool:
+        for axis, role in enumerate(self.restriction.roles):
+            if role is None:
+                continue
+            for tensor, pair in self._placed(node, choice):
+                batch = self.layering.batch_dims[tensor[0]][tensor[1]]
+                if batch is None or tensor[0] in self.layering.static:
+                    continue
+                cut = pair.value[axis] == S(batch)
+                if cut != (role == "data"):
+                    return False
+        return True
+
+    @staticmethod
+    def _placed(node: Node, choice: MeshChoice) -> list[tuple[tuple[str, int], Pair]]:
+        tensors: list[tuple[tuple[str, int], Pair]] = []
+        for operand, pair in zip(tensor_operands(node), choice.inputs):
+            tensors.append(((operand.name, 0), pair))
+        tensors += [((node.name, k), pair) for k, pair in enumerate(choice.outputs)]
+        return tensors
+
+    def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
+        seconds = np.array([self.pricer.op(node, c, self.grad).seconds for c in choices])
+        saved = np.zeros(len(choices))
+        if node.name in self.grad:
+            extra = rule_for(node).temporary_bytes(node)
+            types = types_of(node)
+            for k in range(len(types)):
+                if (node.name, k) in self.saved or (k == 0 and node.name in self.saved):
+                    saved += np.array([self.pricer.local_bytes(types[k], c.outputs[k].value) for c in choices])
+            if extra:
+                saved += np.array([extra * _share(node, c, self.mesh) for c in choices])
+        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), saved)
+
+    def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
+        source, kind = node.meta["source"], node.meta["type"]
+        axes = len(self.mesh)
+        if source.kind == "parameter" and source.requires_grad:
+            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies like the
+            # value needs no reduction, one that is whole on an axis where nobody has an addend neither
+            pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            pairs |= {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
+        elif any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
+            pairs = {Pair((R,) * axes, (R,) * axes)}
+        else:
+            pairs = {Pair(p.value, (R,) * axes) for p in wanted if not any(v.is_partial for v in p.value)}
+            pairs.add(Pair((R,) * axes, (R,) * axes))
+            if source.kind == "input" and source.batch_dim is not None:
+                pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
+        ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
+        seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
+        if source.kind == "parameter":
+            for i, pair in enumerate(ordered):
+                bill = self.pricer.parameter_memory(kind, pair.value, source.requires_grad)
+                resident[i] = sum(bill.values())
+                if source.requires_grad:
+                    per_step = self.pricer.gradient_seconds(kind, pair) + self.pricer.optimizer_seconds(bill)
+                    seconds[i] = per_step / self.m
+        elif source.kind == "buffer":
+            resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
+        role = "parameter" if source.kind == "parameter" else "source"
+        i = self._add(node.name, role, tuple(ordered), seconds, resident, np.zeros(len(ordered)))
+        return i, [normalized(p, node.name in self.grad) for p in self.rows[i][2]]
+
+    def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
+        return all(
+            role is None or (placement == S(batch_dim)) == (role == "data")
+            for role, placement in zip(self.restriction.roles, pair.value)
+        )
+
+    # ---- edges
+
+    def _edge(
+        self, name: str, given: tuple[int, list[Pair]], consumers: list[tuple[int, list[Pair], bool]]
+    ) -> tuple[Edge, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
+        producer, offered = given
+        kind: TensorType = self.nodes[name].meta["type"]
+        sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
+        targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in consumers for p in pairs))}
+        seconds = np.zeros((len(sources), len(targets)))
+        nbytes = np.zeros((len(sources), len(targets)))
+        copied = any(saved for *_, saved in consumers)
+        grad = name in self.grad
+        is_placeholder = self.nodes[name].op == "placeholder" and not grad
+        for source, s in sources.items():
+            for target, t in targets.items():
+                if source == target:
+                    continue
+                free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
+                seconds[s, t] = 0.0 if free else sum(self.pricer.reshard(source, target, kind, grad))
+                if copied and source.value != target.value and np.isfinite(seconds[s, t]):
+                    nbytes[s, t] = self.pricer.local_bytes(kind, target.value)
+        edge = Edge(
+            name,
+            producer,
+            np.array([sources[p] for p in offered]),
+            tuple((i, np.array([targets[p] for p in pairs])) for i, pairs, _ in consumers),
+            seconds,
+            nbytes,
+        )
+        return edge, (tuple(sources), tuple(targets))
+
+    # ---- what autograd keeps
+
+    def _saved_tensors(self) -> set:
+        """Storage roots that some op of this section keeps for its backward: names, and (name, k) for outputs without a getitem."""
+        root: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            return root.get(name, name)
+
+        for node in self.ops:
+            if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
+                root[node.name] = find(tensor_operands(node)[0].name)
+        kept: set = set()
+        for node in self.ops:
+            if op_name(node) == "getitem" or node.name not in self.grad:
+                continue
+            for side, k in rule_for(node).saves(node):
+                if side == "input":
+                    kept.add(find(tensor_operands(node)[k].name))
+                else:
+                    kept.add((node.name, k))
+        for node in self.ops:  # a getitem's storage is its producer's k-th output
+            if op_name(node) == "getitem" and node.name in kept:
+                kept.add((node.args[0].name, node.args[1]))  # type: ignore[union-attr]
+        return kept
+
+
+def _steady(value: object, cotangent: object) -> bool:
+    """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
+    return (value == cotangent) or (value == R and cotangent == P)
+
+
+def _share(node: Node, choice: MeshChoice, mesh: Sequence[int]) -> float:
+    """Which part of an op's first output one device holds."""
+    kind = types_of(node)[0]
+    whole = max(1, kind.numel)
+    local = 1
+    for extent in local_shape(kind.shape, choice.outputs[0].value, mesh):
+        local *= extent
+    return local / whole if kind.numel else choice.work_share

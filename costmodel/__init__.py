@@ -1,0 +1,1 @@
+"""Prices work (FLOPs, bytes, collective steps) on hardware. Knows no graph."""

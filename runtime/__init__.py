@@ -1,0 +1,1 @@
+"""Binds a plan to real ranks over torch.distributed."""
