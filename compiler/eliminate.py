@@ -1,22 +1,26 @@
 """Exact elimination: the intra-op problem solved by min-plus algebra over tables, for graphs of small treewidth.
 
-**Factors.** With a price λ (``byte_weight``, seconds per byte) the cost of an assignment is a sum of tables over few variables:
+**Factors.** With a price λ (``byte_weight``, seconds per byte) the cost of an assignment is a sum of tables over few
+variables:
 
     cost(x) = Σ_i f_i(x_i) + Σ_t f_t(s_t, a_t1, …, a_tk),     f = seconds + λ · bytes
     s_t = source_t(x_p(t)),   a_tk = target_tk(x_k)           state variables: functions of one operator's choice
     f_t(s, a_1, …, a_k) = Σ_{g ∈ {a_1, …, a_k}} w_t[s, g]     one tensor, all its consumers; shared targets paid once
 
-State variables keep f_t small: it ranges over the few states of its tensor and not over the choices of its neighbours. Where many
-consumers would still make it large, a variable Y_t ⊆ targets (the set that is paid) takes its place:
-Σ_{g∈Y} w[s, g] over (s, Y) and, per consumer, 0 or inf over (Y, a_k) for a_k ∈ Y; minimising over Y gives f_t, as w ≥ 0.
+State variables keep f_t small: it ranges over the few states of its tensor and not over the choices of its
+neighbours. Where many consumers would still make it large, a variable Y_t ⊆ targets (the set that is paid) takes its
+place: Σ_{g∈Y} w[s, g] over (s, Y) and, per consumer, 0 or inf over (Y, a_k) for a_k ∈ Y; minimising over Y gives f_t,
+as w ≥ 0.
 
-**Elimination.** A variable v leaves by adding all tables that mention it and taking the minimum over its axis (bucket elimination,
-Dechter 1999); the argmin is kept for the way back. Two cases are cheaper than that. A state variable whose operator is still there is
-substituted: its axis is gathered along the operator's. An operator all of whose states are still there is scattered: its choices are grouped
-by their states. The next variable is always the one whose table is smallest. What is left is one table over the kept operators.
+**Elimination.** A variable v leaves by adding all tables that mention it and taking the minimum over its axis (bucket
+elimination, Dechter 1999); the argmin is kept for the way back. Two cases are cheaper than that. A state variable
+whose operator is still there is substituted: its axis is gathered along the operator's. An operator all of whose
+states are still there is scattered: its choices are grouped by their states. The next variable is always the one
+whose table is smallest. What is left is one table over the kept operators.
 
-**A memory limit** (``solve``): for every λ ≥ 0, min_x cost(x) - λ·limit is a lower bound of the optimum (Lagrange), and an x that fits is an
-upper one. Bisection on λ brings both together; what gap stays is for the integer program (``intra_op.solve_ilp``).
+**A memory limit** (``solve``): for every λ ≥ 0, min_x cost(x) - λ·limit is a lower bound of the optimum (Lagrange),
+and an x that fits is an upper one. A search on λ brings both together; what gap stays is for the integer program
+(``intra_op.solve_ilp``).
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ __all__ = ["Table", "TooWide", "eliminate", "lagrangian_frontier", "solve"]
 
 _JOINT_CELLS = 4096  # up to this size the joint table of an edge is always built as it is
 _ROUNDING = 1e-12  # relative error that sums of costs may carry; it must not lift a bound
+_GROUP_CELLS = 1000  # cells of the joint tables by which choices are ruled out
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 
 
@@ -92,7 +97,7 @@ class Table:
             )
         value = dict(zip(self.keep, map(int, kept_choices)))
         for step in reversed(self._steps):
-            value[step.variable] = int(step.best[tuple([value[v] for v in step.scope])])
+            value[step.variable] = int(step.best[tuple(value[v] for v in step.scope)])
         return tuple(int(idx[value[i]]) for i, idx in enumerate(self._original))
 
 
@@ -113,7 +118,11 @@ def weighted(problem: Problem, byte_weight: float) -> Problem:
 def eliminate(
     problem: Problem, keep: Sequence[int] = (), byte_weight: float = 0.0, max_table: int = 20_000_000
 ) -> Table:
-    """Minimise seconds + byte_weight · bytes over all operators but those of ``keep``; TooWide beyond ``max_table`` cells."""
+    """Minimise seconds + byte_weight · bytes over all operators but those of ``keep``.
+
+    keep: distinct operator indices, one axis of ``Table.cost`` each; byte_weight: seconds per byte. An operator that
+    is kept has its own cost in the table, once. TooWide where a table would exceed ``max_table`` cells.
+    """
     assert len(set(keep)) == len(keep), keep
     if math.prod(len(problem.operators[i].labels) for i in keep) > max_table:
         raise TooWide(f"the table of the kept operators has more than {max_table} cells")
@@ -124,7 +133,7 @@ def eliminate(
 
 
 class _Elimination:
-    """The tables that are left, and the steps done. Variables 0 … n-1 are the operators, state and set variables follow."""
+    """The tables that are left, and the steps done. Variables: the n operators first, then state and set variables."""
 
     def __init__(self, problem: Problem, keep: tuple[int, ...], max_table: int) -> None:
         self.keep = keep
@@ -151,7 +160,7 @@ class _Elimination:
         return len(self.size) - 1
 
     def _state(self, operator: int, values: np.ndarray) -> tuple[int, np.ndarray]:
-        """A variable for the states that ``values`` takes, and these states; the operator itself where that is as small."""
+        """A variable for the states in ``values``, and these states; the operator itself where that is as small."""
         used, index = np.unique(values, return_inverse=True)
         if len(used) == len(values):
             return operator, values
@@ -175,16 +184,15 @@ class _Elimination:
         wants: dict[int, list[np.ndarray]] = {}
         for k, target in edge.consumers:
             wants.setdefault(k, []).append(target)
-        ends: list[
-            tuple[int, list[tuple[int, ...]]]
-        ] = []  # (variable, the set of targets that each of its values wants)
+        # Per consuming operator its variable and, for each value of that, the set of targets it wants.
+        ends: list[tuple[int, list[tuple[int, ...]]]] = []
         for k, targets in wants.items():
             sets = [tuple(sorted(set(column))) for column in zip(*(t.tolist() for t in targets))]
             kinds = {s: j for j, s in enumerate(dict.fromkeys(sets))}
             variable, values = self._state(k, np.array([kinds[s] for s in sets]))
             by_kind = list(kinds)
             ends.append((variable, [by_kind[j] for j in values.tolist()]))
-        # States of one operator (which cannot consume its own output) are distinct variables, so a scope has no repeats.
+        # An operator does not consume its own output and is one end per edge, so a scope has no repeats.
         cells = len(cost) * math.prod(len(sets) for _, sets in ends)
         num_targets = cost.shape[1]
         free = [g for g in range(num_targets) if not cost[:, g].any()]
@@ -308,7 +316,7 @@ class _Elimination:
         best = np.zeros(cost.shape, dtype=np.int32)
         for c in range(self.size[v]):
             cell = tuple([int(values[u][c]) if u in values else slice(None) for u in scope])
-            row = joint[tuple([c, *(int(values[u][c]) if u in values else slice(None) for u in others)])]
+            row = joint[(c, *(int(values[u][c]) if u in values else slice(None) for u in others))]
             better = row < cost[cell]
             cost[cell] = np.where(better, row, cost[cell])
             best[cell] = np.where(better, c, best[cell])
@@ -336,7 +344,7 @@ class _Elimination:
 
 
 def _minimum(joint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(argmin, minimum) over axis 0, in passes over contiguous slices: numpy's own argmin over a leading axis copies and is slower."""
+    """(argmin, minimum) over axis 0, in passes over contiguous slices (numpy's argmin over a leading axis copies)."""
     cost = np.array(joint[0])
     best = np.zeros(cost.shape, dtype=np.int32)
     for value in range(1, len(joint)):
@@ -359,10 +367,11 @@ def _substitute(factor: _Factor, v: int, x: int, values: np.ndarray) -> tuple[tu
 def lagrangian_frontier(
     problem: Problem, keep: Sequence[int], byte_weights: Sequence[float], max_table: int = 20_000_000
 ) -> list[Table]:
-    """One table per price of a byte: for each kept choice, points on the lower convex hull of its (bytes, seconds) trade-off.
+    """One table per price of a byte: per kept choice, points on the lower convex hull of its trade-off.
 
-    With t.cost[k] = seconds + λ · bytes of the best completion, max over λ of (t.cost[k] - λ · limit) bounds the seconds of every
-    completion of k within the limit; ``evaluate(problem, t.assignment(k))`` gives the two parts. TooWide as in ``eliminate``.
+    With t.cost[k] = seconds + λ · bytes of the best completion, max over λ of (t.cost[k] - λ · limit) bounds the
+    seconds of every completion of k within the limit; ``evaluate(problem, t.assignment(k))`` gives the two parts.
+    TooWide as in ``eliminate``.
     """
     return [eliminate(problem, keep, weight, max_table) for weight in byte_weights]
 
@@ -370,10 +379,10 @@ def lagrangian_frontier(
 def solve(
     problem: Problem, limit_bytes: float = math.inf, time_limit_s: float | None = None, max_table: int = 20_000_000
 ) -> Solution | Infeasible:
-    """The optimum within ``limit_bytes``: by elimination where that fits, else by Lagrange and, for the gap that stays, the ILP.
+    """The optimum within ``limit_bytes``: by elimination if that fits, else by Lagrange and, for the gap left, the ILP.
 
-    bound: the larger of both methods' bounds. The time limit is given to the ILP; eliminations before it are not cut short.
-    TimeoutError as in ``solve_ilp``, which is also what graphs too wide for elimination fall back to.
+    bound: the larger of both methods' bounds. The time limit is given to the ILP; eliminations before it are not cut
+    short. TimeoutError as in ``solve_ilp``, which is also what graphs too wide for elimination fall back to.
     """
     start = time.perf_counter()
     problem.check()
@@ -422,10 +431,11 @@ def solve(
 def _lagrange(
     problem: Problem, limit_bytes: float, over: tuple[int, ...], lean: tuple[int, ...], max_table: int
 ) -> tuple[float, tuple[int, ...], float]:
-    """(lower bound, best assignment that fits, price of a byte), from the optimum without a limit and the leanest assignment.
+    """(lower bound, best assignment that fits, price of a byte), from the unlimited optimum and the leanest assignment.
 
-    The price is the slope between the best known points on either side of the limit; where no assignment lies below that line, the
-    line is an edge of the convex hull and its height at the limit is the best Lagrangian bound (finitely many steps, no tolerance).
+    The price is the slope between the best known points on either side of the limit; where no assignment lies below
+    that line, the line is an edge of the convex hull and its height at the limit is the best Lagrangian bound
+    (finitely many steps, no tolerance).
     """
     left, right = evaluate(problem, over), evaluate(problem, lean)
     bound, byte_weight, fitting = left[0], 0.0, [(right[0], lean)]
@@ -456,14 +466,17 @@ def _lagrange(
 def _may_be_optimal(
     problem: Problem, limit_bytes: float, byte_weight: float, best_s: float, stop: float, max_table: int
 ) -> list[np.ndarray]:
-    """Per operator the choices whose own Lagrangian bound does not exceed the seconds of a known solution; the others cannot win."""
+    """Per operator the choices whose own Lagrangian bound does not exceed ``best_s``; the others cannot win."""
     alive = [np.arange(len(op.labels)) for op in problem.operators]
-    for i, op in enumerate(problem.operators):
-        if len(op.labels) == 1:
-            continue
-        if time.perf_counter() >= stop:
-            break
-        cost = eliminate(restrict(problem, alive), (i,), byte_weight, max_table).cost
-        paid = byte_weight * limit_bytes
-        alive[i] = np.flatnonzero(cost * (1 - _ROUNDING) - paid * (1 + _ROUNDING) <= best_s * (1 + TOLERANCE))
+    paid = byte_weight * limit_bytes
+    undecided = [i for i, op in enumerate(problem.operators) if len(op.labels) > 1]
+    while undecided and time.perf_counter() < stop:
+        # Operators that follow each other are close in the graph as a rule: together they widen the tables but little.
+        group = [undecided.pop(0)]
+        while undecided and math.prod(len(alive[i]) for i in (*group, undecided[0])) <= _GROUP_CELLS:
+            group.append(undecided.pop(0))
+        cost = eliminate(restrict(problem, alive), group, byte_weight, max_table).cost
+        wins = cost * (1 - _ROUNDING) - paid * (1 + _ROUNDING) <= best_s * (1 + TOLERANCE)
+        for axis, i in enumerate(group):
+            alive[i] = np.flatnonzero(wins.any(axis=tuple(a for a in range(len(group)) if a != axis)))
     return alive

@@ -1,16 +1,19 @@
 """The intra-op problem: one choice per operator, reshards paid once per tensor and target, bytes under a limit.
 
-It is purely numeric; who builds it from a graph is none of its business. Indices: operators i with choices c, edges (tensors) t
-with a producer p(t), consumers k of t, source states s that p's choices produce, target states g that consumers' choices want.
+It is purely numeric; who builds it from a graph is none of its business. Indices: operators i with choices c, edges
+(tensors) t with a producer p(t), consumers k of t, source states s that p's choices produce, target states g that
+consumers' choices want.
 
 **The problem.** Choose x so that seconds(x) is minimal and bytes(x) ≤ limit, where for w = seconds or bytes
 
-    w(x) = Σ_i w_i[x_i] + Σ_t Σ_{g ∈ {target_k(x_k) : k consumes t}} w_t[source_t(x_p(t)), g]                     (1) evaluate
+    w(x) = Σ_i w_i[x_i] + Σ_t Σ_{g ∈ {target_k(x_k) : k consumes t}} w_t[source_t(x_p(t)), g]                   (1)
 
-The inner sum runs over a *set*: two consumers that want one target share its copy. An entry seconds_t = inf forbids the pair.
+The inner sum runs over a *set*: two consumers that want one target share its copy. An entry seconds_t = inf forbids
+the pair.
 
-**As an integer program** (with 0/1 variables x[i,c], y[t,g], z[t,s,g]; the one-hot and conjunction pattern of Alpa, OSDI'22,
-section 4.2, equations 1–4, and of Meta's autoparallel, both of which price an edge per consumer rather than per target):
+**As an integer program** (with 0/1 variables x[i,c], y[t,g], z[t,s,g]; one-hot choices and linearised products as in
+Alpa, OSDI'22, section 4.2, equation 1, and in ``optimize_sharding.py`` of Meta's autoparallel; but those two sum over
+pairs of producer and consumer, and here consumers share):
 
     minimise  Σ_i seconds_i·x_i + Σ_t seconds_t·z_t       subject to  Σ_i bytes_i·x_i + Σ_t bytes_t·z_t ≤ limit     (2)
     Σ_c x[i,c] = 1                                                                                                 (3)
@@ -18,18 +21,18 @@ section 4.2, equations 1–4, and of Meta's autoparallel, both of which price an
     Σ_s z[t,s,g] = y[t,g]                                                                                          (5)
     y[t,g] ≥ q[t,k,g]      where q[t,k,g] = Σ x[k,c] over consumer k's choices c that want g                       (6)
 
-**The tight form that is solved.** (4)–(6) leave the relaxation loose: one row of z may add up to more than u. We route each
-consumer through its own transport plan v[t,k,s,g] ≥ 0, and z is their pointwise maximum:
+**The tight form that is solved.** (4)–(6) leave the relaxation loose: one row of z may add up to more than u. We
+route each consumer through its own transport plan v[t,k,s,g] ≥ 0, and z is their pointwise maximum:
 
     Σ_g v[t,k,s,g] = u[t,s]        Σ_s v[t,k,s,g] = q[t,k,g]        v[t,k,s,g] = 0 where seconds_t[s,g] = inf       (7)
     z[t,s,g] ≥ v[t,k,s,g]     (z exists where it costs anything; with one consumer z is v)                          (8)
 
-(7) and (8) imply (4)–(6) for y = Σ_s z, and without a memory limit make the relaxation of a chain integral (it is the local marginal
-polytope of a pairwise model). Only x must be integer: whole x make u and q whole, and v = u·q is then the only point of (7).
-The relaxation is solved first, branch and bound only if its x is not whole.
+(7) and (8) imply (4)–(6) for y = Σ_s z, and without a memory limit make the relaxation of a chain integral (it is the
+local marginal polytope of a pairwise model). Only x must be integer: whole x make u and q whole, and v = u·q is then
+the only point of (7). The relaxation is solved first, branch and bound only if its x is not whole.
 
-**Presolve** (``simplify``): choices that can reach no finite entry go; states that no entry tells apart merge; of the choices
-that agree in all their states only those stay that are best in seconds and bytes.
+**Presolve** (``simplify``): choices that can reach no finite entry go; states that no entry tells apart merge; of the
+choices that agree in all their states only those stay that are best in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -83,8 +86,9 @@ class Edge:
     """One tensor from its producer to all its consumers.
 
     producer: operator index; source: [num_choices(producer)] int, the source state that each choice produces.
-    consumers: (operator index, [num_choices(consumer)] int: the target state each choice wants); an operator may appear twice.
-    seconds: [num_sources, num_targets], inf = impossible, 0 where nothing is to do; bytes: the same shape, the resharded copy.
+    consumers: (operator index, [num_choices(consumer)] int: the target state each choice wants); an operator may
+    appear twice. seconds: [num_sources, num_targets], inf = impossible, 0 where nothing is to do; bytes: the same
+    shape, the resharded copy.
     """
 
     name: str
@@ -105,16 +109,18 @@ class Problem:
     def check(self) -> None:
         """Assert shapes, index ranges and signs."""
         for op in self.operators:
-            assert op.seconds.shape == op.bytes.shape == (len(op.labels),) and op.labels, op.name
-            assert (op.seconds >= 0).all() and (op.bytes >= 0).all(), op.name
+            assert op.labels, f"{op.name} has no choice"
+            assert op.seconds.shape == op.bytes.shape == (len(op.labels),), op.name
+            assert min(op.seconds.min(), op.bytes.min()) >= 0, op.name
         for edge in self.edges:
-            assert edge.seconds.shape == edge.bytes.shape and edge.seconds.ndim == 2, edge.name
-            assert (edge.seconds >= 0).all() and (edge.bytes >= 0).all(), edge.name
+            assert edge.seconds.shape == edge.bytes.shape, edge.name
+            assert edge.seconds.ndim == 2, edge.name
+            assert min(edge.seconds.min(), edge.bytes.min()) >= 0, edge.name
             assert all(k != edge.producer for k, _ in edge.consumers), f"{edge.name} is consumed by its producer"
             ends = [(edge.producer, edge.source, 0), *((k, target, 1) for k, target in edge.consumers)]
             for i, states, dim in ends:
                 assert states.shape == (len(self.operators[i].labels),), (edge.name, self.operators[i].name)
-                assert states.min() >= 0 and states.max() < edge.seconds.shape[dim], (edge.name, self.operators[i].name)
+                assert 0 <= states.min() <= states.max() < edge.seconds.shape[dim], (edge.name, self.operators[i].name)
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,11 @@ class Solution:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """No assignment fits. minimum_bytes: what the leanest one needs (inf where even without a limit every assignment is impossible);
+    """No assignment fits.
 
-    choice, seconds: that leanest assignment, if there is one. proven: False where the time limit cut the search for a leaner one short.
+    minimum_bytes: what the leanest one needs, inf where every assignment is impossible even without a limit.
+    choice, seconds: that leanest assignment, if there is one. proven: False where the time limit cut the search for a
+    leaner one short.
     """
 
     limit_bytes: float
@@ -216,9 +224,10 @@ def _without_bytes(problem: Problem) -> Problem:
 
 
 def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, list[np.ndarray]]:
-    """A smaller problem with the same optimum for every limit, and per operator the original index of each choice that is left.
+    """A smaller problem with the same optimum for every limit, and per operator the original indices of its choices.
 
-    Choices of ``frozen`` operators all stay, in order. An operator none of whose choices is possible keeps one, at inf seconds.
+    Choices of ``frozen`` operators all stay, in order. An operator none of whose choices is possible keeps one, at
+    inf seconds.
     """
     seconds = [np.where(np.isfinite(op.bytes), op.seconds, np.inf).astype(float) for op in problem.operators]
     num_bytes = [np.where(np.isfinite(s), op.bytes, 0.0).astype(float) for op, s in zip(problem.operators, seconds)]
@@ -339,7 +348,7 @@ def _undominated(states: list[np.ndarray], seconds: np.ndarray, num_bytes: np.nd
 
 
 class _Program:
-    """(2), (3), (7), (8) of a simplified problem as a MathOpt model: columns are appended, then rows, then it is built."""
+    """(2), (3), (7), (8) of a simplified problem as a MathOpt model: columns first, then rows, then it is built."""
 
     def __init__(self, problem: Problem, limit_bytes: float, seconds_unit: float) -> None:
         self.num_columns = 0
@@ -438,7 +447,7 @@ class _Program:
         return mathopt.solve(self.model, solver, params=parameters, model_params=model_parameters)
 
     def demand_whole(self, expected_s: float) -> None:
-        """Make x integer, and bring an optimum of about ``expected_s`` to where the solver's absolute tolerances do no harm."""
+        """Make x integer, and scale an optimum of about ``expected_s`` so that absolute tolerances do no harm."""
         if expected_s > 0:
             self.seconds_unit = expected_s / _OBJECTIVE
             for column in np.flatnonzero(self.seconds).tolist():
@@ -511,9 +520,10 @@ def solve_ilp(
 ) -> Solution | Infeasible:
     """The optimum of (2) by OR-tools: the relaxation by GLOP, then branch and bound by HiGHS where it is not whole.
 
-    hint: a choice per operator to start from; if it fits, the result is never worse. With a time limit (about kept: one relaxation may
-    overrun it) the best assignment found comes back with stop_reason "time limit" and the bound proven so far.
-    TimeoutError where the limit passed before any assignment was found that fits, or proof that there is none.
+    hint: a choice per operator to start from; if it fits, the result is never worse. With a time limit (about kept:
+    one relaxation may overrun it) the best assignment found comes back with stop_reason "time limit" and the bound
+    proven so far. TimeoutError where the limit passed before any assignment was found that fits, or proof that there
+    is none.
     """
     start = time.perf_counter()
     problem.check()

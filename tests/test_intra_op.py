@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from meshwright.compiler import eliminate as elimination
 from meshwright.compiler.eliminate import TooWide, eliminate, lagrangian_frontier, solve
 from meshwright.compiler.intra_op import (
@@ -30,7 +29,7 @@ def labels(num_choices):
 
 
 def random_problem(seed):
-    """2–6 operators of 1–4 choices; tensors with 0–3 consumers (repeats allowed), impossible entries, zeros and ties."""
+    """2–6 operators of 1–4 choices; tensors with 0–3 consumers (repeats too), impossible entries, zeros and ties."""
     rng = np.random.default_rng(seed)
     num_operators = int(rng.integers(2, 7))
     whole = rng.random() < 0.3  # whole seconds make ties
@@ -99,7 +98,8 @@ def assert_same(expected, found, problem, limit):
     assert evaluate(problem, found.choice) == (found.seconds, found.bytes)
     assert found.bytes <= limit
     assert found.stop_reason == "optimal"
-    assert found.gap == 0 and found.bound == found.seconds
+    assert found.gap == 0
+    assert found.bound == found.seconds
 
 
 @pytest.mark.parametrize("chunk", range(10))
