@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -190,22 +191,18 @@ def _run(
     cotangents: Sequence[torch.Tensor | None],
     comm: LockstepComm,
     double: bool,
+    frozen: frozenset[int],
 ) -> _Run:
-    constants = rule_for(node).constants(node)
-    leaves = [
-        x.detach().clone().requires_grad_(x.is_floating_point() and k not in constants) for k, x in enumerate(operands)
-    ]
-    # an op may refuse leaves (in-place) or tell views of them apart; a no-op makes them ordinary intermediate tensors
+    wanted = [k for k, x in enumerate(operands) if x.is_floating_point() and k not in frozen]
+    leaves = [x.detach().clone().requires_grad_(k in wanted) for k, x in enumerate(operands)]
+    # an op may refuse leaves; a view of them makes ordinary intermediate tensors
     outputs = _call(call, node, [x.view_as(x) for x in leaves], comm, double)
     comm.phase = "backward"
     tracked = [(y, g) for y, g in zip(outputs, cotangents) if y.requires_grad and g is not None]
     gradients: list[torch.Tensor | None] = [None] * len(leaves)
-    wanted = [k for k, x in enumerate(leaves) if x.requires_grad]
     if tracked and wanted:
-        found = torch.autograd.grad(
-            [y for y, _ in tracked], [leaves[k] for k in wanted], [g for _, g in tracked], allow_unused=True
-        )
-        for k, gradient in zip(wanted, found):
+        ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
+        for k, gradient in zip(wanted, torch.autograd.grad(ys, [leaves[k] for k in wanted], gs, allow_unused=True)):
             gradients[k] = gradient
     return _Run([y.detach() for y in outputs], gradients)
 
@@ -219,25 +216,56 @@ def _doubled(value: Any) -> Any:
     return {key: _doubled(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _whole(
-    node: Node, operands: list[torch.Tensor], generator: torch.Generator
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], _Run, bool]:
-    """(operands, cotangents, run, whether in float64) of the op on one device."""
-    errors = []
-    for double in (True, False):
+@dataclass
+class _Whole:
+    """The op on one device: operands and cotangents that it ran on, whether in float64, operands that take no gradient."""
+
+    inputs: list[torch.Tensor]
+    cotangents: list[torch.Tensor | None]
+    run: _Run
+    double: bool
+    frozen: frozenset[int]
+
+    @property
+    def rtol(self) -> float:
+        """1e-8 if all of it is in float64, else 1e-4."""
+        low = (torch.float32, torch.float16, torch.bfloat16)
+        return 1e-8 if self.double and all(y.dtype not in low for y in self.run.outputs) else 1e-4
+
+
+def _run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generator) -> _Whole:
+    """Run the node itself on one device, in float64 if the op can; raises what the op raises."""
+    one = LockstepGroup((1,))
+    call = (node.target, node.args, dict(node.kwargs))
+
+    def attempt(double: bool, frozen: frozenset[int]) -> _Whole:
         inputs = [x.double() if double and x.is_floating_point() else x for x in operands]
-        call = (node.target, node.args, dict(node.kwargs))
+        outputs = one.run(lambda comm: _call(call, node, inputs, comm, double))[0]
+        kinds = [TensorType(tuple(y.shape), y.dtype) for y in outputs]
+        cotangents = [random_tensor(kind, generator) if kind.is_float else None for kind in kinds]
         try:
-            outputs = LockstepGroup((1,)).run(lambda comm: _call(call, node, inputs, comm, double))[0]  # noqa: B023
-            cotangents = [
-                random_tensor(TensorType(tuple(y.shape), y.dtype), generator) if y.is_floating_point() else None
-                for y in outputs
-            ]
-            run = LockstepGroup((1,)).run(lambda comm: _run(call, node, inputs, cotangents, comm, double))[0]  # noqa: B023
-            return inputs, cotangents, run, double
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            errors.append(error)
-    raise errors[-1]
+            run = one.run(lambda comm: _run(call, node, inputs, cotangents, comm, double, frozen))[0]
+        except RuntimeError as error:
+            also = _undifferentiable(node, str(error)) - frozen
+            if not also:
+                raise
+            return attempt(double, frozen | also)
+        return _Whole(inputs, cotangents, run, double, frozen)
+
+    try:
+        return attempt(True, frozenset())
+    except (RuntimeError, NotImplementedError, TypeError):
+        return attempt(False, frozenset())
+
+
+def _undifferentiable(node: Node, message: str) -> frozenset[int]:
+    """The operands whose argument an autograd error names as not differentiable."""
+    match = re.search(r"not differentiable with respect to argument '(\w+)'", message)
+    if match is None or not isinstance(node.target, torch._ops.OpOverload):
+        return frozenset()
+    names = [argument.name for argument in node.target._schema.arguments]
+    value = node.kwargs.get(match[1]) or dict(zip(names, node.args)).get(match[1])
+    return frozenset(k for k, operand in enumerate(tensor_operands(node)) if operand is value)
 
 
 # ---- the checks
@@ -257,16 +285,12 @@ def check_choice(
     choice = labels if isinstance(labels, MeshChoice) else pairs_choice(node, labels, mesh_shape)
     generator = generator or torch.Generator().manual_seed(0)
     operands = operands or random_operands(node, generator)
-    inputs, cotangents, whole, double = _whole(node, operands, generator)
-    rtol = (
-        1e-8
-        if double and all(y.dtype not in (torch.float32, torch.float16, torch.bfloat16) for y in whole.outputs)
-        else 1e-4
-    )
+    whole = _run_whole(node, operands, generator)
+    inputs, cotangents, rtol = whole.inputs, whole.cotangents, whole.rtol
     mesh_shape = tuple(mesh_shape)
 
     problems = []
-    columns = (("operand", choice.inputs, inputs), ("output", choice.outputs, whole.outputs))
+    columns = (("operand", choice.inputs, inputs), ("output", choice.outputs, whole.run.outputs))
     for side, pairs, tensors in columns:
         if len(pairs) != len(tensors):
             return [f"the rule speaks of {len(pairs)} {side}s, the op has {len(tensors)}"]
@@ -291,7 +315,8 @@ def check_choice(
 
         def device(comm: LockstepComm) -> _Run:
             mine = [parts[comm.rank] for parts in dealt]
-            run = _run(call, node, mine, [parts[comm.rank] for parts in dealt_cotangents], comm, double)
+            against = [parts[comm.rank] for parts in dealt_cotangents]
+            run = _run(call, node, mine, against, comm, whole.double, whole.frozen)
             if comm.rank == 0:
                 logs.append(list(comm.log))
             return run
@@ -300,13 +325,13 @@ def check_choice(
     except Exception as error:  # a wrong rule may fail in any way inside the op: that is a finding
         return [f"running it split fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
 
-    for k, (expected, pair) in enumerate(zip(whole.outputs, choice.outputs)):
+    for k, (expected, pair) in enumerate(zip(whole.run.outputs, choice.outputs)):
         wanted = local_shape(expected.shape, pair.value, mesh_shape)
         if runs[0].outputs[k].shape != wanted:
             problems.append(f"output {k} has local shape {tuple(runs[0].outputs[k].shape)} where {pair} means {wanted}")
             continue
         problems += _compare(f"output {k}", [run.outputs[k] for run in runs], pair.value, expected, mesh_shape, rtol)
-    for k, (expected_gradient, pair) in enumerate(zip(whole.gradients, choice.inputs)):
+    for k, (expected_gradient, pair) in enumerate(zip(whole.run.gradients, choice.inputs)):
         parts = [run.gradients[k] for run in runs]
         if not inputs[k].is_floating_point() or (expected_gradient is None and all(part is None for part in parts)):
             continue
@@ -349,72 +374,65 @@ def check_node(
     return wrong
 
 
-def missing_splits(node: Node, size: int = 2, seeds: int = 3, max_tries: int = 64) -> list[str]:
-    """Cuts of the operands along one axis of ``size`` devices that execution proves right, value-wise, and the rule does not offer.
+def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 64) -> list[str]:
+    """Cuts of operands along one axis of ``size`` devices that execution proves right, value-wise, and the rule does not offer.
 
-    Every operand is tried whole and cut along each dim that ``size`` divides, at most one label's worth (each operand in at most one dim);
-    sizes in the args that repeat an output's shape are made local. Reported as text, ``"S0 R -> S0"``.
+    Every operand is tried whole and cut along each dim that ``size`` divides; sizes in the args that repeat the output's shape are
+    made local. Reported as text, ``"S0 R -> S0"``. A coincidence of values on all ``seeds`` would be reported too.
     """
-    operands = tensor_operands(node)
-    offered = {
-        (tuple(i.value[0] for i in choice.inputs), tuple(o.value[0] for o in choice.outputs))
-        for choice in mesh_choices(node, (size,))
-    }
-    options = [
-        [R, *(S(dim) for dim, extent in enumerate(o.meta["type"].shape) if extent % size == 0)] for o in operands
-    ]
+    operands = [operand.meta["type"] for operand in tensor_operands(node)]
+    offered = {tuple(pair.value[0] for pair in choice.inputs) for choice in mesh_choices(node, (size,))}
+    options = [[R, *(S(dim) for dim, extent in enumerate(kind.shape) if extent % size == 0)] for kind in operands]
     found: list[str] = []
-    tried = itertools.islice(itertools.product(*options), 1, max_tries + 1)
-    for placements in tried:
-        if any(placements == inputs for inputs, _ in offered):
+    samples: list[_Whole] = []
+    for placements in itertools.islice(itertools.product(*options), 1, max_tries + 1):
+        if placements in offered:
             continue
         results: set[tuple[Placement, ...]] | None = None
         for seed in range(seeds):
-            proven = _naive_outputs(node, placements, size, seed)
+            if seed == len(samples):
+                generator = torch.Generator().manual_seed(seed)
+                samples.append(_run_whole(node, random_operands(node, generator), generator))
+            proven = _naive_outputs(node, placements, size, samples[seed])
             results = proven if results is None else results & proven
             if not results:
                 break
-        found += [
-            f"{' '.join(map(str, placements))} -> {' '.join(map(str, outputs))}"
-            for outputs in sorted(results or (), key=str)
-        ]
+        texts = [" ".join(map(str, outputs)) for outputs in results or ()]
+        found += [f"{' '.join(map(str, placements))} -> {text}" for text in sorted(texts)]
     return found
 
 
-def _naive_outputs(node: Node, placements: tuple[Placement, ...], size: int, seed: int) -> set[tuple[Placement, ...]]:
+def _naive_outputs(node: Node, cuts: tuple[Placement, ...], size: int, whole: _Whole) -> set[tuple[Placement, ...]]:
     """The output placements under which the op, run as it is on the parts, gives the whole result."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs, _, whole, double = _whole(node, random_operands(node, generator), generator)
-    dealt = [distribute(x, (placement,), (size,), generator) for x, placement in zip(inputs, placements)]
-    rtol = 1e-8 if double else 1e-4
-    shapes = {tuple(y.shape) for y in whole.outputs}
-    proven: set[tuple[Placement, ...]] = set()
+    generator = torch.Generator().manual_seed(0)
+    dealt = [distribute(x, (placement,), (size,), generator) for x, placement in zip(whole.inputs, cuts)]
+    expected = whole.run.outputs
+    shapes = {tuple(y.shape) for y in expected if _has_sizes(node, tuple(y.shape))}
 
     def resize(value: Any, dim: int | None) -> Any:
         if isinstance(value, list | tuple) and dim is not None and tuple(value) in shapes and value[dim] % size == 0:
             return [extent // size if d == dim else extent for d, extent in enumerate(value)]
         return value
 
-    dims = [None, *range(max((len(shape) for shape in shapes if _has_sizes(node, shape)), default=0))]
-    for dim in dims:
+    proven: set[tuple[Placement, ...]] = set()
+    for dim in (None, *range(max(map(len, shapes), default=0))):
         call = (node.target, tuple(resize(arg, dim) for arg in node.args), dict(node.kwargs))
+
+        def device(comm: LockstepComm, call: tuple[Any, Any, Any] = call) -> list[torch.Tensor]:
+            return _call(call, node, [parts[comm.rank] for parts in dealt], comm, whole.double)
+
         try:
-            runs = LockstepGroup((size,)).run(
-                lambda comm, call=call: _call(call, node, [parts[comm.rank] for parts in dealt], comm, double)  # type: ignore[misc]
-            )
+            runs = LockstepGroup((size,)).run(device)
         except Exception:  # the op refuses these parts: not a split
             continue
-        if any(len(run) != len(whole.outputs) for run in runs):
+        if any(len(run) != len(expected) for run in runs):
             continue
-        per_output = [
-            [
-                p
-                for p in (R, P, *(S(d) for d in range(expected.ndim)))
-                if not _compare("", [run[k] for run in runs], (p,), expected, (size,), rtol)
-            ]
-            for k, expected in enumerate(whole.outputs)
-        ]
-        proven |= set(itertools.product(*per_output))
+        options = []
+        for k, y in enumerate(expected):
+            placements = [R, *([] if y.dtype == torch.bool else [P]), *(S(d) for d in range(y.ndim))]
+            parts = [run[k] for run in runs]
+            options.append([p for p in placements if not _compare("", parts, (p,), y, (size,), whole.rtol)])
+        proven |= set(itertools.product(*options))
     return proven
 
 
