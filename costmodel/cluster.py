@@ -5,7 +5,7 @@ Grammar::
 
     cluster ::= host+  joined by one link level        devices are numbered host by host
     host    ::= device × n  joined by one link level   devices of one host are alike, hosts may differ
-    mesh    ::= "2x4@8"                                shape @ first device; row-major, axis 0 is the major one; "@3" is one device
+    mesh    ::= "2x4@8"                                shape @ first device; row-major, axis 0 major; "@3": one device
 
 A link's rates are per direction. Kinds: "switch" — every end has its own path; "ring" — direct links between pairs, so
 a small group reaches only some of a device's links; "shared" — one medium that all ends divide among them."""
@@ -18,118 +18,24 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS, Constant, DeviceSheet, LinkSheet
+from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_of, positive
+from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
 from .tables import Curve, Table, curve_from, local_table, write_atomically
 
 __all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
 
 FORMAT, SCHEMA = "meshwright-cluster", 1
-KINDS = ("switch", "ring", "shared")
-
-
-class _Hashed:
-    """A frozen dataclass whose hash is computed once; it is a key of many caches, and 1,000 hosts take a while to
-    hash."""
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]  # string hashes differ by process
 
 
 @dataclass(frozen=True)
-class Device(_Hashed):
-    """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable
-    share of the peak) pairs; ``curves``: measured op times, if any; ``view_s``: cost of an op that moves no data;
-    ``kind``: "cuda" or "cpu"."""
-
-    name: str
-    memory_bytes: int
-    flops_per_s: tuple[tuple[str, float], ...]
-    memory_bytes_per_s: float
-    launch_s: float
-    source: str
-    kind: str = "cuda"
-    efficiency: tuple[tuple[str, float], ...] = ()
-    curves: tuple[Curve, ...] = ()
-    view_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        _positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
-        _not_negative(f"device {self.name}", self, "launch_s", "view_s")
-        if not any(dtype == "float32" for dtype, _ in self.flops_per_s) or any(
-            rate <= 0 for _, rate in self.flops_per_s
-        ):
-            raise ValueError(
-                f"device {self.name} needs positive flops_per_s, float32 among them, but got {self.flops_per_s}; add it"
-            )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def peak(self, dtype: object) -> float:
-        """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of
-        it."""
-        name = str(dtype).removeprefix("torch.")
-        for known, rate in self.flops_per_s:
-            if known == name:
-                return rate
-        rate = next(rate for known, rate in self.flops_per_s if known == "float32")
-        return rate / 2 if name in ("float64", "complex64", "complex128") else rate
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One link level. ``bytes_per_s``: what one end sends at once over all its paths; ``pair_bytes_per_s``: the most
-    that two single devices get of it (0: the same); ``alpha_s``: one message; ``message_s``: each further message that
-    an end handles in the same round; ``call_s``: once per collective."""
-
-    name: str
-    alpha_s: float
-    bytes_per_s: float
-    source: str
-    pair_bytes_per_s: float = 0.0
-    message_s: float = 0.0
-    call_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        _positive(f"link {self.name}", self, "bytes_per_s")
-        _not_negative(f"link {self.name}", self, "alpha_s", "pair_bytes_per_s", "message_s", "call_s")
-
-    @property
-    def pair(self) -> float:
-        """Bytes per second between two single devices."""
-        return self.pair_bytes_per_s or self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """``num_devices`` equal devices joined by ``link``."""
-
-    device: Device
-    num_devices: int
-    link: Link
-    link_kind: str = "switch"
-
-    def __post_init__(self) -> None:
-        _positive("host", self, "num_devices")
-        if self.link_kind not in KINDS:
-            raise ValueError(
-                f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the host's link_kind"
-            )
-
-
-@dataclass(frozen=True)
-class Cluster(_Hashed):
+class Cluster(HashedOnce):
     """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates);
     ``backend``: "nccl" or "gloo", whose algorithms the default prices assume."""
 
@@ -143,13 +49,13 @@ class Cluster(_Hashed):
     def __post_init__(self) -> None:
         if not self.hosts:
             raise ValueError("a cluster has at least one host, but got none; give hosts")
-        if self.link_kind not in KINDS:
+        if self.link_kind not in LINK_KINDS:
             raise ValueError(
-                f"a link kind is one of {', '.join(KINDS)}, but got {self.link_kind!r}; change the cluster's link_kind"
+                f"a link kind is one of {', '.join(LINK_KINDS)}, but got {self.link_kind!r}; correct the cluster"
             )
         if self.backend not in ("nccl", "gloo"):
             raise ValueError(f"a backend is nccl or gloo, but got {self.backend!r}; change the cluster's backend")
-        _positive(f"cluster {self.name}", self, "oversubscription")
+        positive(f"cluster {self.name}", self, "oversubscription")
 
     def __hash__(self) -> int:
         return self._hash
@@ -197,8 +103,8 @@ class Cluster(_Hashed):
         count = DEFAULT_HOSTS.get(name, 1) if hosts is None else hosts
         if count < 1:
             raise ValueError(f"a cluster has at least one host, but got {name}:{count}; ask for 1 or more")
-        host = Host(_device(sheet.device), sheet.num_devices, _link(sheet.link), sheet.link_kind)
-        return Cluster(f"{name}:{count}", (host,) * count, _link(sheet.network), sheet.network_kind, sheet.backend)
+        host = Host(device_of(sheet.device), sheet.num_devices, link_of(sheet.link), sheet.link_kind)
+        return Cluster(f"{name}:{count}", (host,) * count, link_of(sheet.network), sheet.network_kind, sheet.backend)
 
     @staticmethod
     def parse(text: str) -> Cluster:
@@ -265,7 +171,8 @@ class Cluster(_Hashed):
             device, best = host.device, max(rate for _, rate in host.device.flops_per_s)
             lines.append(
                 f"  {len(list(run))} × {host.num_devices} {device.name}: {device.memory_bytes / 2**30:.2f} GiB at"
-                f" {device.memory_bytes_per_s / 1e9:.4g} GB/s, {best / 1e12:.4g} TFLOP/s; {_link_text(host.link, host.link_kind)}"
+                f" {device.memory_bytes_per_s / 1e9:.4g} GB/s, {best / 1e12:.4g} TFLOP/s;"
+                f" {_link_text(host.link, host.link_kind)}"
             )
         if len(self.hosts) > 1:
             lines.append(f"  between hosts: {_link_text(self.link, self.link_kind)}")
@@ -355,7 +262,8 @@ class Mesh:
         count = prod(sizes)
         if offset < 0 or offset + count > cluster.num_devices:
             raise ValueError(
-                f"{cluster.name} has devices 0 to {cluster.num_devices - 1}, but a mesh {sizes} from device {offset} needs {count}; shrink the mesh"
+                f"{cluster.name} has devices 0 to {cluster.num_devices - 1}, but a mesh {sizes} from device {offset}"
+                f" needs {count}; shrink the mesh"
             )
         names = tuple(axis_names) if axis_names is not None else tuple("xyzwvutsrqp"[: len(sizes)])
         if len(names) != len(sizes) or len(set(names)) != len(names):
@@ -395,46 +303,6 @@ class Mesh:
         return tuple(self.devices[start : start + stride * size : stride] for start in starts)
 
 
-# ---- helpers
-
-
-def _device(sheet: DeviceSheet) -> Device:
-    constants: list[tuple[str, Constant]] = [
-        ("memory", sheet.memory),
-        ("memory rate", sheet.bandwidth),
-        ("launch", sheet.launch),
-    ]
-    constants += [(f"{dtype} peak", c) for dtype, c in sheet.flops] + [
-        (f"{kind} share", c) for kind, c in sheet.efficiency
-    ]
-    return Device(
-        name=sheet.name,
-        memory_bytes=int(sheet.memory.value),
-        flops_per_s=tuple((dtype, c.value) for dtype, c in sheet.flops),
-        memory_bytes_per_s=sheet.bandwidth.value,
-        launch_s=sheet.launch.value,
-        source="; ".join(f"{name}: {constant}" for name, constant in constants),
-        kind=sheet.kind,
-        efficiency=tuple((kind, c.value) for kind, c in sheet.efficiency),
-        view_s=0.0
-        if sheet.kind == "cuda"
-        else sheet.launch.value / 5,  # measured here: 0.7 µs against 1 to 3 for an op
-    )
-
-
-def _link(sheet: LinkSheet, slowdown: float = 1.0) -> Link:
-    parts = {"alpha": sheet.alpha, "rate": sheet.rate, "pair": sheet.pair, "message": sheet.message, "call": sheet.call}
-    return Link(
-        sheet.name,
-        sheet.alpha.value * slowdown,
-        sheet.rate.value / slowdown,
-        "; ".join(f"{name}: {constant}" for name, constant in parts.items()),
-        sheet.pair.value / slowdown,
-        sheet.message.value * slowdown,
-        sheet.call.value * slowdown,
-    )
-
-
 def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
     where = dict(table.provenance)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -452,7 +320,7 @@ def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
         ),
         view_s=table.view_s * slowdown,
     )
-    loopback = _link(LOOPBACK, slowdown)
+    loopback = link_of(LOOPBACK, slowdown)
     return Cluster(f"local:{ranks}", (Host(device, ranks, loopback),), loopback, "switch", "gloo", slowdown)
 
 
@@ -462,17 +330,3 @@ def _link_text(link: Link, kind: str) -> str:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def _positive(where: str, value: object, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not (isinstance(number, int | float) and isfinite(number) and number > 0):
-            raise ValueError(f"{where} needs a positive {name}, but got {number!r}; correct it")
-
-
-def _not_negative(where: str, value: object, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not (isinstance(number, int | float) and isfinite(number) and number >= 0):
-            raise ValueError(f"{where} needs {name} >= 0, but got {number!r}; correct it")

@@ -3,21 +3,26 @@
 With p devices, d the bytes that one device holds *whole along the axis* (all_gather: the gathered result; others: the
 input):
 
-    kind             algorithm                    rounds        bytes one device sends or takes, whichever is more
-    all_reduce       ring                         2(p−1)        2 d (p−1)/p
-    all_reduce       recursive_halving_doubling   2 log p       2 d (p−1)/p               p not a power of two: + 2 rounds, 2 d
-    all_reduce       recursive_doubling           log p         d log p                   likewise
-    all_reduce       all_to_all                   1             d (p−1)                   p² messages, p−1 into each device
-    all_reduce       two_step                     2             2 d (p−1)/p               all_to_all, local sum, direct all_gather
-    all_reduce       parameter_server             2             2 d (p−1)                 one of the p is the server
-    all_reduce       tree                         2 ⌈log p⌉     2 d ⌈log p⌉               binomial reduce, then broadcast
-    all_gather       ring | recursive_doubling    p−1 | log p   d (p−1)/p                 recursive_doubling: powers of two
-    all_gather       all_to_all                   1             d (p−1)/p                 every block sent directly
-    reduce_scatter   ring | recursive_halving     p−1 | log p   d (p−1)/p                 recursive_halving: powers of two
-    reduce_scatter   all_to_all                   1             d (p−1)/p                 then a local sum
-    all_to_all       all_to_all | pairwise        1 | p−1       d (p−1)/p
-    broadcast        tree | parameter_server      ⌈log p⌉ | 1   d ⌈log p⌉ | d (p−1)       parameter_server: the root sends to each
-    send             direct                       1             d
+    kind            algorithm                   rounds     bytes one device sends or takes, whichever is more
+    all_reduce      ring                        2(p−1)     2 d (p−1)/p
+    all_reduce      recursive_halving_doubling  2 log p    2 d (p−1)/p      p not a power of two: + 2 rounds, + 2 d
+    all_reduce      recursive_doubling          log p      d log p          likewise
+    all_reduce      all_to_all                  1          d (p−1)          p² messages, p−1 into each device
+    all_reduce      two_step                    2          2 d (p−1)/p      all_to_all, local sum, direct all_gather
+    all_reduce      parameter_server            2          2 d (p−1)        one of the p devices is the server
+    all_reduce      tree                        2 ⌈log p⌉  2 d ⌈log p⌉      binomial reduce, then broadcast
+    all_gather      ring                        p−1        d (p−1)/p
+    all_gather      recursive_doubling          log p      d (p−1)/p        powers of two only
+    all_gather      all_to_all                  1          d (p−1)/p        every block sent directly
+    reduce_scatter  ring                        p−1        d (p−1)/p
+    reduce_scatter  recursive_halving           log p      d (p−1)/p        powers of two only
+    reduce_scatter  all_to_all                  1          d (p−1)/p        then a local sum
+    all_to_all      all_to_all, pairwise        1, p−1     d (p−1)/p
+    broadcast       tree                        ⌈log p⌉    d ⌈log p⌉
+    broadcast       parameter_server            1          d (p−1)          the root sends to each
+    send            direct                      1          d
+
+With a server of its own beside the p devices the parameter server's bytes are the literature's 2 p d.
 
 A round in which a device takes k messages costs α + (k−1)·message_s. A group that spans hosts is priced flat, every
 round over the network with what a host's adapter leaves to each of the devices that use it at once, or *hierarchical*:
@@ -29,6 +34,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import inf
 
 from .cluster import Cluster, Host, Link, Mesh
 
@@ -61,7 +67,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 ALIASES = {"all_reduce_max": "all_reduce"}
 
-#: what the backends run on their own (Gloo: COMMUNICATION.md; its reduce_scatter is replaced by all_to_all and a local sum)
+#: what the backends run by themselves; instead of Gloo's reduce_scatter, all_to_all and a local sum
 _BACKEND: dict[str, dict[str, tuple[str, ...]]] = {
     "nccl": {
         "all_reduce": ("ring", "hierarchical"),
@@ -247,7 +253,7 @@ class _Group:
 def _axis_price(cluster: Cluster, mesh: Mesh, axis: int, kinds: dict[str, tuple[str, ...]]) -> AxisPrice:
     size = mesh.shape[axis]
     if size == 1:
-        return AxisPrice(1, "none", False, {kind: ((0.0, 0.0),) for kind in (*kinds, *ALIASES)})
+        return AxisPrice(1, "none", False, dict.fromkeys((*kinds, *ALIASES), ((0.0, 0.0),)))
     groups = mesh.groups(axis)
     per_host = [Counter(cluster.host_of(device) for device in group) for group in groups]
     active = Counter(cluster.host_of(device) for device in mesh.devices)
@@ -290,24 +296,25 @@ def _lines(cluster: Cluster, group: _Group, kind: str, algorithms: Sequence[str]
         (name, steps_of(kind, name, p)) for name in algorithms if name != "hierarchical" and _defined(kind, name, p)
     ]
     if group.hosts == 1:
-        rate = inner.pair if kind == "send" else group_rate(inner, group.host_kind, p, group.active)
+        rate = group_rate(inner, group.host_kind, 2 if kind == "send" else p, group.active)
+        rate = min(inner.pair, rate) if kind == "send" else rate
         return [_line(steps, inner.alpha_s, inner.message_s, inner.call_s, rate) for _, steps in flat]
     alpha, message = max(inner.alpha_s, outer.alpha_s), max(inner.message_s, outer.message_s)
     call = max(inner.call_s, outer.call_s)
     share = _network_share(cluster, group)  # what one group gets of a host's adapter
     each = share / group.members  # where all devices of the group on one host cross at once
+    inside = group_rate(inner, group.host_kind, group.members, group.active) if group.members > 1 else inf
     lines = []
     for name, steps in flat:
         if kind == "send":
             rate = min(outer.pair, share)
         elif name == "ring":  # a ring enters and leaves each host once per channel
-            inside = group_rate(inner, group.host_kind, group.members, group.active)
-            rate = min(share, inside) if group.members > 1 else share
+            rate = share
         elif name in ("all_to_all", "two_step", "pairwise") and group.even:  # only what is for other hosts crosses
             rate = each * (p - 1) / (p - group.members)
         else:
             rate = each
-        lines.append(_line(steps, alpha, message, call, rate))
+        lines.append(_line(steps, alpha, message, call, min(rate, inside)))
     if "hierarchical" in algorithms and group.even:
         lines += _hierarchical(kind, group, inner, outer, call, share)
     return lines

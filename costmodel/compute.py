@@ -1,6 +1,7 @@
 """Time of one op on one device: the measured curve where the device carries one, else the roofline; a price says which.
 
-    roofline:  seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · efficiency("memory"))) + launch
+    roofline:  seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · share)) + launch
+               share = efficiency("memory")
     measured:  seconds = max(curve(work), bytes / memory rate)     work: the curve's variable, FLOPs or bytes
 
 A curve's times include the launch. Outside its grid a curve is continued by a roofline (``tables.Curve.seconds``):

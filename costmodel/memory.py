@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "measured_state", "parameter_bytes", "state_tensors"]
 
-#: state tensors of the parameter's own size that each torch optimizer keeps with its default arguments; "SGD+momentum" has momentum
+#: state tensors of the parameter's own size that each torch optimizer keeps with its default arguments
 OPTIMIZER_STATE: dict[str, int] = {
     "none": 0,
     "SGD": 0,

@@ -85,7 +85,7 @@ _TUNING = "NCCL src/graph/tuning.cc, latency model, ring LL128"
 _CALL = _us(8.4, "NCCL src/graph/tuning.cc, base latency of ring Simple")
 _ASSUMED_MESSAGE = "assumed: a quarter of alpha for each further message of a round"
 _LAUNCH = _us(5.0, "assumed: kernel launch as commonly published, 4-6 us")
-_SCORES = "attention written out: scores in memory, 5*a*s^2*b bytes per pass (Korthikanti et al. 2022, table 2) beside 4*b*s^2*h FLOP"
+_SCORES = "scores written to memory: 5*a*s^2*b bytes per pass (Korthikanti et al. 2022, table 2) beside 4*b*s^2*h FLOP"
 
 V100 = DeviceSheet(
     "V100-SXM2-16GB",
@@ -103,9 +103,10 @@ V100 = DeviceSheet(
             "matmul",
             _share(
                 0.65,
-                "derived from Alpa's published 1-GPU row, GPT-350m at 45.1 TFLOPS with recompute counted: 6.41e12 FLOP per microbatch of 2"
-                " take 142 ms; 24 layers x 4 passes x 480 MB (34*s*b*h + 5*a*s^2*b bytes written and read once, Korthikanti et al. 2022)"
-                " at 0.8 of 900 GB/s are 63 ms of them; 6.41e12 FLOP in the other 79 ms are 0.65 of 125 TFLOPS",
+                "derived from Alpa's published 1-GPU row, GPT-350m at 45.1 TFLOPS with recompute counted: 6.41e12 FLOP"
+                " per microbatch of 2 take 142 ms; 24 layers x 4 passes x 480 MB (34*s*b*h + 5*a*s^2*b bytes written"
+                " and read once, Korthikanti et al. 2022) at 0.8 of 900 GB/s are 63 ms of them; 6.41e12 FLOP in the other"
+                " 79 ms are 0.65 of 125 TFLOPS",
             ),
         ),
         ("attention", _share(0.12, _SCORES + ", at the two rates above, head size 64")),

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from math import exp, isfinite, log
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,9 @@ class Table:
             raise ValueError(f"this release reads table schema {SCHEMA}, but got {data.get('schema')!r}; profile again")
         try:
             curves = tuple(curve_from(entry) for entry in data["curves"])
-            launch = Fit(**{k: float(v) if k in _FLOATS else int(v) for k, v in data["launch"].items()})
+            fit = data["launch"]
+            alpha, beta, residual = (float(fit[key]) for key in ("alpha_s", "beta_s_per_byte", "residual"))
+            launch = Fit(alpha, beta, residual, int(fit["sizes"]), int(fit["samples"]))
             provenance = tuple((str(k), str(v)) for k, v in data["provenance"].items())
             return Table(curves, launch, float(data["view_s"]), provenance)
         except (KeyError, TypeError, AttributeError) as error:
@@ -182,9 +184,6 @@ class Table:
             return Table.from_json(Path(path).read_text())
         except (ValueError, OSError) as error:
             raise ValueError(f"{path}: {error}") from None
-
-
-_FLOATS = ("alpha_s", "beta_s_per_byte", "residual")
 
 
 def curve_from(entry: Mapping[str, Any]) -> Curve:
@@ -237,25 +236,25 @@ def _grid() -> list[tuple[str, str, float, Callable[[], object]]]:
     r = torch.rand
     for n in (8, 16, 32, 64, 128, 256, 512, 768):
         x, w = r(n, n), r(n, n)
-        out.append(("matmul", "flops", 2.0 * n**3, lambda x=x, w=w: F.linear(x, w)))
+        out.append(("matmul", "flops", 2.0 * n**3, partial(F.linear, x, w)))
     for s in (16, 32, 64, 128, 256, 512):
         q = r(1, 4, s, 32)
-        out.append(("attention", "flops", 4.0 * 4 * s * s * 32, lambda q=q: F.scaled_dot_product_attention(q, q, q)))
+        out.append(("attention", "flops", 4.0 * 4 * s * s * 32, partial(F.scaled_dot_product_attention, q, q, q)))
     for c, hw in ((8, 8), (16, 16), (32, 16), (32, 32), (64, 32)):
         x, k = r(2, c, hw, hw), r(c, c, 3, 3)
-        out.append(("convolution", "flops", 2.0 * 2 * c * c * 9 * hw * hw, lambda x=x, k=k: F.conv2d(x, k, padding=1)))
+        out.append(("convolution", "flops", 2.0 * 2 * c * c * 9 * hw * hw, partial(F.conv2d, x, k, padding=1)))
     weight = r(4096, 128)
     for rows in (4, 32, 256, 1024, 4096):
         x, row = r(rows, 256), torch.arange(rows)
-        out.append(("normalization", "bytes", 8.0 * x.numel(), lambda x=x: F.layer_norm(x, (256,))))
-        out.append(("embedding", "bytes", 8.0 * rows * 128, lambda row=row: F.embedding(row, weight)))
+        out.append(("normalization", "bytes", 8.0 * x.numel(), partial(F.layer_norm, x, (256,))))
+        out.append(("embedding", "bytes", 8.0 * rows * 128, partial(F.embedding, row, weight)))
         target = row % 256
-        out.append(("loss", "bytes", 4.0 * x.numel(), lambda x=x, target=target: F.cross_entropy(x, target)))
+        out.append(("loss", "bytes", 4.0 * x.numel(), partial(F.cross_entropy, x, target)))
     for n in (256, 4096, 65536, 262144, 1048576, 4194304):
         x = r(n)
         y, long = r(n), r(n + n // 2)  # gelu moves 8 bytes an element and add 12: the same bytes from n + n/2 elements
-        out.append(("add", "bytes", 12.0 * n, lambda x=x, y=y: x + y))
-        out.append(("gelu", "bytes", 12.0 * n, lambda long=long: F.gelu(long)))
+        out.append(("add", "bytes", 12.0 * n, partial(torch.add, x, y)))
+        out.append(("gelu", "bytes", 12.0 * n, partial(F.gelu, long)))
     return out
 
 
