@@ -306,6 +306,9 @@ class Mesh:
 def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
     where = dict(table.provenance)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's share of it; "max" where there is no limit
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
     device = Device(
         name=f"{where.get('processor', 'cpu')} core",
         memory_bytes=memory // ranks,

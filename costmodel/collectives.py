@@ -24,7 +24,7 @@ input):
 
 With a server of its own beside the p devices the parameter server's bytes are the literature's 2 p d.
 
-A round in which a device takes k messages costs α + (k−1)·message_s. A group that spans hosts is priced flat, every
+A round in which a device handles k messages costs α + (k−1)·message_s. A group that spans hosts is priced flat, every
 round over the network with what a host's adapter leaves to each of the devices that use it at once, or *hierarchical*:
 within hosts, between, within. ``tests/test_costmodel.py`` runs every row message by message."""
 
@@ -91,8 +91,8 @@ _BACKEND: dict[str, dict[str, tuple[str, ...]]] = {
 @dataclass(frozen=True, slots=True)
 class Steps:
     """One collective on one group. ``sent``: what ``nbytes`` is multiplied by to get the bytes over one device's link
-    (the busier direction, summed over rounds); ``messages``: messages that one device takes, summed over rounds (the
-    busiest of each round); ``incast``: the most it takes in one round."""
+    (the busier direction, summed over rounds); ``messages``: messages that one device posts or takes, whichever is
+    more, summed over rounds; ``incast``: the most it takes in one round."""
 
     rounds: int
     sent: float
@@ -142,7 +142,6 @@ def steps_of(kind: str, algorithm: str, p: int) -> Steps:
     if algorithm == "pairwise":
         return Steps(p - 1, share, p - 1)
     if algorithm == "parameter_server":
-        # the broadcast's root posts p − 1 messages; in the all_reduce it also takes them
         return Steps(1, p - 1, p - 1, 1) if kind == "broadcast" else Steps(2, 2 * (p - 1), 2 * (p - 1), p - 1)
     if algorithm == "tree":
         halves = 2 if kind == "all_reduce" else 1

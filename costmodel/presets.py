@@ -105,8 +105,8 @@ V100 = DeviceSheet(
                 0.65,
                 "derived from Alpa's published 1-GPU row, GPT-350m at 45.1 TFLOPS with recompute counted: 6.41e12 FLOP"
                 " per microbatch of 2 take 142 ms; 24 layers x 4 passes x 480 MB (34*s*b*h + 5*a*s^2*b bytes written"
-                " and read once, Korthikanti et al. 2022) at 0.8 of 900 GB/s are 63 ms of them; 6.41e12 FLOP in the other"
-                " 79 ms are 0.65 of 125 TFLOPS",
+                " and read once, Korthikanti et al. 2022) at 0.8 of 900 GB/s are 63 ms of them; 6.41e12 FLOP in the"
+                " other 79 ms are 0.65 of 125 TFLOPS",
             ),
         ),
         ("attention", _share(0.12, _SCORES + ", at the two rates above, head size 64")),
