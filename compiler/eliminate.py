@@ -38,7 +38,6 @@ from .intra_op import (
     TOLERANCE,
     Edge,
     Infeasible,
-    Operator,
     Problem,
     Solution,
     evaluate,
@@ -47,6 +46,7 @@ from .intra_op import (
     restrict,
     simplify,
     solve_ilp,
+    weighted,
 )
 
 __all__ = ["Table", "TooWide", "eliminate", "lagrangian_frontier", "solve"]
@@ -80,7 +80,11 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The minimum over all but the kept operators. cost: one axis per kept operator, in the order given, inf = impossible."""
+    """The minimum over all but the kept operators.
+
+    cost: seconds + byte_weight · bytes, one axis per kept operator (all its choices) in the order of ``keep``; inf =
+    impossible.
+    """
 
     keep: tuple[int, ...]
     cost: np.ndarray
@@ -99,20 +103,6 @@ class Table:
         for step in reversed(self._steps):
             value[step.variable] = int(step.best[tuple(value[v] for v in step.scope)])
         return tuple(int(idx[value[i]]) for i, idx in enumerate(self._original))
-
-
-def weighted(problem: Problem, byte_weight: float) -> Problem:
-    """The problem with seconds + byte_weight · bytes in the place of seconds, and no bytes."""
-
-    def mix(seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-        possible = np.isfinite(seconds) & np.isfinite(num_bytes)
-        return np.where(possible, seconds + byte_weight * np.where(possible, num_bytes, 0.0), np.inf)
-
-    operators = tuple(
-        Operator(op.name, op.labels, mix(op.seconds, op.bytes), np.zeros(len(op.labels))) for op in problem.operators
-    )
-    edges = tuple(replace(e, seconds=mix(e.seconds, e.bytes), bytes=np.zeros(e.seconds.shape)) for e in problem.edges)
-    return Problem(operators, edges)
 
 
 def eliminate(

@@ -61,6 +61,7 @@ __all__ = [
     "restrict",
     "simplify",
     "solve_ilp",
+    "weighted",
 ]
 
 #: relative difference below which two costs count as equal: the accuracy of everything in this module
@@ -215,9 +216,18 @@ def minimum_bytes_problem(problem: Problem) -> Problem:
     return Problem(operators, edges)
 
 
-def _without_bytes(problem: Problem) -> Problem:
-    operators = tuple(replace(op, bytes=np.zeros(len(op.labels))) for op in problem.operators)
-    return Problem(operators, tuple(replace(e, bytes=np.zeros(e.seconds.shape)) for e in problem.edges))
+def weighted(problem: Problem, byte_weight: float) -> Problem:
+    """The problem with seconds + byte_weight · bytes in the place of seconds, and no bytes."""
+
+    def mix(seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+        possible = np.isfinite(seconds) & np.isfinite(num_bytes)
+        return np.where(possible, seconds + byte_weight * np.where(possible, num_bytes, 0.0), np.inf)
+
+    operators = tuple(
+        Operator(op.name, op.labels, mix(op.seconds, op.bytes), np.zeros(len(op.labels))) for op in problem.operators
+    )
+    edges = tuple(replace(e, seconds=mix(e.seconds, e.bytes), bytes=np.zeros(e.seconds.shape)) for e in problem.edges)
+    return Problem(operators, edges)
 
 
 # ---- presolve
@@ -477,30 +487,27 @@ def improve(problem: Problem, choice: Sequence[int], limit_bytes: float = math.i
             at[i].append(edge)
     current = list(choice)
 
-    def around(i: int) -> tuple[int, float, float]:
-        """(impossible entries, bytes, seconds) of operator i and its edges."""
-        op = problem.operators[i]
-        seconds, num_bytes = [float(op.seconds[current[i]])], float(op.bytes[current[i]])
-        for e in at[i]:
+    def cost(indices: Collection[int], edges: Sequence[Edge]) -> tuple[int, float, float]:
+        """(impossible entries, bytes, seconds) of these operators and edges."""
+        ops = [(problem.operators[i], current[i]) for i in indices]
+        parts = [(float(op.seconds[c]), float(op.bytes[c])) for op, c in ops]
+        for e in edges:
             source = e.source[current[e.producer]]
             for target in {int(wanted[current[k]]) for k, wanted in e.consumers}:
-                seconds.append(float(e.seconds[source, target]))
-                num_bytes += float(e.bytes[source, target])
-        finite = [s for s in seconds if math.isfinite(s)]
-        return len(seconds) - len(finite), num_bytes, sum(finite)
+                parts.append((float(e.seconds[source, target]), float(e.bytes[source, target])))
+        possible = [part for part in parts if math.isfinite(part[0] + part[1])]
+        return len(parts) - len(possible), sum(b for _, b in possible), sum(s for s, _ in possible)
 
-    used = evaluate(problem, current)[1]
-    if math.isinf(used):
-        used = sum(around(i)[1] for i in range(len(current)))  # edges counted twice: an overestimate while impossible
+    used = cost(range(len(current)), problem.edges)[1]
     for _ in range(20):
         moved = False
         for i, op in enumerate(problem.operators):
-            here, before = current[i], around(i)
+            here, before = current[i], cost([i], at[i])
             best = (before[0], max(used - limit_bytes, 0.0), before[2]), here, before[1]
             for c in range(len(op.labels)):
                 if c != here:
                     current[i] = c
-                    bad, num_bytes, seconds = around(i)
+                    bad, num_bytes, seconds = cost([i], at[i])
                     best = min(
                         best, ((bad, max(used - before[1] + num_bytes - limit_bytes, 0.0), seconds), c, num_bytes)
                     )
@@ -557,7 +564,7 @@ def solve_ilp(
     if hint is not None:
         offer(hint)
         offer(improve(problem, hint, limit_bytes))
-    small, original = simplify(_without_bytes(problem) if math.isinf(limit_bytes) else problem)
+    small, original = simplify(weighted(problem, 0.0) if math.isinf(limit_bytes) else problem)
     lower = sum(float(op.seconds.min()) for op in small.operators)
     if math.isinf(lower):
         return infeasible()

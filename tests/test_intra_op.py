@@ -41,9 +41,10 @@ def random_problem(seed):
     operators = []
     for i in range(num_operators):
         num_choices = int(rng.integers(1, 5))
-        operators.append(
-            Operator(f"o{i}", labels(num_choices), seconds(num_choices), np.floor(rng.random(num_choices) * 10))
-        )
+        cost, num_bytes = seconds(num_choices), np.floor(rng.random(num_choices) * 10)
+        cost[rng.random(num_choices) < 0.03] = np.inf
+        num_bytes[rng.random(num_choices) < 0.03] = np.inf
+        operators.append(Operator(f"o{i}", labels(num_choices), cost, num_bytes))
     edges = []
     for i in range(num_operators - 1):
         sources, targets = rng.integers(1, 5, 2)
@@ -51,6 +52,7 @@ def random_problem(seed):
         cost = seconds((sources, targets))
         cost[rng.random(cost.shape) < 0.15] = np.inf
         num_bytes = np.floor(rng.random(cost.shape) * 6) * (rng.random(cost.shape) > 0.2)
+        num_bytes[rng.random(cost.shape) < 0.03] = np.inf
         wants = tuple((int(k), rng.integers(0, targets, len(operators[k].labels))) for k in consumers)
         edges.append(Edge(f"e{i}", i, rng.integers(0, sources, len(operators[i].labels)), wants, cost, num_bytes))
     problem = Problem(tuple(operators), tuple(edges))
