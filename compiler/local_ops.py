@@ -13,7 +13,7 @@ cut; they are filled in by the rules' ``localize``, and the function then talks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -229,11 +229,11 @@ class _SyncBatchNorm(torch.autograd.Function):
         all_xhat, all_one = _reduce(torch.stack([by_xhat, by_one]), ctx.axes, ctx.comm).div_(ctx.n).unbind(0)
         inverse = (var + ctx.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight
-        # dx = gain * (dy - mean(dy) - xhat * mean(dy * xhat)), as a multiple of dy, a multiple of x and a constant
+        # dx = gain * (dy - mean(dy) - xhat * mean(dy * xhat)); x is centred first, for its mean may dwarf its deviation
         shape = [1, -1] + [1] * (x.dim() - 2)
         slope = -gain * all_xhat * inverse
-        constant = -gain * all_one - slope * mean
-        dx = torch.addcmul(constant.view(shape), dy, gain.view(shape)).addcmul_(x, slope.view(shape))
+        dx = torch.addcmul((-gain * all_one).view(shape), dy, gain.view(shape))
+        dx.addcmul_(x - mean.view(shape), slope.view(shape))
         need = ctx.needs_input_grad
         return dx.to(x.dtype), by_xhat if need[1] else None, by_one if need[2] else None, None, None
 
@@ -277,9 +277,7 @@ def embedding_shard(
     if not vocab_axes:
         return torch.embedding(weight, index, padding_idx, scale_grad_by_freq, sparse)
     if scale_grad_by_freq:
-        raise ValueError(
-            "an embedding with scale_grad_by_freq cannot be cut by rows, but got vocab_axes; cut its hidden dim"
-        )
+        raise ValueError("with scale_grad_by_freq no rows can be cut, but got vocab_axes; cut the hidden dim")
     rows = weight.shape[0]
     start = block_index(vocab_axes, current().comm) * rows
     local = index - start
@@ -291,7 +289,7 @@ def embedding_shard(
 
 # ---- experts
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "relu": F.relu,
@@ -301,6 +299,22 @@ ACTIVATIONS = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+
+
+class _Combine(torch.autograd.Function):
+    """``zeros.index_add(0, token, rows * factor)``, which would keep the product for its backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: Tensor, token: Tensor, like: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, factor, token)
+        return torch.zeros_like(like).index_add_(0, token, (rows * factor[:, None]).to(like.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, factor, token = ctx.saved_tensors
+        grad = grads[0].index_select(0, token)
+        by_factor = torch.linalg.vecdot(grad.to(factor.dtype), rows.to(factor.dtype))
+        return (grad * factor[:, None]).to(rows.dtype), by_factor, None, None
 
 
 def experts(
@@ -344,5 +358,4 @@ def experts(
         else:
             hidden = act(hidden)
         outs.append(F.linear(hidden, downs[e]))
-    out = torch.cat(outs) * weight.reshape(-1).index_select(0, order).unsqueeze(-1)
-    return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
+    return _Combine.apply(torch.cat(outs), weight.reshape(-1).index_select(0, order), token, x.detach())

@@ -52,11 +52,13 @@ class AttentionRule(Rule):
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """Operands and output, as fused kernels do (the probabilities are computed again)."""
-        return (*(("input", i) for i in range(len(tensor_operands(node)))), ("output", 0))
+        floats = [k for k, operand in enumerate(tensor_operands(node)) if operand.meta["type"].is_float]
+        return (*(("input", k) for k in floats), ("output", 0))
 
     def temporary_bytes(self, node: Node) -> float:
-        """One fp32 log-sum-exp per query and head."""
-        return 4.0 * prod(tensor_operands(node)[0].meta["type"].shape[:-1])
+        """One fp32 log-sum-exp per query and head; a bool mask is kept as the floats that it was turned into."""
+        q, _, _, *mask = (operand.meta["type"] for operand in tensor_operands(node))
+        return 4.0 * prod(q.shape[:-1]) + sum(m.numel * q.dtype.itemsize for m in mask if not m.is_float)
 
 
 register("aten.scaled_dot_product_attention.default")(AttentionRule())

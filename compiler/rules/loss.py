@@ -100,8 +100,8 @@ class ClassLossRule(Rule):
         return tuple(range(2, len(tensor_operands(node))))
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The target; a negative log-likelihood keeps no more."""
-        return (("input", 1),)
+        """The target; what a likelihood was given, where the op does not make log-probabilities of its own."""
+        return (("input", 1),) if "cross_entropy" in str(node.target) else (("input", 0), ("input", 1))
 
     def temporary_bytes(self, node: Node) -> float:
         """Log-probabilities, where the op makes them."""

@@ -57,14 +57,14 @@ class ExpertsRule(Rule):
         return replace_arguments(node, expert_axes=axes) if axes else super().localize(node, labels, mesh_shape)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """Index, factors and matrices; the tokens are kept as the sorted copy that ``temporary_bytes`` counts."""
-        return (("input", 1), ("input", 2), ("input", 3), ("input", 4))
+        """The matrices; of the rest sorted copies are kept, which ``temporary_bytes`` counts."""
+        return (("input", 3), ("input", 4))
 
     def temporary_bytes(self, node: Node) -> float:
-        """Per token and expert: the sorted input, gate and up, activation, product, output before its factor."""
+        """Per token and expert: positions and factor; sorted input, gate and up, activation, product and output."""
         rows, _, hidden, inner = self._sizes(node)
-        widths = 2 * hidden + (4 if argument(node, "gated") else 2) * inner
-        return float(rows * widths * tensor_operands(node)[0].meta["type"].dtype.itemsize)
+        widths = 1 + 2 * hidden + (4 if argument(node, "gated") else 2) * inner
+        return float(rows * (16 + widths * tensor_operands(node)[0].meta["type"].dtype.itemsize))
 
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
         """Expert numbers within range."""
