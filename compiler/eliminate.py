@@ -208,14 +208,19 @@ class _Elimination:
     def _add_paid_set(
         self, source: int, cost: np.ndarray, ends: list[tuple[int, list[tuple[int, ...]]]], paid: list[int], most: int
     ) -> None:
-        sets = [frozenset(c) for r in range(most + 1) for c in combinations(paid, r)]
+        num_targets = cost.shape[1]
+        sets = [list(c) for r in range(most + 1) for c in combinations(paid, r)]
         bought = self._variable(len(sets))
-        member = np.array([[g in s for g in range(cost.shape[1])] for s in sets])
-        total = np.stack([np.where(row, cost, 0.0).sum(axis=1) for row in member], axis=1)
-        self._add((source, bought), total)
+        member = np.zeros((len(sets), num_targets), dtype=bool)
+        for row, chosen in zip(member, sets):
+            row[chosen] = True
+        self._add((source, bought), np.where(member, cost[:, None, :], 0.0).sum(axis=2))
+        missing = ~member
+        missing[:, [g for g in range(num_targets) if g not in paid]] = False
         for variable, wanted in ends:
-            needs = [frozenset(w) & frozenset(paid) for w in wanted]
-            self._add((bought, variable), np.array([[0.0 if w <= s else np.inf for w in needs] for s in sets]))
+            needs = np.array([[g in w for g in range(num_targets)] for w in wanted])
+            lacking = (missing.astype(np.float32) @ needs.T.astype(np.float32)) > 0
+            self._add((bought, variable), np.where(lacking, np.inf, 0.0))
 
     # ---- order
 

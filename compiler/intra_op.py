@@ -580,7 +580,7 @@ def solve_ilp(
     program = _Program(small, limit_bytes, seconds_unit or 1.0)
     relaxed = program.solve(mathopt.SolverType.GLOP, stop - time.perf_counter())
     reason = relaxed.termination.reason
-    if reason == mathopt.TerminationReason.INFEASIBLE:
+    if reason == mathopt.TerminationReason.INFEASIBLE and not incumbents:
         return infeasible()
     bound = lower
     if reason == mathopt.TerminationReason.OPTIMAL:
