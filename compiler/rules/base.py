@@ -96,10 +96,6 @@ class Rule:
         """Bytes beyond operands and outputs that the op keeps for its backward (masks, statistics, copies); global size."""
         return 0.0
 
-    def constants(self, node: Node) -> tuple[int, ...]:
-        """Float operands that the op does not differentiate (running statistics, weights of classes)."""
-        return ()
-
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
         """Random operands (order of ``tensor_operands``) for the checker, where dtype and shape alone do not make valid ones: indices
         within range, positive values. None: the checker's own choice (normal floats, integers 0 and 1)."""

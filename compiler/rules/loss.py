@@ -95,10 +95,6 @@ class ClassLossRule(Rule):
                 choices.append(cut(node, label, x.shape[dim], inputs, [of_output]))
         return tuple(choices)
 
-    def constants(self, node: Node) -> tuple[int, ...]:
-        """The weights of classes."""
-        return tuple(range(2, len(tensor_operands(node))))
-
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The target; what a likelihood was given, where the op does not make log-probabilities of its own."""
         return (("input", 1),) if "cross_entropy" in str(node.target) else (("input", 0), ("input", 1))

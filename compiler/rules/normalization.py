@@ -131,11 +131,6 @@ class ChannelNormRule(NormRule):
                 choices.append(cut(node, label, shape[d], [d, *affine], [d, *statistics]))
         return tuple(choices)
 
-    def constants(self, node: Node) -> tuple[int, ...]:
-        """The running statistics."""
-        running = (argument(node, "running_mean"), argument(node, "running_var"))
-        return tuple(k for k, operand in enumerate(tensor_operands(node)) if operand in running)
-
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
         """Variances are positive."""
         variance = argument(node, "running_var")
