@@ -1,0 +1,222 @@
+"""Tensors between two meshes: which rank sends which block to whom, as values; and the ports that move them.
+
+A transfer is the same pure function forward and backward: ``tiles(shape, source layout, target layout)``. Every target device
+gets every one of its elements exactly once. Among sources that hold the same block the one that has sent least so far is taken
+(the first on a tie), or the target itself if it is among them.
+
+Tags are unique per (transfer, direction, microbatch, tile), so Gloo matches messages in any order. NCCL has no tags: there the
+two directions have a group each, and both ends meet the messages of a direction in the order of their actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compiler.spec import Spec, local_shape
+from .groups import coordinates
+
+__all__ = ["Box", "Layout", "Port", "Tile", "cut", "tiles", "transfer_now"]
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) per tensor dim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor lives: devices as a row-major mesh and a spec of S and R only."""
+
+    devices: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    spec: Spec
+
+    def __post_init__(self) -> None:
+        assert not any(placement.is_partial for placement in self.spec), f"a partial tensor has no blocks: {self.spec}"
+        assert prod(self.mesh_shape) == len(self.devices) and len(self.spec) == len(self.mesh_shape), self
+
+    def box(self, shape: Sequence[int], device: int) -> Box:
+        """The block of a tensor of global ``shape`` that ``device`` holds."""
+        out = [(0, extent) for extent in shape]
+        place = coordinates(self.devices.index(device), self.mesh_shape)
+        for placement, size, index in zip(self.spec, self.mesh_shape, place, strict=True):
+            if placement.is_shard:
+                start, stop = out[placement.dim]
+                block, rest = divmod(stop - start, size)
+                assert rest == 0, f"{tuple(shape)} is not cut evenly by {self.spec} on {self.mesh_shape}"
+                out[placement.dim] = (start + index * block, start + (index + 1) * block)
+        return tuple(out)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one device's block."""
+        return local_shape(shape, self.spec, self.mesh_shape)
+
+    def is_first_copy(self, device: int) -> bool:
+        """Whether the device has coordinate 0 on every axis that replicates: each element is on exactly one such device."""
+        place = coordinates(self.devices.index(device), self.mesh_shape)
+        return all(index == 0 for placement, index in zip(self.spec, place, strict=True) if not placement.is_shard)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One message: rank ``source`` takes ``source_box`` of its local block, rank ``target`` puts it at ``target_box`` of its own."""
+
+    source: int
+    target: int
+    source_box: Box
+    target_box: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the message."""
+        return tuple(stop - start for start, stop in self.source_box)
+
+
+def tiles(shape: Sequence[int], source: Layout, target: Layout) -> tuple[Tile, ...]:
+    """The messages that take a tensor of global ``shape`` from one layout to another, ordered by target device, then block."""
+    holders: dict[Box, list[int]] = {}
+    for device in source.devices:
+        holders.setdefault(source.box(shape, device), []).append(device)
+    sent = dict.fromkeys(source.devices, 0)
+    out: list[Tile] = []
+    for device in target.devices:
+        want = target.box(shape, device)
+        for have, replicas in holders.items():
+            both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(want, have, strict=True))
+            if any(start >= stop for start, stop in both):
+                continue
+            sender = device if device in replicas else min(replicas, key=lambda rank: sent[rank])
+            if sender != device:
+                sent[sender] += prod(stop - start for start, stop in both)
+            out.append(Tile(sender, device, _relative(both, have), _relative(both, want)))
+    return tuple(out)
+
+
+def _relative(box: Box, to: Box) -> Box:
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, to, strict=True))
+
+
+def cut(x: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of ``x`` inside ``box``; ``x`` itself if that is all of it."""
+    for dim, (start, stop) in enumerate(box):
+        if stop - start != x.shape[dim]:
+            x = x.narrow(dim, start, stop - start)
+    return x
+
+
+@dataclass
+class Incoming:
+    """A block on its way: ``wait`` returns it whole."""
+
+    out: torch.Tensor
+    parts: list[tuple[Any, torch.Tensor | None, Box]]
+
+    def wait(self) -> torch.Tensor:
+        """Block until every tile is here, put each in its place, return the local block."""
+        for work, buffer, box in self.parts:
+            work.wait()
+            if buffer is not None:
+                cut(self.out, box).copy_(buffer)
+        return self.out
+
+
+@dataclass
+class Port:
+    """One direction of one transfer as this rank sees it; made once, used every microbatch.
+
+    base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
+    """
+
+    sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
+    receives: list[tuple[int, int, Box, tuple[int, ...]]] = field(default_factory=list)  # (tile, peer, box of mine, shape)
+    num_tiles: int = 0
+    base_tag: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    group: Any = None
+
+    @classmethod
+    def make(cls, messages: Sequence[Tile], rank: int, base_tag: int, shape: tuple[int, ...], dtype: torch.dtype, **rest: Any) -> Port:
+        """Pick this rank's part of ``messages``; ``shape`` is its own local shape as a target."""
+        port = cls(num_tiles=len(messages), base_tag=base_tag, shape=shape, dtype=dtype, **rest)
+        for index, tile in enumerate(messages):
+            assert tile.source != tile.target, "stages do not share devices"
+            if tile.source == rank:
+                port.sends.append((index, tile.target, tile.source_box))
+            elif tile.target == rank:
+                port.receives.append((index, tile.source, tile.target_box, tile.shape))
+        return port
+
+    def send(self, x: torch.Tensor, microbatch: int) -> list[tuple[Any, torch.Tensor]]:
+        """Start the sends of this rank's block; the pairs (work, buffer) must be kept until waited for."""
+        started = []
+        copies: dict[Box, torch.Tensor] = {}
+        base = self.base_tag + microbatch * self.num_tiles
+        for index, peer, box in self.sends:
+            if box not in copies:
+                copies[box] = cut(x, box).contiguous()
+            started.append((dist.isend(wire(copies[box]), peer, group=self.group, tag=base + index), copies[box]))
+        return started
+
+    def receive(self, microbatch: int) -> Incoming:
+        """Post the receives of this rank's block."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        base = self.base_tag + microbatch * self.num_tiles
+        parts: list[tuple[Any, torch.Tensor | None, Box]] = []
+        for index, peer, box, shape in self.receives:
+            here = cut(out, box)
+            buffer = None if here.is_contiguous() else torch.empty(shape, dtype=self.dtype, device=self.device)
+            work = dist.irecv(wire(here if buffer is None else buffer), peer, group=self.group, tag=base + index)
+            parts.append((work, buffer, box))
+        return Incoming(out, parts)
+
+
+def transfer_now(
+    x: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: Layout, target: Layout, device: torch.device
+) -> torch.Tensor | None:
+    """Move one tensor at once, outside of any schedule; the layouts may share ranks.
+
+    x: this rank's block where it is a source. Returns the block where this rank is a target, else None. Every rank of both
+    layouts must call it, in the same order of tensors.
+    """
+    rank = dist.get_rank()
+    messages = tiles(shape, source, target)
+    out = torch.empty(target.local_shape(shape), dtype=dtype, device=device) if rank in target.devices else None
+    pending: list[tuple[Any, torch.Tensor]] = []
+    arriving: list[tuple[Tile, torch.Tensor]] = []
+    operations = []
+    for tile in messages:
+        if tile.source == tile.target == rank:
+            assert x is not None and out is not None
+            cut(out, tile.target_box).copy_(cut(x, tile.source_box))
+        elif tile.target == rank:
+            buffer = torch.empty(tile.shape, dtype=dtype, device=device)
+            arriving.append((tile, buffer))
+            operations.append(dist.P2POp(dist.irecv, wire(buffer), tile.source))
+        elif tile.source == rank:
+            assert x is not None, f"rank {rank} is a source of {tile} but gave nothing"
+            buffer = cut(x, tile.source_box).contiguous()
+            pending.append((tile, buffer))
+            operations.append(dist.P2POp(dist.isend, wire(buffer), tile.target))
+    _run(operations)
+    for tile, buffer in arriving:
+        assert out is not None
+        cut(out, tile.target_box).copy_(buffer)
+    return out
+
+
+def wire(x: torch.Tensor) -> torch.Tensor:
+    """Backends move no bools and no complex numbers: their bytes instead. 0-d tensors travel as one element."""
+    x = x.reshape(1) if x.ndim == 0 else x
+    return x.view(torch.uint8) if x.dtype == torch.bool else torch.view_as_real(x) if x.is_complex() else x
+
+
+def _run(operations: Iterable[dist.P2POp]) -> None:
+    batch = list(operations)
+    if batch:
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()

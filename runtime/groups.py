@@ -1,0 +1,220 @@
+"""Mesh axes bound to process groups: the ``Comm`` protocol of ``compiler.context`` over torch.distributed, counted.
+
+Gloo's reduce_scatter sends as much as its all_reduce, so there it is an all_to_all and a local sum; NCCL uses its own.
+Every process group is made collectively: each rank of the world walks all stages and axes in the same order, and equal
+rank sets share one group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compiler.plan import Plan, Stage
+
+__all__ = ["Coordinates", "DistributedComm", "bind", "bind_all", "coordinates", "joint_axes"]
+
+Coordinates = tuple[int, ...]
+Group = Any  # torch.distributed.ProcessGroup; None for a single rank
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch renamed the flat collectives in 2.13; both names are public in their releases
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def coordinates(position: int, mesh_shape: Sequence[int]) -> Coordinates:
+    """Row-major coordinates of the device at ``position``: axis 0 is the major one."""
+    out = []
+    for size in reversed(mesh_shape):
+        out.append(position % size)
+        position //= size
+    return tuple(reversed(out))
+
+
+class DistributedComm:
+    """One rank's collectives along the axes of its stage's mesh.
+
+    ``counts[(phase, kind)]`` and ``bytes[(phase, kind)]`` grow with every collective; the bytes are those of the tensor that is
+    whole along the axis (as in ``reshard.step_bytes``). Whoever runs the program sets ``phase``: "forward", "backward" or "step".
+    """
+
+    def __init__(self, mesh_shape: Sequence[int], devices: Sequence[int], rank: int, groups: dict[tuple[int, ...], Group]) -> None:
+        self.mesh_shape = tuple(mesh_shape)
+        self.devices = tuple(devices)
+        self.position = self.devices.index(rank)
+        self.coordinates = coordinates(self.position, self.mesh_shape)
+        self.groups = groups
+        self.native = dist.get_backend() == "nccl"
+        self.phase = "forward"
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    # ---- the protocol
+
+    def size(self, axis: int) -> int:
+        """Number of devices along ``axis``."""
+        return self.mesh_shape[axis]
+
+    def index(self, axis: int) -> int:
+        """This device's coordinate along ``axis``."""
+        return self.coordinates[axis]
+
+    def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
+        """The sum (or "max") over the axis, on every device of it."""
+        self._count("all_reduce", x.nbytes)
+        out = x.clone(memory_format=torch.contiguous_format)
+        if self.mesh_shape[axis] > 1:
+            wire = out.view(torch.uint8) if out.dtype == torch.bool and op == "max" else out
+            dist.all_reduce(wire, op=_OPS[op], group=self.groups[axis,])
+        return out
+
+    def all_gather(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """The blocks of the axis concatenated along ``dim``."""
+        size = self.mesh_shape[axis]
+        self._count("all_gather", x.nbytes * size)
+        if size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        out = x.new_empty((size, *x.shape))
+        _gather(_bytes_of_bool(out).view(-1), _bytes_of_bool(x).view(-1), group=self.groups[axis,])
+        return _merge(out, dim)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """This device's block along ``dim`` of the sum over the axis; the extent divides evenly."""
+        size = self.mesh_shape[axis]
+        self._count("reduce_scatter", x.nbytes)
+        if size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        blocks = _blocks(x, size, dim)
+        if self.native:
+            out = torch.empty_like(blocks[0])
+            _scatter(out.view(-1), blocks.view(-1), group=self.groups[axis,])
+            return out
+        parts = torch.empty_like(blocks)
+        dist.all_to_all_single(parts, blocks, group=self.groups[axis,])
+        return torch.add(parts[0], parts[1]) if size == 2 else parts.sum(0, dtype=x.dtype)
+
+    def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
+        """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
+        size = self.mesh_shape[axis]
+        self._count("all_to_all", x.nbytes)
+        if size == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        blocks = _blocks(x, size, split_dim)
+        parts = torch.empty_like(blocks)
+        dist.all_to_all_single(_bytes_of_bool(parts), _bytes_of_bool(blocks), group=self.groups[axis,])
+        return _merge(parts, concat_dim)
+
+    # ---- beyond the protocol
+
+    def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> Any:
+        """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single device)."""
+        self._count("all_reduce", x.nbytes)
+        axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
+        return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        key = (self.phase, kind)
+        self.counts[key] += 1
+        self.bytes[key] += nbytes
+
+
+def _bytes_of_bool(x: torch.Tensor) -> torch.Tensor:
+    """Backends move no bools: their bytes instead."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """[..., extent, ...] → contiguous [size, ..., extent / size, ...]."""
+    assert x.shape[dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along dim {dim}"
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+
+
+def _merge(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+    """[size, ..., extent, ...] → contiguous [..., size · extent, ...]."""
+    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+# ---- making the groups
+
+
+def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
+    """Every set of axes (of extent > 1) that the stage communicates over: each axis, and those that gradients are summed over jointly."""
+    wide = [axis for axis, size in enumerate(stage.mesh_shape) if size > 1]
+    sets = {(axis,) for axis in wide}
+    for chunk in stage.chunks:
+        for residency in chunk.parameters.values():
+            axes = tuple(axis for axis in wide if residency.compute.cotangent[axis].is_partial)
+            if axes:
+                sets.add(axes)
+    return sorted(sets, key=lambda axes: (len(axes), axes))
+
+
+def _rank_sets(mesh_shape: Sequence[int], devices: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The devices partitioned into those that agree on every coordinate outside ``axes``, each in row-major order."""
+    found: dict[Coordinates, list[int]] = {}
+    for position, device in enumerate(devices):
+        place = coordinates(position, mesh_shape)
+        found.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(device)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+class _Maker:
+    """Makes each rank set's group once. All ranks of the world must ask for the same sets in the same order."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], Group] = {}
+
+    def __call__(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self.made:
+            whole = ranks == tuple(range(dist.get_world_size()))
+            self.made[ranks] = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        return self.made[ranks]
+
+
+def _bind(
+    meshes: Iterable[tuple[Sequence[int], Sequence[int], list[tuple[int, ...]]]],
+) -> DistributedComm | None:
+    rank, maker, mine = dist.get_rank(), _Maker(), None
+    for mesh_shape, devices, axes_sets in meshes:
+        if prod(mesh_shape) != len(devices):
+            raise ValueError(f"a mesh of shape {list(mesh_shape)} needs {prod(mesh_shape)} devices, but got {list(devices)}")
+        groups: dict[tuple[int, ...], Group] = {}
+        for axes in axes_sets:
+            for ranks in _rank_sets(mesh_shape, devices, axes):
+                group = maker(ranks)
+                if rank in ranks:
+                    groups[axes] = group
+        if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
+            group = maker(tuple(devices))
+            if rank in devices:
+                groups[()] = group
+        if rank in devices:
+            mine = DistributedComm(mesh_shape, devices, rank, groups)
+    return mine
+
+
+def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm | None:
+    """This rank's comm on one mesh; None if it is not in ``devices``. Collective over the world, members or not."""
+    axes = [(axis,) for axis, size in enumerate(mesh_shape) if size > 1]
+    return _bind([(mesh_shape, devices, axes)])
+
+
+def bind_all(plan: Plan) -> DistributedComm | None:
+    """This rank's comm on its stage's mesh, None for an idle rank. Collective over the world.
+
+    Raises ValueError on every rank if the world has another size than the plan's cluster.
+    """
+    world = dist.get_world_size()
+    if world != plan.num_devices:
+        raise ValueError(
+            f"the plan is for {plan.num_devices} devices, but got a world of {world} ranks; "
+            f"start {plan.num_devices} ranks or plan again for {world}"
+        )
+    return _bind((stage.mesh_shape, stage.devices, joint_axes(stage)) for stage in plan.stages)

@@ -1,0 +1,149 @@
+"""Starting ranks: joining a torchrun world, and local ranks of one function for demos, benchmarks and tests."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ensure_initialized", "join", "leave", "resolve", "spawn_local"]
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """``"package.module:function"`` → the function; ValueError if there is none."""
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise ValueError(f"a function is named 'package.module:function', but got {path!r}")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path!r} cannot be found: {error}") from error
+
+
+def join(rank: int, world_size: int, store_path: str, timeout: timedelta = _TIMEOUT) -> None:
+    """Make this process rank ``rank`` of a Gloo world that meets in the file ``store_path``, with one compute thread."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def leave() -> None:
+    """Destroy the process group; Gloo aborts a process that exits with one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ensure_initialized() -> tuple[int, int]:
+    """Join the world that torchrun describes in the environment, if this process has not; returns (rank, world size).
+
+    NCCL where CUDA is available (one device per local rank), else Gloo with one compute thread unless OMP_NUM_THREADS says
+    otherwise. Without torchrun it is a world of one.
+    """
+    if not dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        # Two ranks cannot share a device under NCCL
+        cuda = torch.cuda.is_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        if cuda:
+            torch.cuda.set_device(local)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        backend = "nccl" if cuda else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=_TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _rank_main(path: str, rank: int, world_size: int, store: str, arguments: Sequence[Any], results: Connection) -> None:
+    try:
+        join(rank, world_size, store)
+        answer = ("ok", resolve(path)(*arguments))
+    except BaseException as error:
+        answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    results.send(answer)
+    if answer[0] == "error":
+        os._exit(1)  # the peers may be gone: destroying the group could wait for them
+    leave()
+
+
+@contextmanager
+def _one_thread_environment() -> Iterator[None]:
+    """What children inherit: OpenMP reads this before any of our code runs."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def spawn_local(path: str, num_ranks: int, arguments: Sequence[Any] = (), timeout_s: float | None = None) -> list[Any]:
+    """Run ``"module:function"`` with ``arguments`` on ``num_ranks`` local Gloo ranks, one thread each; their results in rank order.
+
+    The process group is up when the function starts (``dist.get_rank()``) and is destroyed after it. Raises RuntimeError with the
+    traceback of the first rank that failed, after ending the others; TimeoutError after ``timeout_s``.
+    """
+    resolve(path)
+    context = multiprocessing.get_context("spawn")
+    results: list[Any] = [None] * num_ranks
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, _one_thread_environment():
+        store = str(Path(folder) / "store")
+        processes, pipes = [], {}
+        for rank in range(num_ranks):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(path, rank, num_ranks, store, tuple(arguments), writer), daemon=True)
+            process.start()
+            writer.close()
+            processes.append(process)
+            pipes[reader] = rank
+        try:
+            _collect(pipes, results, None if timeout_s is None else monotonic() + timeout_s)
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+                    process.join(5)
+                if process.is_alive():
+                    process.kill()
+    return results
+
+
+def _collect(pipes: dict[Connection, int], results: list[Any], deadline: float | None) -> None:
+    waiting = dict(pipes)
+    while waiting:
+        left = None if deadline is None else max(0.0, deadline - monotonic())
+        ready = wait(list(waiting), left)
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} did not finish in time")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word; was it killed for memory?") from None
+            if kind == "error":
+                print(value, file=sys.stderr)
+                raise RuntimeError(f"rank {rank} failed: {value}")
+            results[rank] = value

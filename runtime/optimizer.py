@@ -1,0 +1,95 @@
+"""Optimizers over local shards, and the norm of a gradient that many ranks hold.
+
+The user's factory gets plain local leaves that carry ``global_name`` and ``global_shape``; torch.optim is elementwise, so each
+rank updates its shards alone. An optimizer that looks at a tensor as a whole (a factorised moment, an orthogonalised matrix, a
+trust ratio) gets whole parameters or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..compiler.plan import Plan
+from .crossmesh import Layout
+
+__all__ = ["OptimizerFactory", "clip_gradients", "gradient_norm", "make_optimizer", "name_parameter", "sharded_parameters"]
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+# these compute something from a whole tensor (row and column means, an orthogonal factor, a norm per tensor)
+_WHOLE_TENSOR = ("adafactor", "muon", "shampoo", "soap", "lamb", "lars", "galore", "came", "kfac")
+_WHOLE_MODEL = ("lbfgs", "sam", "dadapt", "prodigy")  # these compute something from all parameters together
+
+
+def name_parameter(leaf: nn.Parameter, name: str, shape: Sequence[int]) -> nn.Parameter:
+    """Attach ``global_name`` and ``global_shape`` to a local leaf."""
+    leaf.global_name, leaf.global_shape = name, torch.Size(shape)  # type: ignore[attr-defined]
+    return leaf
+
+
+def sharded_parameters(plan: Plan) -> list[str]:
+    """The parameters of which some device holds only a part."""
+    found = {}
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            for name, residency in chunk.parameters.items():
+                if any(p.is_shard and size > 1 for p, size in zip(residency.optimizer, stage.mesh_shape, strict=True)):
+                    found[name] = None
+    return list(found)
+
+
+def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    """A real optimizer on every rank, over a dummy parameter where the rank owns none, so that schedulers work everywhere.
+
+    Raises ValueError, alike on every rank, for an optimizer that needs more than a rank holds.
+    """
+    own = list(parameters)
+    if not own:
+        own = [name_parameter(nn.Parameter(torch.empty(0, 0)), "", (0, 0))]
+    optimizer = factory(own)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer= takes a function from parameters to a torch optimizer, but got {type(optimizer).__name__}")
+    names = {cls.__name__.lower() for cls in type(optimizer).__mro__[:-1] if cls is not torch.optim.Optimizer}
+    title = type(optimizer).__name__
+    if any(name.startswith(_WHOLE_MODEL) for name in names):
+        raise ValueError(
+            f"an optimizer must update each parameter by itself, but got {title}, which needs all of them at once; use SGD, Adam or AdamW"
+        )
+    sharded = sharded_parameters(plan)
+    if sharded and any(word in name for name in names for word in _WHOLE_TENSOR):
+        raise ValueError(
+            f"{title} needs whole parameters, but got {len(sharded)} that this plan shards ({', '.join(sharded[:3])}); "
+            "use an elementwise optimizer such as AdamW, or a plan without tensor parallelism"
+        )
+    return optimizer
+
+
+def gradient_norm(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], rank: int, device: torch.device
+) -> torch.Tensor:
+    """The 2-norm over all ranks' gradients in fp32 (0-d); every unique element counts once. Collective over the world.
+
+    parameters: those that this rank's stage owns (tied copies left out), with the layout of each.
+    """
+    grads = [
+        leaf.grad.float()
+        for name, leaf in parameters.items()
+        if leaf.grad is not None and layouts[name].is_first_copy(rank)
+    ]
+    local = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+    # squared in double: the square of a large fp32 norm overflows
+    total = local.to(device=device, dtype=torch.float64).square().reshape(1)
+    dist.all_reduce(total)
+    return total.sqrt().float().reshape(())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale the gradients so that the global ``norm`` is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    leaves: list[Any] = [leaf for leaf in parameters if leaf.grad is not None]
+    if leaves:
+        torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)

@@ -1,0 +1,277 @@
+"""A stage's parameters and buffers: how they get their first values, and how they leave under their original names.
+
+Rank 0's values win, as in DDP: tensor by tensor they are broadcast and every rank keeps its block, so no rank ever holds more
+than its shards and one whole tensor besides what it was given. Tensors on the meta device take ``init``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..compiler.graph import TensorType
+from ..compiler.plan import Plan
+from .crossmesh import Layout, cut, transfer_now, wire
+from .gradients import holders, parameter_layout
+from .groups import DistributedComm
+from .optimizer import name_parameter
+
+__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "State", "Weights"]
+
+Init = Callable[[str, torch.Tensor], "torch.Tensor | None"]
+Weights = nn.Module | Mapping[str, torch.Tensor]
+
+
+class ParameterInfo(NamedTuple):
+    """A parameter of the original model; aliases are its other names."""
+
+    type: TensorType
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = True
+
+
+class BufferInfo(NamedTuple):
+    """A buffer of the original model; node: its placeholder's name in the graph, the key of ``Chunk.sources``."""
+
+    type: TensorType
+    aliases: tuple[str, ...] = ()
+    persistent: bool = True
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The tensors of the original model by first qualified name, those that no chunk uses included."""
+
+    parameters: Mapping[str, ParameterInfo]
+    buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
+
+
+class State:
+    """One rank's shards, and where every tensor of the model lives.
+
+    parameters: local leaves; buffers: local tensors (replaced, not written to, by the executor); unplaced: whole tensors that no
+    stage uses, kept on rank 0 for the state dict.
+    """
+
+    def __init__(
+        self, plan: Plan, info: ModelInfo, comm: DistributedComm | None, device: torch.device, buffer_writers: Mapping[str, int]
+    ) -> None:
+        self.plan, self.info, self.comm, self.device = plan, info, comm, device
+        self.rank = dist.get_rank()
+        self.stage = plan.stage_of(self.rank)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.unplaced: dict[str, torch.Tensor] = {}
+        self.homes: dict[str, tuple[int, ...]] = dict(holders(plan))  # the first stage is the tensor's owner
+        for name, buffer in info.buffers.items():
+            found = [
+                index for index, stage in enumerate(plan.stages) if any(buffer.node in chunk.sources for chunk in stage.chunks)
+            ]
+            found.sort(key=lambda index, name=name: index != buffer_writers.get(name))  # type: ignore[misc]
+            self.homes[name] = tuple(found)
+        unknown = [name for name in holders(plan) if name not in info.parameters]
+        if unknown:
+            raise ValueError(f"the plan places parameters that the model does not have: {', '.join(unknown[:5])}; plan again")
+        self._mesh: DeviceMesh | None = None
+
+    def layout(self, name: str, stage: int) -> Layout:
+        """Where the parameter or buffer lives on a stage that holds it."""
+        if name in self.info.parameters:
+            return parameter_layout(self.plan, stage, name)
+        node, here = self.info.buffers[name].node, self.plan.stages[stage]
+        pair = next(chunk.sources[node] for chunk in here.chunks if node in chunk.sources)
+        return Layout(here.devices, here.mesh_shape, pair.value)
+
+    def types(self) -> Iterator[tuple[str, TensorType]]:
+        """Every tensor of the model and its global type, parameters first."""
+        yield from ((name, parameter.type) for name, parameter in self.info.parameters.items())
+        yield from ((name, buffer.type) for name, buffer in self.info.buffers.items())
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """All names of one tensor."""
+        entry = self.info.parameters.get(name) or self.info.buffers[name]
+        return (name, *entry.aliases)
+
+    # ---- first values
+
+    def initialize(self, weights: Weights | None, init: Init | None, seed: int = 0) -> None:
+        """Fill this rank's shards. Collective.
+
+        weights: a module or a state dict; only rank 0's is read. init: ``(name, whole tensor) -> None`` after writing in place,
+        or a tensor; called for tensors that ``weights`` lacks or has on the meta device, with a generator seeded by (seed, name),
+        so the values do not depend on the plan. Raises ValueError on every rank if a tensor has neither.
+        """
+        given = _tensors(weights)
+        have = [next((alias for alias in self.names(name) if _real(given.get(alias))), None) for name, _ in self.types()]
+        shared: list[Any] = [(have, {n: tuple(given[a].shape) for (n, _), a in zip(self.types(), have, strict=True) if a})]
+        dist.broadcast_object_list(shared, src=0)
+        found, shapes = shared[0]
+        lacking = [name for (name, _), alias in zip(self.types(), found, strict=True) if alias is None]
+        if lacking and init is None:
+            raise ValueError(
+                f"weights are needed for every tensor, but got none on rank 0 for {len(lacking)} ({', '.join(lacking[:5])}); "
+                "give the model real weights, or init= as a function (name, tensor) or a state dict"
+            )
+        for name, kind in self.types():
+            if name in shapes and shapes[name] != kind.shape:
+                raise ValueError(f"{name!r} has shape {list(kind.shape)} in the plan, but got {list(shapes[name])}")
+        for (name, kind), alias in zip(self.types(), found, strict=True):
+            needed = self.stage in self.homes.get(name, ()) or (self.rank == 0 and not self.homes.get(name))
+            if alias is not None:
+                whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+                if self.rank == 0:
+                    whole.copy_(given[alias].detach())
+                dist.broadcast(wire(whole), 0)
+            elif needed:
+                assert init is not None
+                whole = _initial(name, kind, init, seed).to(self.device)
+            if needed:
+                self._keep(name, whole)
+
+    def _keep(self, name: str, whole: torch.Tensor) -> None:
+        if not self.homes.get(name):
+            self.unplaced[name] = whole.cpu()
+            return
+        assert self.stage is not None
+        local = cut(whole, self.layout(name, self.stage).box(whole.shape, self.rank)).clone(memory_format=torch.contiguous_format)
+        if name in self.info.parameters:
+            if name in self.parameters:
+                with torch.no_grad():
+                    self.parameters[name].copy_(local)
+            else:
+                leaf = nn.Parameter(local, requires_grad=self.info.parameters[name].requires_grad)
+                self.parameters[name] = name_parameter(leaf, name, whole.shape)
+        else:
+            self.buffers[name] = local
+
+    # ---- state dicts
+
+    def device_mesh(self) -> DeviceMesh:
+        """This stage's devices as a torch DeviceMesh, axes of extent 1 left out (one axis stays)."""
+        assert self.comm is not None
+        if self._mesh is None:
+            axes = [axis for axis, size in enumerate(self.comm.mesh_shape) if size > 1]
+            kind = self.device.type
+            if len(axes) > 1:
+                groups = [self.comm.groups[axis,] for axis in axes]
+                mesh = torch.tensor(self.comm.devices).view([self.comm.mesh_shape[axis] for axis in axes])
+                names = tuple(f"axis{axis}" for axis in axes)
+                self._mesh = DeviceMesh.from_group(groups, kind, mesh=mesh, mesh_dim_names=names)
+            else:
+                group = self.comm.groups[(axes[0],) if axes else ()]
+                mesh = torch.tensor(self.comm.devices)
+                self._mesh = DeviceMesh.from_group(group, kind, mesh=mesh, mesh_dim_names=("axis0",))
+        return self._mesh
+
+    def as_dtensor(self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...]) -> DTensor:
+        """This rank's block of a tensor laid out like parameter or buffer ``name``, as a DTensor over the stage's mesh."""
+        assert self.stage is not None and self.comm is not None
+        layout = self.layout(name, self.stage)
+        wide = [p for p, size in zip(layout.spec, layout.mesh_shape, strict=True) if size > 1]
+        placements = [Shard(p.dim) if p.is_shard else Replicate() for p in wide] or [Replicate()]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local.detach(), self.device_mesh(), placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def state_dict(self, owned_only: bool = False) -> dict[str, Any]:
+        """Original name → DTensor, of this rank's stage, under all names; what no stage uses is a plain tensor on rank 0.
+
+        The DTensors share memory with the live parameters. owned_only: leave out tied copies and buffers that another stage owns.
+        """
+        out: dict[str, Any] = {}
+        for name, kind in self.types():
+            if name in self.info.buffers and not self.info.buffers[name].persistent:
+                continue
+            local = self.parameters.get(name, self.buffers.get(name))
+            if owned_only and local is not None and self.homes[name][0] != self.stage:
+                continue
+            value = self.unplaced.get(name) if local is None else self.as_dtensor(local, name, kind.shape)
+            if value is not None:
+                out.update(dict.fromkeys(self.names(name), value))
+        return out
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take values by any of a tensor's names: whole tensors, or DTensors as ``state_dict`` makes them. Tied copies need both stages to load.
+
+        Raises ValueError for a name that is missing or a shape that differs; nothing is changed then.
+        """
+        mine = {**self.parameters, **self.buffers, **self.unplaced}
+        chosen: dict[str, Any] = {}
+        for name, kind in self.types():
+            if name not in mine or (name in self.info.buffers and not self.info.buffers[name].persistent):
+                continue
+            key = next((alias for alias in self.names(name) if alias in values), None)
+            if key is None:
+                raise ValueError(f"a state dict must have every tensor of this rank's stage, but got none for {name!r}")
+            if tuple(values[key].shape) != kind.shape:
+                raise ValueError(f"{name!r} has shape {list(kind.shape)}, but got {list(values[key].shape)}")
+            chosen[name] = values[key]
+        for name, value in chosen.items():
+            if isinstance(value, DTensor):
+                mine_now = self.as_dtensor(mine[name], name, value.shape)
+                if value.device_mesh == mine_now.device_mesh and value.placements == mine_now.placements:
+                    with torch.no_grad():
+                        mine[name].copy_(value.to_local())
+                    continue
+                value = value.full_tensor()
+            self._keep(name, value.detach().to(self.device))
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original names → whole CPU tensors on rank 0, empty elsewhere; loads strictly into the original model. Collective."""
+        out: dict[str, torch.Tensor] = {}
+        first = Layout((0,), (), ())
+        for name, kind in self.types():
+            if name in self.info.buffers and not self.info.buffers[name].persistent:
+                continue
+            stages = self.homes.get(name, ())
+            if stages:
+                source = self.layout(name, stages[0])
+                whole = None
+                if self.rank == 0 or self.stage == stages[0]:
+                    local = self.parameters.get(name, self.buffers.get(name)) if self.stage == stages[0] else None
+                    local = None if local is None else local.detach()
+                    whole = transfer_now(local, kind.shape, kind.dtype, source, first, self.device)
+            else:
+                whole = self.unplaced.get(name)
+            if whole is not None:
+                out.update(dict.fromkeys(self.names(name), whole.cpu()))
+        return out
+
+
+def _tensors(weights: Weights | None) -> dict[str, torch.Tensor]:
+    """All names of all tensors of a module or a state dict."""
+    if weights is None:
+        return {}
+    if isinstance(weights, nn.Module):
+        return {
+            **dict(weights.named_parameters(remove_duplicate=False)),
+            **dict(weights.named_buffers(remove_duplicate=False)),
+        }
+    return dict(weights)
+
+
+def _real(x: torch.Tensor | None) -> bool:
+    return x is not None and x.device.type != "meta"
+
+
+def _initial(name: str, kind: TensorType, init: Init, seed: int) -> torch.Tensor:
+    """Call ``init`` for one whole CPU tensor under a generator of its own."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    whole = torch.empty(kind.shape, dtype=kind.dtype)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        made = init(name, whole)
+    made = whole if made is None else made.detach()
+    if tuple(made.shape) != kind.shape:
+        raise ValueError(f"init must give {name!r} the shape {list(kind.shape)}, but got {list(made.shape)}")
+    return made.to(kind.dtype)

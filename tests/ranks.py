@@ -1,0 +1,143 @@
+"""A pool of local Gloo ranks that all tests share: importing torch takes seconds, so the processes are kept.
+
+``pool.run(n, "module:function", *arguments)`` runs the function on ranks 0..n-1 of a fresh world and returns their results in
+order. A failure on any rank raises ``RankError`` with that rank's traceback; a hang is ended after a time-out with the stack of
+every rank printed. After either the processes are started anew.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+MAX_RANKS = 8
+TIMEOUT_S = 60.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung."""
+
+
+def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent, which closes the pipe
+    sys.path[:] = search_path
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open as long as the process lives
+    import torch
+
+    from meshwright.runtime.launch import join, leave, resolve
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        if task is None:
+            return
+        rank, world_size, store, path, arguments, timeout_s = task
+        try:
+            torch.manual_seed(0)
+            join(rank, world_size, store, timedelta(seconds=2 * timeout_s))
+            result = resolve(path)(*arguments)
+            leave()
+            answer: tuple[str, Any] = ("ok", result)
+        except BaseException as error:
+            answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        try:
+            pipe.send(answer)
+        except Exception as error:
+            pipe.send(("error", f"the result cannot be sent back: {error}"))
+
+
+class RankPool:
+    """At most ``MAX_RANKS`` persistent processes, started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+        self._workers: list[tuple[Any, Connection, Path]] = []
+        self._runs = 0
+
+    def _grow(self, count: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        while len(self._workers) < count:
+            here, there = self._context.Pipe()
+            stacks = Path(self._folder.name) / f"stack-{self._runs}-{len(self._workers)}"
+            process = self._context.Process(target=_worker, args=(there, str(stacks), list(sys.path)), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here, stacks))
+
+    def run(self, num_ranks: int, path: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """The results of ``path(*arguments)`` on ``num_ranks`` ranks, in rank order."""
+        assert 1 <= num_ranks <= MAX_RANKS, num_ranks
+        self._runs += 1
+        self._grow(num_ranks)
+        store = str(Path(self._folder.name) / f"store-{self._runs}")
+        for rank, (_, pipe, _) in enumerate(self._workers[:num_ranks]):
+            pipe.send((rank, num_ranks, store, path, arguments, timeout_s))
+        results: list[Any] = [None] * num_ranks
+        waiting = {pipe: rank for rank, (_, pipe, _) in enumerate(self._workers[:num_ranks])}
+        failures: dict[int, str] = {}
+        deadline = monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[index]
+                try:
+                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    kind, value = "error", "the process died"
+                if kind == "error":
+                    failures[rank] = value
+                    deadline = min(deadline, monotonic() + 3.0)  # the others may wait for it, or fail with more to tell
+                else:
+                    results[rank] = value
+        if failures:
+            self.close()
+            text = "\n".join(f"--- rank {rank} of {num_ranks}: {failures[rank]}" for rank in sorted(failures))
+            raise RankError(f"{path} failed on ranks {sorted(failures)}\n{text}")
+        if waiting:
+            stacks = self._stacks(num_ranks)
+            stuck = sorted(waiting.values())
+            self.close()
+            raise RankError(f"{path}: ranks {stuck} of {num_ranks} did not finish in {timeout_s} s\n{stacks}")
+        return results
+
+    def _stacks(self, num_ranks: int) -> str:
+        for process, _, _ in self._workers[:num_ranks]:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        sleep(0.5)
+        return "\n".join(f"--- rank {i}\n{stacks.read_text()}" for i, (_, _, stacks) in enumerate(self._workers[:num_ranks]))
+
+    def close(self) -> None:
+        """End the processes; the next ``run`` starts new ones."""
+        for process, pipe, _ in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def pool_check(mode: str) -> int:
+    """What the pool's own tests run: "rank", "raise" on rank 1, or "hang" on rank 0."""
+    import torch.distributed as dist
+
+    if mode == "raise" and dist.get_rank() == 1:
+        raise ValueError("rank one says no")
+    if mode == "hang" and dist.get_rank() == 0:
+        sleep(600)
+    return dist.get_rank()
