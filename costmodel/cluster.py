@@ -313,7 +313,7 @@ def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
         name=f"{where.get('processor', 'cpu')} core",
         memory_bytes=memory // ranks,
         flops_per_s=(("float32", table.peak_flops_per_s() / slowdown),),
-        memory_bytes_per_s=1 / table.launch.beta_s_per_byte / slowdown,
+        memory_bytes_per_s=table.memory_bytes_per_s / slowdown,
         launch_s=table.launch.alpha_s * slowdown,
         source="measured: " + ", ".join(f"{key} {value}" for key, value in table.provenance),
         kind="cpu",

@@ -57,6 +57,7 @@ def efficiency(kind: str, device: Device) -> tuple[float, str]:
     return EFFICIENCY.get(kind, _VECTOR)
 
 
+@lru_cache(maxsize=1 << 17)  # equal layers ask for equal prices
 def op_price(kind: str, flops: float, nbytes: float, dtype: object, device: Device) -> Price:
     """Price of one op that does ``flops`` and moves ``nbytes`` (operands and outputs) on ``device``. ``dtype``: torch
     dtype or its name.

@@ -124,17 +124,21 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One machine's measurements. ``launch``: the pointwise fit, whose α is the cost of one call and 1/β the memory
-    bandwidth; ``view_s``: one view-like op; ``provenance``: what was measured where and when, as (name, text) pairs."""
+    """One machine's measurements. ``launch``: the fit of additions within the cache, whose α is the cost of one call;
+    ``view_s``: one view-like op; ``memory_bytes_per_s``: an in-place addition beyond the cache; ``provenance``: what
+    was measured where and when, as (name, text) pairs."""
 
     curves: tuple[Curve, ...]
     launch: Fit
     view_s: float
+    memory_bytes_per_s: float
     provenance: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
         if not (self.launch.alpha_s >= 0 and self.launch.beta_s_per_byte > 0):
             raise ValueError(f"a table needs launch α >= 0 and β > 0, but got {self.launch}; profile again")
+        if not self.memory_bytes_per_s > 0:
+            raise ValueError(f"a table needs a memory rate > 0, but got {self.memory_bytes_per_s}; profile again")
         if self.view_s < 0:
             raise ValueError(f"a table needs a view time >= 0, but got {self.view_s}; profile again")
 
@@ -144,7 +148,8 @@ class Table:
 
     def to_json(self) -> str:
         """Human-readable, versioned JSON."""
-        body = {"format": FORMAT, "schema": SCHEMA, "provenance": dict(self.provenance), "view_s": self.view_s}
+        body: dict[str, Any] = {"memory_bytes_per_s": self.memory_bytes_per_s}
+        body |= {"format": FORMAT, "schema": SCHEMA, "provenance": dict(self.provenance), "view_s": self.view_s}
         return json.dumps(body | {"launch": asdict(self.launch), "curves": [asdict(c) for c in self.curves]}, indent=1)
 
     @staticmethod
@@ -167,7 +172,7 @@ class Table:
             alpha, beta, residual = (float(fit[key]) for key in ("alpha_s", "beta_s_per_byte", "residual"))
             launch = Fit(alpha, beta, residual, int(fit["sizes"]), int(fit["samples"]))
             provenance = tuple((str(k), str(v)) for k, v in data["provenance"].items())
-            return Table(curves, launch, float(data["view_s"]), provenance)
+            return Table(curves, launch, float(data["view_s"]), float(data["memory_bytes_per_s"]), provenance)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"a table needs curves, launch, view_s and provenance, but {error!r}; profile again"
@@ -217,6 +222,7 @@ def measure(call: Callable[[], object], budget_s: float) -> tuple[float, int]:
     """(fastest seconds of one call, samples taken). Calls shorter than the clock is fine are timed in batches; at least
     two samples."""
     call()  # allocations, lazy initialisation
+    budget_s = max(budget_s, 0.0)
     start = time.perf_counter()
     call()
     once = max(time.perf_counter() - start, 1e-7)
@@ -230,11 +236,15 @@ def measure(call: Callable[[], object], budget_s: float) -> tuple[float, int]:
     return best, samples
 
 
+_STREAM = 1 << 23  # elements; two such operands are twice a common last-level cache, and no page is new
+_IN_CACHE = 2e7  # bytes; above, fresh pages for the output dominate, which the pointwise curve shows and a line cannot
+
+
 def _grid() -> list[tuple[str, str, float, Callable[[], object]]]:
     """(kind, variable, work, call) for every point that a table holds, fp32."""
     out: list[tuple[str, str, float, Callable[[], object]]] = []
     r = torch.rand
-    for n in (8, 16, 32, 64, 128, 256, 512, 768):
+    for n in (8, 16, 32, 64, 128, 256, 512):
         x, w = r(n, n), r(n, n)
         out.append(("matmul", "flops", 2.0 * n**3, partial(F.linear, x, w)))
     for s in (16, 32, 64, 128, 256, 512):
@@ -267,16 +277,18 @@ def measure_machine(budget_s: float = 1.4) -> Table:
     try:
         with torch.no_grad():
             grid = _grid()
-            share = budget_s / (len(grid) + 1)
             found: dict[tuple[str, str], list[tuple[float, float]]] = {}
             samples = 0
-            for kind, variable, work, call in grid:
+            for number, (kind, variable, work, call) in enumerate(grid):
+                # what is left of the budget, evenly: on a busy machine the last points get fewer samples
+                share = (started + budget_s - time.perf_counter()) / (len(grid) + 2 - number)
                 seconds, count = measure(call, share)
                 found.setdefault((kind, variable), []).append((work, seconds))
                 samples += count
-            x = torch.zeros(64, 64)
-            view_s, count = measure(lambda: x.view(4096), share)
-            samples += count
+            view_s, count = measure(partial(torch.zeros(64, 64).view, 4096), share)
+            x, y = torch.zeros(_STREAM), torch.zeros(_STREAM)
+            stream_s, streams = measure(partial(x.add_, y), share)
+            samples += count + streams
     finally:
         torch.set_num_threads(threads)
     add, gelu = found.pop(("add", "bytes")), found.pop(("gelu", "bytes"))
@@ -286,7 +298,8 @@ def measure_machine(budget_s: float = 1.4) -> Table:
     )
     provenance = (*machine().items(), ("date", datetime.now(UTC).isoformat(timespec="seconds")))
     spent = (("threads", "1"), ("samples", str(samples)), ("seconds", f"{time.perf_counter() - started:.2f}"))
-    return Table(curves, fit_alpha_beta(add), view_s, provenance + spent)
+    launch = fit_alpha_beta([point for point in add if point[0] < _IN_CACHE])
+    return Table(curves, launch, view_s, 12.0 * _STREAM / stream_s, provenance + spent)
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

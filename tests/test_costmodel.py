@@ -448,6 +448,15 @@ def test_small_groups_on_direct_links_and_shared_media():
     assert together == pytest.approx(4 * alone, rel=0.01)  # 20 GB/s each against 40/8
 
 
+def test_wifi_is_shared_by_both_directions():
+    cluster = Cluster.preset("two-laptops-wifi")
+    price = mesh_prices(cluster, cluster.mesh())[0]
+    air = cluster.link.bytes_per_s
+    # a ring of two: each sends the whole tensor once, both over the same air
+    assert price.coefficients("all_reduce")[1] == pytest.approx(2 / air)
+    assert p2p_seconds(cluster, 0, 1, 1e9) == pytest.approx(1e9 / air, rel=0.01)
+
+
 def test_uneven_and_mixed_hosts_take_the_slowest_group():
     fast, slow = Cluster.preset("dgx-h100").hosts[0], Cluster.preset("8x4090").hosts[0]
     cluster = Cluster("mixed", (fast, replace(slow, num_devices=4)), Cluster.preset("dgx-h100").link)
@@ -510,6 +519,7 @@ TABLE = Table(
     ),
     Fit(1e-6, 1e-11, 0.0, 5, 5),
     5e-7,
+    1e11,
     (("processor", "test"),),
 )
 
@@ -577,7 +587,7 @@ def test_measurement_of_this_machine():
         "matmul", "attention", "convolution", "normalization", "pointwise", "embedding", "loss",
     }  # fmt: skip
     assert 1e8 < table.peak_flops_per_s() < 1e13
-    assert 1e8 < 1 / table.launch.beta_s_per_byte < 1e13
+    assert 1e8 < table.memory_bytes_per_s < 1e13
     matmul = next(c for c in table.curves if c.kind == "matmul").points
     assert matmul[-1][0] / matmul[-1][1] > 3 * matmul[0][0] / matmul[0][1]  # small ops run at a small rate
 
