@@ -55,10 +55,11 @@ class MeshChoice:
 
 
 def register(*names: str) -> Callable[[Rule], Rule]:
-    """Bind a rule instance to op names (``graph.op_name``); "pointwise" and "fallback" are the defaults for the rest."""
+    """Bind a rule instance to op names, one or several per string (``graph.op_name``); "pointwise" and "fallback"
+    are the defaults for the rest."""
 
     def bind(rule: Rule) -> Rule:
-        for name in names:
+        for name in " ".join(names).split():
             table = _DEFAULTS if name in ("pointwise", "fallback") else _RULES
             assert name not in table, f"two rules for {name}: {type(table[name]).__name__} and {type(rule).__name__}"
             table[name] = rule
@@ -73,7 +74,8 @@ def registered() -> dict[str, Rule]:
 
 
 def rule_for(node: Node) -> Rule:
-    """The rule of a call_function node. A getitem has none: it is merged with its producer, whose rule speaks of every output."""
+    """The rule of a call_function node. A getitem has none: it is merged with its producer, whose rule speaks of
+    every output."""
     name = op_name(node)
     assert name != "getitem", f"{node.name}: ask the rule of its producer"
     if name in _RULES:
@@ -86,11 +88,12 @@ def rule_for(node: Node) -> Rule:
 def mesh_choices(node: Node, mesh_shape: Sequence[int], max_choices: int = 512) -> list[MeshChoice]:
     """Every distinct way to run ``node`` on a mesh, "whole" on all axes first.
 
-    Choices of identical pairs, share and collectives are offered once. Axes of size 1 are "whole". Where there are more than
-    ``max_choices``, those that use the fewest different labels and leave each device the least work are kept.
+    Choices of identical pairs, share and collectives are offered once. Axes of size 1 are "whole". Where there are
+    more than ``max_choices``, those that use the fewest different labels and leave each device the least work are kept.
     """
     offered = rule_for(node).axis_choices(node)
-    assert offered and offered[0].label == "whole", f"{node.name}: a rule offers 'whole' first"
+    assert offered, f"{node.name}: a rule offers at least 'whole'"
+    assert offered[0].label == "whole", f"{node.name}: a rule offers 'whole' first"
     found: dict[tuple, MeshChoice] = {}
     for combination in itertools.product(*(offered if size > 1 else offered[:1] for size in mesh_shape)):
         if _refusal(node, combination, mesh_shape) is None:
@@ -126,21 +129,24 @@ def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
         together = prod(size for other, size in zip(combination, mesh_shape) if other.label == choice.label)
         if choice.label != "whole" and choice.extent % together:
             return f"{choice.label!r} comes in {choice.extent}, which {together} does not divide"
-    operands = [operand.meta["type"] for operand in tensor_operands(node)]
-    outputs = types_of(node)
-    for column, tensors in ((0, operands), (1, outputs)):
+    sides = (
+        ("operand", "inputs", [operand.meta["type"] for operand in tensor_operands(node)]),
+        ("output", "outputs", types_of(node)),
+    )
+    for side, column, tensors in sides:
         for k, tensor in enumerate(tensors):
             cuts: dict[int, tuple[str, int]] = {}
             for choice, size in zip(combination, mesh_shape):
-                placement = (choice.inputs, choice.outputs)[column][k][0]
+                placement = getattr(choice, column)[k][0]
                 if not placement.is_shard or size == 1:
                     continue
-                label, parts = cuts.get(placement.dim, (choice.label, 1))
+                dim, extent = placement.dim, tensor.shape[placement.dim]
+                label, parts = cuts.get(dim, (choice.label, 1))
                 if label != choice.label:
-                    return f"{label!r} and {choice.label!r} both cut dim {placement.dim} of {('operand', 'output')[column]} {k}"
-                cuts[placement.dim] = (label, parts * size)
-                if tensor.shape[placement.dim] % (parts * size):
-                    return f"dim {placement.dim} of {('operand', 'output')[column]} {k} is {tensor.shape[placement.dim]} long"
+                    return f"{label!r} and {choice.label!r} both cut dim {dim} of {side} {k}"
+                cuts[dim] = (label, parts * size)
+                if extent % (parts * size):
+                    return f"dim {dim} of {side} {k} is {extent} long, which {parts * size} does not divide"
     return None
 
 
@@ -163,7 +169,8 @@ def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
 
 
 def _without_gradient(pair: Pair) -> Pair:
-    """The pair of a tensor that no gradient flows to: its cotangent lies like its value and never asks for a reduction."""
+    """The pair of a tensor that no gradient flows to: its cotangent lies like its value and never asks for a
+    reduction."""
     return Pair(pair.value, tuple(p if p.is_shard else R for p in pair.value))
 
 
@@ -175,5 +182,5 @@ def whole(node: Node) -> AxisChoice:
 
 # Families register on import; they import ``register`` from here, so they come last.
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name not in ("base", "check"):
+    if _module.name not in ("base", "check", "execution", "lockstep"):
         importlib.import_module(f"{__name__}.{_module.name}")

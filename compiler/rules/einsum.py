@@ -5,22 +5,23 @@ Grammar::
     pattern ::= operand ("," operand)* "->" output       "b* i, o i, +o? -> b* o"
     operand ::= ["+"] (name ["!"] | "b*")* ["?"]
 
-``b*`` stands for any number of leading dims (b0, b1, …); ``x!`` must stay whole; ``?`` marks an operand that may be absent;
-``+`` one that is added to the product rather than multiplied. Operands align at the right and broadcast: a dim that is
-missing or of extent 1 where others have more counts as absent.
+``b*`` stands for any number of leading dims (b0, b1, …); ``x!`` must stay whole; ``?`` marks an operand that may be
+absent; ``+`` one that is added to the product rather than multiplied. Operands align at the right and broadcast: a
+dim that is missing or of extent 1 where others have more counts as absent.
 
 What follows for a dim, along one mesh axis, from where it occurs:
 
-* in the output: *free*. Operands that have it are cut (S, S); the others are used whole and give addends of their gradient (R, P).
-* in factors only: *contracted*. Factors that have it are cut; the output is an addend (P, R), and so is an added operand; a factor
-  that lacks it gives addends of its gradient (R, P).
+* in the output: *free*. Operands that have it are cut (S, S); the others are used whole and give addends of their
+  gradient (R, P).
+* in factors only: *contracted*. Factors that have it are cut; the output is an addend (P, R), and so is an added
+  operand; a factor that lacks it gives addends of its gradient (R, P).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 from torch.fx import Node
@@ -43,7 +44,7 @@ class Pattern:
     fixed: frozenset[str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_pattern(text: str) -> Pattern:
     """``"b* i, o i, +o? -> b* o"`` as a Pattern; ValueError without exactly one ``->``."""
     left, arrow, right = text.partition("->")

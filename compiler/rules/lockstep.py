@@ -1,7 +1,8 @@
 """A mesh of threads in one process: the Comm protocol for checks and tests, without torch.distributed.
 
-Every collective is one exchange: each device posts its tensor and what it asks for, all wait, each reads its neighbours' posts,
-all wait again. A program that asks for different collectives on different devices gets an error, not a hang.
+Every collective is one exchange: each device posts its tensor and what it asks for, all wait, each reads its
+neighbours' posts, all wait again. A program that asks for different collectives on different devices gets an error,
+not a hang.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class LockstepGroup:
     def run(self, fn: Callable[[LockstepComm], T], seed: int = 0, step: int = 0, microbatch: int = 0) -> list[T]:
         """``fn(comm)`` on every device under ``use(Context(comm, …))``; the results by rank.
 
-        The first error of a device ends all of them and is raised here. CPU autograd runs in the calling thread, so ``fn`` may
-        call backward, and collectives in it keep their order.
+        The first error of a device ends all of them and is raised here. CPU autograd runs in the calling thread, so
+        ``fn`` may call backward, and collectives in it keep their order.
         """
         self.barrier = threading.Barrier(len(self))
         results: list[Any] = [None] * len(self)

@@ -1,8 +1,9 @@
 """Elementwise ops with broadcasting: every output dim is free.
 
-Labels ``d0``, ``d1``, … are the output's dims; an operand that is broadcast along one is used whole and gives an addend of its gradient.
-``partial`` passes addends of a value through an op that is linear in them; ``grad`` passes addends of a gradient through any op
-(a backward is linear in its cotangent) while values are whole. Neither splits work: they postpone a reduction.
+Labels ``d0``, ``d1``, … are the output's dims; an operand that is broadcast along one is used whole and gives an
+addend of its gradient. ``partial`` passes addends of a value through an op that is linear in them; ``grad`` passes
+addends of a gradient through any op (a backward is linear in its cotangent) while values are whole. Neither splits
+work: they postpone a reduction.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ import torch
 from torch.fx import Node
 
 from ..graph import op_name, tensor_operands, types_of
-from ..spec import P, R
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 
 __all__ = ["PointwiseRule", "grad_choice"]
 
+
+def names(text: str) -> frozenset[str]:
+    """The words of ``text``."""
+    return frozenset(text.split())
+
+
 # by base name: what autograd keeps. Everything else keeps nothing.
-_SAVES_OUTPUT = frozenset("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan".split())
-_SAVES_INPUTS = frozenset(
-    """gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid threshold pow log log2 log10 log1p
-    sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2 xlogy logit
-    prelu fmod remainder nan_to_num""".split()
-)
-_BILINEAR = frozenset("mul multiply div divide true_divide".split())
-_ADDITIVE = frozenset("add subtract sub".split())
-_LINEAR = frozenset("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach".split())
-_CASTS = frozenset("to _to_copy type_as".split())
-_DOMAIN_POSITIVE = frozenset("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy".split())
-_DOMAIN_UNIT = frozenset("logit atanh asin acos".split())
-_CONSTANT = frozenset("detach zeros_like ones_like full_like empty_like fill".split())  # no gradient flows
+_SAVES_OUTPUT = names("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
+_SAVES_INPUTS = names("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
+threshold pow log log2 log10 log1p
+    sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2
+    xlogy logit prelu fmod remainder nan_to_num""")
+_BILINEAR = names("mul multiply div divide true_divide")
+_ADDITIVE = names("add subtract sub")
+_LINEAR = names("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
+_CASTS = names("to _to_copy type_as")
+_DOMAIN_POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
+_DOMAIN_UNIT = names("logit atanh asin acos")
+_CONSTANT = names("detach zeros_like ones_like full_like empty_like fill")  # no gradient flows
 # operands after the first that give only a dtype or device
 _BY_EXAMPLE = frozenset(("aten.type_as.default", "aten.to.other"))
 
@@ -156,12 +161,13 @@ class PointwiseRule(Rule):
 
 register(
     "pointwise",
-    *"""aten.rsub.Tensor aten.hardswish.default aten.log_sigmoid.default aten.where.ScalarOther aten.where.ScalarSelf
+    """aten.rsub.Tensor aten.hardswish.default aten.log_sigmoid.default aten.where.ScalarOther aten.where.ScalarSelf
     aten.masked_fill.Tensor aten.__and__.Tensor aten.__and__.Scalar aten.__or__.Tensor aten.__or__.Scalar
     aten.floor_divide.default aten.floor_divide.Scalar aten.true_divide.Scalar
-    aten.multiply.Tensor aten.multiply.Scalar aten.subtract.Tensor aten.subtract.Scalar aten.divide.Tensor aten.divide.Scalar
-    aten.negative.default aten.absolute.default aten.conj.default aten.isin.Tensor_Scalar
+    aten.multiply.Tensor aten.multiply.Scalar aten.subtract.Tensor aten.subtract.Scalar aten.divide.Tensor
+    aten.divide.Scalar aten.negative.default aten.absolute.default aten.conj.default aten.isin.Tensor_Scalar
     aten.to.device aten.to.dtype aten.to.dtype_layout aten.to.other aten._to_copy.default aten.type_as.default
     aten.contiguous.default aten.alias.default aten.detach.default aten.lift_fresh_copy.default aten.lift_fresh.default
-    aten.fill.Scalar aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default""".split(),
+    aten.fill.Scalar aten.fill.Tensor aten.copy.default
+    aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default""",
 )(PointwiseRule())

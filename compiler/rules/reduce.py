@@ -1,8 +1,9 @@
 """Reductions, scans and elementwise losses.
 
-A dim that is kept is free. A dim that is reduced by a sum contracts: each device's sum over its block is an addend (P, R) of the
-whole; a mean is such a sum divided by how many blocks there are (``scaled_mean``; torch's own sharded losses forget that division in
-the backward). Other reductions (max, variance, softmax, scans, sorting) need the dim whole.
+A dim that is kept is free. A dim that is reduced by a sum contracts: each device's sum over its block is an addend
+(P, R) of the whole; a mean is such a sum divided by how many blocks there are (``scaled_mean``; torch's own sharded
+losses forget that division in the backward). Other reductions (max, variance, softmax, scans, sorting) need the dim
+whole.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _scanned(node: Node) -> list[Track]:
 
 
 class ReduceRule(DimsRule):
-    """A reduction over ``dim``. sums: whether it is a sum or mean, so that reduced dims contract. saved_outputs: kept by autograd."""
+    """A reduction over ``dim``. sums: whether it is a sum or mean, so that reduced dims contract. saved_outputs:
+    kept by autograd."""
 
     def __init__(
         self,
@@ -132,7 +134,8 @@ class LossRule(Rule):
         space = torch.broadcast_shapes(*operands)
         choices = [whole(node)]
         for dim, extent in enumerate(space):
-            # where input and target broadcast against each other aten's own gradients are wrong: that dim stays as it is
+            # where input and target broadcast against each other aten's own gradients are wrong: that dim stays as
+            # it is
             if extent == 1 or any(tuple(shape[-len(space) :]) != tuple(space) for shape in operands[:2]):
                 continue
             here = [dim - (len(space) - len(shape)) for shape in operands]
@@ -163,21 +166,21 @@ class LossRule(Rule):
 
 register("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default")(ReduceRule(sums=True))
 register(
-    *"aten.amax.default aten.amin.default aten.logsumexp.default aten.prod.dim_int aten.prod.default".split(),
-    *"aten.linalg_vector_norm.default aten.norm.ScalarOpt_dim aten.max.default aten.min.default".split(),
+    "aten.amax.default aten.amin.default aten.logsumexp.default aten.prod.dim_int aten.prod.default",
+    "aten.linalg_vector_norm.default aten.norm.ScalarOpt_dim aten.max.default aten.min.default",
 )(ReduceRule(saves=(0,), saved_outputs=(0,)))
 register("aten.max.dim", "aten.min.dim", "aten.mode.default", "aten.median.dim")(ReduceRule(saved_outputs=(1,)))
 register(
-    *"aten.var.correction aten.std.correction aten.var_mean.correction aten.std_mean.correction".split(),
-    *"aten.var.dim aten.std.dim aten.var.default aten.std.default".split(),
+    "aten.var.correction aten.std.correction aten.var_mean.correction aten.std_mean.correction",
+    "aten.var.dim aten.std.dim aten.var.default aten.std.default",
 )(ReduceRule(saves=(0,)))
 register(
-    *"aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.any.dims".split(),
-    *"aten.all.default aten.all.dim aten.all.dims aten.count_nonzero.dim_IntList".split(),
+    "aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.any.dims",
+    "aten.all.default aten.all.dim aten.all.dims aten.count_nonzero.dim_IntList",
 )(ReduceRule())
 register(
-    *"aten.softmax.int aten._softmax.default aten._safe_softmax.default".split(),
-    *"aten.log_softmax.int aten._log_softmax.default".split(),
+    "aten.softmax.int aten._softmax.default aten._safe_softmax.default",
+    "aten.log_softmax.int aten._log_softmax.default",
 )(ReduceRule(_scanned, saved_outputs=(0,)))
 register("aten.cumsum.default", "aten.diff.default", "aten.argsort.default", "aten.argsort.stable")(
     ReduceRule(_scanned)
@@ -187,7 +190,7 @@ register("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.cum
     ReduceRule(_scanned, saved_outputs=(1,))
 )
 register(
-    *"aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default aten.huber_loss.default".split(),
-    *"aten.binary_cross_entropy.default aten.binary_cross_entropy_with_logits.default".split(),
-    *["aten.kl_div.default"],
+    "aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default aten.huber_loss.default",
+    "aten.binary_cross_entropy.default aten.binary_cross_entropy_with_logits.default",
+    "aten.kl_div.default",
 )(LossRule())

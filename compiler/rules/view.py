@@ -1,9 +1,9 @@
 """Ops that move or repeat elements: views, joins, indexing, creation.
 
-Most are told by *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of which may be cut.
-For ops that are pure stride changes the tracks are read off the strides of a run on the meta device. ``reshape`` has a
-dim-factor map instead: dims fall into groups of equal product, and of each group only the major factor may be cut, as only
-then are the blocks contiguous on both sides.
+Most are told by *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of which
+may be cut. For ops that are pure stride changes the tracks are read off the strides of a run on the meta device.
+``reshape`` has a dim-factor map instead: dims fall into groups of equal product, and of each group only the major
+factor may be cut, as only then are the blocks contiguous on both sides.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..spec import R, local_shape
 from . import pairs_choice, register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
 from .fallback import WholeRule
+from .named import argument
 from .pointwise import grad_choice
 
 __all__ = ["DimsRule", "ReshapeRule", "StrideRule", "Track", "local_output_shape"]
@@ -49,8 +50,9 @@ def local_output_shape(node: Node, labels: Sequence[str], mesh_shape: Sequence[i
 class DimsRule(Rule):
     """An op told by its tracks.
 
-    tracks: the tracks of a node. linear: the operands through which addends pass ("partial"), None for all, () for no such choice.
-    saves: the operands that autograd keeps. high: a node → exclusive upper bound of random integer operands (indices).
+    tracks: the tracks of a node. linear: the operands through which addends pass ("partial"), None for all, () for
+    no such choice. saves: the operands that autograd keeps. high: a node → exclusive upper bound of random integer
+    operands (indices).
     """
 
     def __init__(
@@ -185,19 +187,14 @@ class ReshapeRule(DimsRule):
 # ---- tracks of the rest
 
 
-def argument(node: Node, position: int, name: str, default: Any) -> Any:
-    """The literal at ``position`` or under ``name``."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def normal(dim: int, rank: int) -> int:
     """A dim counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
 def along(node: Node, fixed: Sequence[int]) -> list[Track]:
-    """Tracks of an op whose first operand and outputs have equal dims, all of which may be cut but ``fixed``; other operands, if
-    they have the first's rank and extent there, are cut alike."""
+    """Tracks of an op whose first operand and outputs have equal dims, all of which may be cut but ``fixed``; other
+    operands, if they have the first's rank and extent there, are cut alike."""
     first, *rest = shapes(node)
     outs = [kind.shape for kind in types_of(node)]
     tracks = []
@@ -209,23 +206,23 @@ def along(node: Node, fixed: Sequence[int]) -> list[Track]:
     return tracks
 
 
-def dims_of(node: Node, position: int, name: str, default: Any = None) -> list[int]:
+def dims_of(node: Node, name: str) -> list[int]:
     """The (non-negative) dims in an argument that holds one or several; all dims for None or an empty list."""
     rank = len(shapes(node)[0])
-    given = argument(node, position, name, default)
+    given = argument(node, name)
     if given is None or (isinstance(given, list | tuple) and not given):
         return list(range(rank))
     return [normal(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-def all_but(position: int, name: str, default: Any = None) -> Callable[[Node], list[Track]]:
+def all_but(name: str) -> Callable[[Node], list[Track]]:
     """Tracks along every dim but those that an argument names."""
-    return lambda node: along(node, dims_of(node, position, name, default))
+    return lambda node: along(node, dims_of(node, name))
 
 
 def _stack(node: Node) -> list[Track]:
     first = shapes(node)[0]
-    new = normal(argument(node, 1, "dim", 0), len(first) + 1)
+    new = normal(argument(node, "dim"), len(first) + 1)
     count = len(shapes(node))
     return [Track((d,) * count, (d + (d >= new),), extent) for d, extent in enumerate(first) if extent > 1]
 
@@ -234,7 +231,7 @@ def _cat(node: Node) -> list[Track]:
     # legacy: empty 1-d tensors join anything; whole then
     if len({len(shape) for shape in shapes(node)}) > 1:
         return []
-    return along(node, dims_of(node, 1, "dim", 0))
+    return along(node, dims_of(node, "dim"))
 
 
 def _pad(node: Node) -> list[Track]:
@@ -244,19 +241,7 @@ def _pad(node: Node) -> list[Track]:
 
 
 def _pad_is_linear(node: Node) -> bool:
-    return argument(node, 2, "value", 0) in (0, None)
-
-
-def _scatter_into(node: Node) -> list[Track]:
-    """slice_scatter, select_scatter: (x, source, dim, …)."""
-    first, source = shapes(node)
-    fixed = normal(argument(node, 2, "dim", 0), len(first))
-    selects = len(source) < len(first)
-    return [
-        Track((d, d - (selects and d > fixed)), (d,), extent)
-        for d, extent in enumerate(first)
-        if d != fixed and extent > 1
-    ]
+    return argument(node, "value") in (0, None)
 
 
 def _repeat(node: Node) -> list[Track]:
@@ -272,59 +257,9 @@ def _repeat(node: Node) -> list[Track]:
 
 def _repeat_interleave(node: Node) -> list[Track]:
     shape = shapes(node)[0]
-    if argument(node, 2, "dim", None) is None:  # flattens first: blocks of the major dim stay contiguous
+    if argument(node, "dim") is None:  # flattens first: blocks of the major dim stay contiguous
         return [Track((0,), (0,), shape[0])] if shape and shape[0] > 1 else []
     return [Track((d,), (d,), extent) for d, extent in enumerate(shape) if extent > 1]
-
-
-def _index_select(node: Node) -> list[Track]:
-    x, index = shapes(node)
-    dim = normal(int(node.args[1]), len(x))  # type: ignore[arg-type]
-    tracks = [Track((d, None), (d,), extent) for d, extent in enumerate(x) if d != dim and extent > 1]
-    return tracks + ([Track((None, 0), (dim,), index[0])] if index and index[0] > 1 else [])
-
-
-def _gather(node: Node) -> list[Track]:
-    x, index = shapes(node)
-    dim = normal(int(node.args[1]), len(x))  # type: ignore[arg-type]
-    tracks = []
-    for d, extent in enumerate(index):
-        if extent > 1 and (d == dim or x[d] == extent):
-            tracks.append(Track((None if d == dim else d, d), (d,), extent))
-    return tracks
-
-
-def _index(node: Node) -> list[Track]:
-    """``x[indices]``: dims that no index names pass through; dims of the indices themselves cut them and leave ``x`` whole."""
-    x, *indices = shapes(node)
-    given = list(node.args[1])  # type: ignore[arg-type]
-    operands = tensor_operands(node)[1:]
-    if any(operand.meta["type"].dtype in (torch.bool, torch.uint8) for operand in operands):
-        return []
-    named = [d for d, index in enumerate(given) if index is not None]
-    broadcast = torch.broadcast_shapes(*indices)
-    adjacent = named == list(range(named[0], named[-1] + 1))
-    at = named[0] if adjacent else 0
-    kept = [d for d in range(len(x)) if d not in named]
-    places = [p for p in range(len(kept) + len(broadcast)) if not at <= p < at + len(broadcast)]
-    tracks = [Track((d, *(None for _ in indices)), (place,), x[d]) for d, place in zip(kept, places) if x[d] > 1]
-    for j, extent in enumerate(broadcast):
-        if extent > 1:
-            cut = [j - (len(broadcast) - len(shape)) for shape in indices]
-            dims = (c if c >= 0 and shape[c] == extent else None for c, shape in zip(cut, indices))
-            tracks.append(Track((None, *dims), (at + j,), extent))
-    return tracks
-
-
-def _index_bound(node: Node) -> int:
-    """The least extent that an index of ``index.Tensor`` meets."""
-    x = shapes(node)[0]
-    return min(x[d] for d, index in enumerate(node.args[1]) if index is not None)  # type: ignore[arg-type]
-
-
-def _extent_of_dim(node: Node) -> int:
-    x = shapes(node)[0]
-    return x[normal(int(node.args[1]), len(x))]  # type: ignore[arg-type]
 
 
 class _PadRule(DimsRule):
@@ -369,43 +304,31 @@ class _LikeRule(Rule):
 
 
 register(
-    *"""aten.permute.default aten.transpose.int aten.t.default aten.numpy_T.default aten.movedim.int aten.swapaxes.default
-    aten.mT.default aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims aten.expand.default
-    aten.broadcast_to.default aten.slice.Tensor aten.select.int aten.split.Tensor aten.split_with_sizes.default aten.chunk.default
-    aten.split.sizes aten.unsafe_split.Tensor aten.unsafe_chunk.default aten.unbind.int aten.diagonal.default""".split()
+    """aten.permute.default aten.transpose.int aten.t.default aten.numpy_T.default aten.movedim.int
+    aten.swapaxes.default aten.mT.default aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim
+    aten.squeeze.dims aten.expand.default aten.broadcast_to.default aten.slice.Tensor aten.select.int
+    aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.split.sizes aten.unsafe_split.Tensor
+    aten.unsafe_chunk.default aten.unbind.int aten.diagonal.default"""
 )(StrideRule())
 register(
-    *"""aten.view.default aten._unsafe_view.default aten.reshape.default aten.flatten.using_ints aten.unflatten.int
-    aten._reshape_alias.default aten.view_copy.default""".split()
+    """aten.view.default aten._unsafe_view.default aten.reshape.default aten.flatten.using_ints aten.unflatten.int
+    aten._reshape_alias.default aten.view_copy.default"""
 )(ReshapeRule())
 register("aten.cat.default", "aten.concat.default")(DimsRule(_cat))
 register("aten.stack.default")(DimsRule(_stack))
 register("aten.constant_pad_nd.default", "aten.pad.default")(_PadRule(_pad))
-register("aten.flip.default")(DimsRule(all_but(1, "dims")))
-register("aten.roll.default")(DimsRule(all_but(2, "dims")))
+register("aten.flip.default")(DimsRule(all_but("dims")))
+register("aten.roll.default")(DimsRule(all_but("dims")))
 register("aten.repeat.default")(_RepeatRule(_repeat))
 register("aten.repeat_interleave.self_int")(_RepeatInterleaveRule(_repeat_interleave))
-register("aten.slice_scatter.default", "aten.select_scatter.default")(DimsRule(_scatter_into))
 register("aten.tril.default", "aten.triu.default")(
     DimsRule(lambda node: along(node, [len(shapes(node)[0]) - 1, len(shapes(node)[0]) - 2]))
-)
-register("aten.index_select.default")(DimsRule(_index_select, linear=(0,), saves=(1,), high=_extent_of_dim))
-register("aten.gather.default")(DimsRule(_gather, linear=(0,), saves=(1,), high=_extent_of_dim))
-register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), high=_index_bound))
-register("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")(
-    DimsRule(all_but(1, "dim"), linear=(), saves=(1,), high=_extent_of_dim)
-)
-register("aten.one_hot.default")(
-    DimsRule(
-        lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(shapes(node)[0]) if extent > 1],
-        linear=(),
-        high=lambda node: types_of(node)[0].shape[-1],
-    )
 )
 register("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default")(
     _LikeRule()
 )
 register(
-    *"""aten.arange.default aten.arange.start aten.arange.start_step aten.full.default aten.zeros.default aten.ones.default
-    aten.empty.memory_format aten.scalar_tensor.default aten.eye.default aten.eye.m aten.linspace.default""".split()
+    """aten.arange.default aten.arange.start aten.arange.start_step aten.full.default aten.zeros.default
+    aten.ones.default aten.empty.memory_format aten.scalar_tensor.default aten.eye.default aten.eye.m
+    aten.linspace.default"""
 )(WholeRule("free"))

@@ -1,0 +1,94 @@
+"""Ops that read or write places named by indices: gathers, scatters, ``x[indices]``.
+
+Dims that no index names pass through. A dim of the indices may be cut too: each device then looks up its own indices
+in the whole table, and gives an addend of the table's gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..graph import tensor_operands, types_of
+from . import register
+from .named import argument
+from .view import DimsRule, Track, all_but, normal, shapes
+
+
+def _scatter_into(node: Node) -> list[Track]:
+    """slice_scatter, select_scatter: (x, source, dim, …)."""
+    first, source = shapes(node)
+    fixed = normal(argument(node, "dim"), len(first))
+    selects = len(source) < len(first)
+    return [
+        Track((d, d - (selects and d > fixed)), (d,), extent)
+        for d, extent in enumerate(first)
+        if d != fixed and extent > 1
+    ]
+
+
+def _index_select(node: Node) -> list[Track]:
+    x, index = shapes(node)
+    dim = normal(argument(node, "dim"), len(x))
+    tracks = [Track((d, None), (d,), extent) for d, extent in enumerate(x) if d != dim and extent > 1]
+    return tracks + ([Track((None, 0), (dim,), index[0])] if index and index[0] > 1 else [])
+
+
+def _gather(node: Node) -> list[Track]:
+    x, index = shapes(node)
+    dim = normal(argument(node, "dim"), len(x))
+    tracks = []
+    for d, extent in enumerate(index):
+        if extent > 1 and (d == dim or x[d] == extent):
+            tracks.append(Track((None if d == dim else d, d), (d,), extent))
+    return tracks
+
+
+def _index(node: Node) -> list[Track]:
+    """``x[indices]``: dims that no index names pass through; dims of the indices themselves cut them and leave ``x``
+    whole."""
+    x, *indices = shapes(node)
+    given = list(node.args[1])  # type: ignore[arg-type]
+    operands = tensor_operands(node)[1:]
+    if any(operand.meta["type"].dtype in (torch.bool, torch.uint8) for operand in operands):
+        return []
+    named = [d for d, index in enumerate(given) if index is not None]
+    broadcast = torch.broadcast_shapes(*indices)
+    adjacent = named == list(range(named[0], named[-1] + 1))
+    at = named[0] if adjacent else 0
+    kept = [d for d in range(len(x)) if d not in named]
+    places = [p for p in range(len(kept) + len(broadcast)) if not at <= p < at + len(broadcast)]
+    tracks = [Track((d, *(None for _ in indices)), (place,), x[d]) for d, place in zip(kept, places) if x[d] > 1]
+    for j, extent in enumerate(broadcast):
+        if extent > 1:
+            cut = [j - (len(broadcast) - len(shape)) for shape in indices]
+            dims = (c if c >= 0 and shape[c] == extent else None for c, shape in zip(cut, indices))
+            tracks.append(Track((None, *dims), (at + j,), extent))
+    return tracks
+
+
+def _index_bound(node: Node) -> int:
+    """The least extent that an index of ``index.Tensor`` meets."""
+    x = shapes(node)[0]
+    return min(x[d] for d, index in enumerate(node.args[1]) if index is not None)  # type: ignore[arg-type]
+
+
+def _extent_of_dim(node: Node) -> int:
+    x = shapes(node)[0]
+    return x[normal(int(node.args[1]), len(x))]  # type: ignore[arg-type]
+
+
+register("aten.slice_scatter.default", "aten.select_scatter.default")(DimsRule(_scatter_into))
+register("aten.index_select.default")(DimsRule(_index_select, linear=(0,), saves=(1,), high=_extent_of_dim))
+register("aten.gather.default")(DimsRule(_gather, linear=(0,), saves=(1,), high=_extent_of_dim))
+register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), high=_index_bound))
+register("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")(
+    DimsRule(all_but("dim"), linear=(), saves=(1,), high=_extent_of_dim)
+)
+register("aten.one_hot.default")(
+    DimsRule(
+        lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(shapes(node)[0]) if extent > 1],
+        linear=(),
+        high=lambda node: types_of(node)[0].shape[-1],
+    )
+)
