@@ -15,8 +15,10 @@ as w ≥ 0.
 **Elimination.** A variable v leaves by adding all tables that mention it and taking the minimum over its axis (bucket
 elimination, Dechter 1999); the argmin is kept for the way back. Two cases are cheaper than that. A state variable
 whose operator is still there is substituted: its axis is gathered along the operator's. An operator all of whose
-states are still there is scattered: its choices are grouped by their states. The next variable is always the one
-whose table is smallest. What is left is one table over the kept operators.
+states are still there is scattered: its choices are grouped by their states. The next variable is the one that
+touches least cells per cell it removes; if that comes out too wide, the one that touches least. (Largest table of the
+first order against the second, on 16 random layers of 40 operators × 25 choices: from 3 times larger to over 500
+times smaller.) What is left is one table over the kept operators.
 
 **A memory limit** (``solve``): for every λ ≥ 0, min_x cost(x) - λ·limit is a lower bound of the optimum (Lagrange),
 and an x that fits is an upper one. A search on λ brings both together; what gap stays is for the integer program
@@ -117,16 +119,21 @@ def eliminate(
     if math.prod(len(problem.operators[i].labels) for i in keep) > max_table:
         raise TooWide(f"the table of the kept operators has more than {max_table} cells")
     small, original = simplify(weighted(problem, byte_weight), frozenset(keep))
-    work = _Elimination(small, tuple(keep), max_table)
-    work.run()
+    try:
+        work = _Elimination(small, tuple(keep), max_table, by_growth=True)
+        work.run()
+    except TooWide:
+        work = _Elimination(small, tuple(keep), max_table, by_growth=False)
+        work.run()
     return Table(tuple(keep), work.result(), byte_weight, tuple(work.steps), tuple(original))
 
 
 class _Elimination:
     """The tables that are left, and the steps done. Variables: the n operators first, then state and set variables."""
 
-    def __init__(self, problem: Problem, keep: tuple[int, ...], max_table: int) -> None:
+    def __init__(self, problem: Problem, keep: tuple[int, ...], max_table: int, by_growth: bool) -> None:
         self.keep = keep
+        self.by_growth = by_growth
         self.max_table = max_table
         self.size = [len(op.labels) for op in problem.operators]
         self.factors: dict[int, _Factor] = {}
@@ -245,8 +252,13 @@ class _Elimination:
             self.size[v], math.prod(self.size[u] for u in self.states[v] - others) if self.states[v] else 1
         )
 
+    def _rank(self, v: int) -> float:
+        """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched."""
+        gone = sum(self.factors[f].table.size for f in self.at[v]) if self.by_growth else 1
+        return self._cells(v) / max(gone, 1)
+
     def run(self) -> None:
-        """Eliminate every variable that is not kept, smallest table first."""
+        """Eliminate every variable that is not kept, in greedy order."""
         kept = set(self.keep)
         todo = {v for v in range(len(self.size)) if v not in kept}
         last = {v for v in todo if v in self.owner and self.owner[v][0] in kept}
@@ -254,15 +266,15 @@ class _Elimination:
             self._run(group)
 
     def _run(self, todo: set[int]) -> None:
-        cells = {v: self._cells(v) for v in todo}
-        heap = [(c, v) for v, c in cells.items()]
+        ranks = {v: self._rank(v) for v in todo}
+        heap = [(rank, v) for v, rank in ranks.items()]
         heapq.heapify(heap)
         while heap:
-            c, v = heapq.heappop(heap)
-            if v not in todo or cells[v] != c:
+            rank, v = heapq.heappop(heap)
+            if v not in todo or ranks[v] != rank:
                 continue
-            if c > self.max_table:
-                raise TooWide(f"eliminating the next variable takes a table of {c} cells, more than {self.max_table}")
+            if (cells := self._cells(v)) > self.max_table:
+                raise TooWide(f"eliminating the next variable takes a table of {cells} cells, over {self.max_table}")
             todo.discard(v)
             touched = self._scope_after(v)
             if v in self.owner:
@@ -272,9 +284,9 @@ class _Elimination:
                 self.owner[u][0] for u in touched if u in self.owner
             }
             for u in touched & todo:
-                new = self._cells(u)
-                if new != cells[u]:
-                    cells[u] = new
+                new = self._rank(u)
+                if new != ranks[u]:
+                    ranks[u] = new
                     heapq.heappush(heap, (new, u))
 
     # ---- one elimination
