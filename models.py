@@ -2,24 +2,22 @@
 
 The shapes are published ones, so that plans can be held against published plans: GPT, GShard mixtures and Wide-ResNets as in Alpa
 (OSDI'22, table 4), Llama 3 as in arXiv:2407.21783. ``build(name)`` gives a ``Target``; ``names()`` lists all with a line each.
-``GPT`` is also the model that the demo trains.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from .compiler.experts import experts
+from .architectures import GPT, Llama, TransformerMoE, UNet, ViTMoE, WideResNet
 
-__all__ = ["GPT", "Llama", "Target", "TransformerMoE", "UNet", "ViTMoE", "WideResNet", "build", "names"]
+__all__ = ["GPT", "Llama", "Target", "TransformerMoE", "UNet", "ViTMoE", "WideResNet", "build", "gpt_flops", "names"]
 
 
 @dataclass(frozen=True)
@@ -40,228 +38,159 @@ class Target:
     flops_per_step: float | None = None
 
 
-# ---- transformers
+# ---- targets by name
 
 
-class Attention(nn.Module):
-    """Causal (or full) self-attention; ``kv_heads`` < ``heads`` shares keys and values among groups of heads. [B, S, H] → [B, S, H]."""
+@dataclass(frozen=True)
+class _Recipe:
+    description: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+    global_batch: int
+    dtype: torch.dtype
+    flops_per_sample: float | None = None
+    needs: str = ""
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int | None = None,
-        bias: bool = True,
-        dropout: float = 0.0,
-        causal: bool = True,
-    ) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.width = heads, kv_heads or heads, hidden // heads
-        self.dropout, self.causal = dropout, causal
-        self.query = nn.Linear(hidden, self.heads * self.width, bias)
-        self.key = nn.Linear(hidden, self.kv_heads * self.width, bias)
-        self.value = nn.Linear(hidden, self.kv_heads * self.width, bias)
-        self.out = nn.Linear(self.heads * self.width, hidden, bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x: [B, S, H]; rotary: cosines and sines [S, width] to turn queries and keys by."""
-        batch, length, _ = x.shape
-        query = self.query(x).view(batch, length, self.heads, self.width).transpose(1, 2)
-        key = self.key(x).view(batch, length, self.kv_heads, self.width).transpose(1, 2)
-        value = self.value(x).view(batch, length, self.kv_heads, self.width).transpose(1, 2)
-        if rotary is not None:
-            query, key = _rotate(query, *rotary), _rotate(key, *rotary)
-        y = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-            enable_gqa=self.kv_heads != self.heads,
+def _token_inputs(sequence: int) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (torch.zeros(batch, sequence, dtype=torch.int64), torch.zeros(batch, sequence, dtype=torch.int64)), {}
+
+    return make
+
+
+def _image_inputs(size: int, pixels: bool = False) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    def make(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        labels = torch.zeros((batch, size, size) if pixels else (batch,), dtype=torch.int64)
+        return (torch.zeros(batch, 3, size, size), labels), {}
+
+    return make
+
+
+def gpt_flops(batch: int, sequence: int, layers: int, hidden: int, vocab: int) -> float:
+    """Model FLOPs of one training step of a GPT: 72·B·S·L·H²·(1 + S/(6H)) + 6·B·S·H·V (MODELS.md; no recomputation)."""
+    return (
+        72.0 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden))
+        + 6.0 * batch * sequence * hidden * vocab
+    )
+
+
+def _t5_3b() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration  # an optional dependency
+
+    config = T5Config(
+        vocab_size=32128,
+        d_model=1024,
+        d_kv=128,
+        d_ff=16384,
+        num_layers=24,
+        num_heads=32,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def _t5_inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tokens = torch.zeros(batch, 1024, dtype=torch.int64)
+    return (), {"input_ids": tokens, "labels": torch.zeros_like(tokens)}
+
+
+_GPT = {
+    "350m": (24, 1024, 16), "760m": (24, 1536, 16), "1.3b": (24, 2048, 32), "2.6b": (32, 2560, 32),
+    "6.7b": (32, 4096, 32), "15b": (48, 5120, 40), "39b": (48, 8192, 64), "175b": (96, 12288, 96),
+}  # fmt: skip
+_MOE = {
+    "380m": (8, 768, 8), "690m": (8, 768, 16), "1.3b": (16, 768, 16), "2.4b": (16, 1024, 16),
+    "10b": (16, 1536, 32), "27b": (16, 2048, 48), "70b": (32, 2048, 64),
+}  # fmt: skip
+_WRN = {
+    "250m": (50, 160, 2), "500m": (50, 224, 2), "1b": (50, 320, 2), "2b": (50, 448, 2),
+    "4b": (50, 640, 2), "6.8b": (50, 320, 16), "13b": (101, 320, 16),
+}  # fmt: skip
+_LLAMA = {
+    "8b": (32, 4096, 14336, 32, 8), "70b": (80, 8192, 28672, 64, 8), "405b": (126, 16384, 53248, 128, 8),
+}  # fmt: skip
+
+
+def _recipes() -> dict[str, _Recipe]:
+    half, full = torch.float16, torch.float32
+    found: dict[str, _Recipe] = {}
+    found["gpt-demo"] = _Recipe(
+        "GPT on bytes: 4 layers, hidden 128, 4 heads, sequence 128",
+        partial(GPT, 256, 4, 128, 4, 128),
+        _token_inputs(128),
+        32,
+        full,
+        gpt_flops(1, 128, 4, 128, 256),
+    )
+    for size, (layers, hidden, heads) in _GPT.items():
+        sequence = 2048 if size == "175b" else 1024
+        found[f"gpt-{size}"] = _Recipe(
+            f"GPT: {layers} layers, hidden {hidden}, {heads} heads, sequence {sequence}, vocabulary 51,200",
+            partial(GPT, 51200, layers, hidden, heads, sequence),
+            _token_inputs(sequence),
+            1024,
+            half,
+            gpt_flops(1, sequence, layers, hidden, 51200),
         )
-        return self.out(y.transpose(1, 2).reshape(batch, length, self.heads * self.width))
+    for size, (layers, hidden, inner, heads, kv_heads) in _LLAMA.items():
+        found[f"llama3-{size}"] = _Recipe(
+            f"Llama 3: {layers} layers, hidden {hidden}, feed-forward {inner}, {heads} heads ({kv_heads} for keys), sequence 8192",
+            partial(Llama, 128256, layers, hidden, inner, heads, kv_heads),
+            _token_inputs(8192),
+            1024,
+            torch.bfloat16,
+        )
+    for size, (layers, hidden, num_experts) in _MOE.items():
+        found[f"moe-{size}"] = _Recipe(
+            f"GShard mixture of experts: {layers} layers, hidden {hidden}, {num_experts} experts in every second, top-2",
+            partial(TransformerMoE, 32000, layers, hidden, 16, num_experts, 1024),
+            _token_inputs(1024),
+            1024,
+            half,
+        )
+    for size, (depth, channels, factor) in _WRN.items():
+        found[f"wrn-{size}"] = _Recipe(
+            f"Wide-ResNet: depth {depth}, {channels} channels, width factor {factor}, 224×224 images",
+            partial(WideResNet, depth, channels, factor),
+            _image_inputs(224),
+            1536,
+            full,
+        )
+    found["resnet-152"] = _Recipe(
+        "ResNet-152, 224×224 images", partial(WideResNet, 152, 64, 1), _image_inputs(224), 1024, full
+    )
+    found["unet"] = _Recipe("U-Net: 3 down, 3 up, skips, 256×256 images", UNet, _image_inputs(256, True), 256, full)
+    found["vit-moe"] = _Recipe(
+        "ViT-L/16 with 32 experts in every second layer, top-2", ViTMoE, _image_inputs(224), 1024, half
+    )
+    found["t5-3b"] = _Recipe(
+        "T5 3B, encoder and decoder (needs transformers)", _t5_3b, _t5_inputs, 1024, full, needs="transformers"
+    )
+    return found
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+def names() -> dict[str, str]:
+    """Every built-in target with a line of description, by name."""
+    return {name: recipe.description for name, recipe in _recipes().items()}
 
 
-class FeedForward(nn.Module):
-    """``down(gelu(up(x)))``."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden, inner)
-        self.down = nn.Linear(inner, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden]."""
-        return self.down(F.gelu(self.up(x)))
-
-
-class Experts(nn.Module):
-    """A router and ``num_experts`` feed-forwards; each token goes through the best ``top_k``, weighted by the router. No token is dropped."""
-
-    def __init__(self, hidden: int, inner: int, num_experts: int, top_k: int = 2) -> None:
-        super().__init__()
-        self.top_k = top_k
-        self.router = nn.Linear(hidden, num_experts, bias=False)
-        self.up = nn.Parameter(torch.randn(num_experts, inner, hidden) * 0.02)
-        self.down = nn.Parameter(torch.randn(num_experts, hidden, inner) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, hidden]."""
-        tokens = x.reshape(-1, x.shape[-1])
-        probability = F.softmax(self.router(tokens).float(), dim=-1)
-        weight, index = probability.topk(self.top_k, dim=-1)
-        weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
-        return experts(tokens, index, weight, self.up, self.down, "gelu", False).view_as(x)
-
-
-class Block(nn.Module):
-    """Attention, then a feed-forward, each on a normalized input and added to the stream."""
-
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, hidden: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention, self.feed_forward = attention, feed_forward
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, S, hidden]."""
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
-
-
-class GPT(nn.Module):
-    """A decoder with learned positions: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the logits [B, S, vocab].
-
-    tokens, targets: int64 [B, S], S at most ``sequence``; targets of -100 do not count.
-    """
-
-    def __init__(
-        self,
-        vocab: int,
-        layers: int,
-        hidden: int,
-        heads: int,
-        sequence: int,
-        dropout: float = 0.0,
-        tied: bool = True,
-    ) -> None:
-        super().__init__()
-        if hidden % heads:
-            raise ValueError(f"heads divide hidden, but got {heads} heads and hidden {hidden}; change one of them")
-        self.token_embedding = nn.Embedding(vocab, hidden)
-        self.position_embedding = nn.Embedding(sequence, hidden)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(self._block(i, hidden, heads, dropout) for i in range(layers))
-        self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, vocab, bias=False)
-        if tied:
-            self.head.weight = self.token_embedding.weight
-        for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "down.weight")):  # keep the variance of the residual stream
-                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5)
-            elif parameter.dim() >= 2:
-                nn.init.normal_(parameter, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def _block(self, index: int, hidden: int, heads: int, dropout: float) -> Block:
-        return Block(Attention(hidden, heads, dropout=dropout), FeedForward(hidden, 4 * hidden), hidden, dropout)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss (0-d) if there are targets, else the logits."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
-
-
-class TransformerMoE(GPT):
-    """GPT with a mixture of experts as every second feed-forward (GShard, arXiv:2006.16668, but dropless)."""
-
-    def __init__(
-        self,
-        vocab: int,
-        layers: int,
-        hidden: int,
-        heads: int,
-        num_experts: int,
-        sequence: int,
-        feed_forward: int | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        self.inner, self.num_experts = feed_forward or 8 * hidden, num_experts
-        super().__init__(vocab, layers, hidden, heads, sequence, dropout, tied=True)
-
-    def _block(self, index: int, hidden: int, heads: int, dropout: float) -> Block:
-        dense = index % 2 == 0
-        inner = FeedForward(hidden, self.inner) if dense else Experts(hidden, self.inner, self.num_experts)
-        return Block(Attention(hidden, heads, dropout=dropout), inner, hidden, dropout)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalization in fp32 with a gain."""
-
-    def __init__(self, hidden: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(hidden)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden]."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class LlamaBlock(nn.Module):
-    """Grouped-query attention with rotary positions and a SwiGLU feed-forward."""
-
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = RMSNorm(hidden), RMSNorm(hidden)
-        self.attention = Attention(hidden, heads, kv_heads, bias=False)
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """x: [B, S, hidden]."""
-        x = x + self.attention(self.norm1(x), rotary)
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class Llama(nn.Module):
-    """A Llama 3 decoder: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the logits. int64 [B, S]."""
-
-    def __init__(
-        self, vocab: int, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, theta: float = 5e5
-    ) -> None:
-        super().__init__()
-        self.width, self.theta = hidden // heads, theta
-        self.embedding = nn.Embedding(vocab, hidden)
-        self.blocks = nn.ModuleList(LlamaBlock(hidden, inner, heads, kv_heads) for _ in range(layers))
-        self.norm = RMSNorm(hidden)
-        self.head = nn.Linear(hidden, vocab, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The mean loss (0-d) if there are targets, else the logits [B, S, vocab]."""
-        x = self.embedding(tokens)
-        exponents = torch.arange(0, self.width, 2, device=tokens.device).float() / self.width
-        positions = torch.arange(tokens.shape[1], device=tokens.device).float()
-        angles = positions.unsqueeze(1) * torch.exp(exponents * -torch.log(torch.full_like(exponents, self.theta)))
-        angles = torch.cat((angles, angles), dim=-1)
-        rotary = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for block in self.blocks:
-            x = block(x, rotary)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+def build(name: str, device: str = "meta") -> Target:
+    """The built-in target of that name on ``device`` (meta: no weights); ValueError with close matches for another name."""
+    recipes = _recipes()
+    if name not in recipes:
+        close = difflib.get_close_matches(name.lower(), recipes, 3) or list(recipes)[:3]
+        raise ValueError(
+            f"a target is package.module:callable or a built-in model, but got {name!r}; did you mean {', '.join(close)}?"
+        )
+    recipe = recipes[name]
+    try:
+        with torch.device(device):
+            model = recipe.make().to(recipe.dtype).train()
+            args, kwargs = recipe.inputs(recipe.global_batch)
+    except ImportError as error:
+        raise ValueError(f"{name} needs {recipe.needs}, but got {error}; install meshwright[huggingface]") from None
+    args = tuple(x.to(recipe.dtype) if x.is_floating_point() else x for x in args)
+    flops = None if recipe.flops_per_sample is None else recipe.flops_per_sample * recipe.global_batch
+    return Target(name, recipe.description, model, args, kwargs, recipe.global_batch, recipe.dtype, flops)

@@ -1,4 +1,4 @@
-"""Whose line it was: source lines for graph nodes, and capture errors that name the user's line and the change to make."""
+"""Whose line it was: source lines for graph nodes, and errors that name the user's line and the change to make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["CaptureError", "blame", "line_of", "short_path"]
+__all__ = ["CaptureError", "blame", "line_of", "refusal", "short_path"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -35,7 +35,7 @@ _ADVICE: tuple[tuple[str, str, str], ...] = (
         "use the torch function of the same name, or do it outside of forward",
     ),
     (
-        r"nonzero|dynamic shape|DynamicOutputShape|unbacked|masked_select",
+        r"\[[^\]]*[<>=]=?[^\]]*\]|nonzero|shape depends on values|dynamic shape|DynamicOutputShape|unbacked|masked_select",
         "the code makes a tensor whose shape depends on values (a boolean index, `nonzero`, `unique`)",
         "use torch.where or a mask of fixed shape",
     ),
@@ -53,7 +53,7 @@ class CaptureError(ValueError):
 
 def short_path(path: str) -> str:
     """The path as a reader wants it: from the site-packages root, or relative to the working directory, or as it is."""
-    head, marker, tail = path.rpartition("site-packages" + os.sep)
+    _, marker, tail = path.rpartition("site-packages" + os.sep)
     if marker:
         return tail
     here = os.getcwd() + os.sep
@@ -84,10 +84,20 @@ def _deepest(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
 
 
 @lru_cache(maxsize=65536)
-def line_of(stack_trace: str) -> str:
+def _frame_of(stack_trace: str) -> tuple[str, int] | None:
+    return _deepest([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
+
+
+def line_of(stack_trace: str | None) -> str:
     """``"file.py:12"`` for the ``stack_trace`` of an exported node; "" if no frame is the user's."""
-    found = _deepest([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
+    found = _frame_of(stack_trace or "")
     return f"{short_path(found[0])}:{found[1]}" if found else ""
+
+
+def refusal(stack_trace: str | None, text: str) -> CaptureError:
+    """The CaptureError for an exported node that a graph cannot have; ``text`` says what it is, for the advice."""
+    where = _frame_of(stack_trace or "")
+    return _error(where, text)
 
 
 def blame(error: BaseException) -> CaptureError:
@@ -106,8 +116,11 @@ def blame(error: BaseException) -> CaptureError:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(link.__traceback__)]
         if any(path == _WRAPPER for path, _ in frames):
             where = where or _deepest(frames)
+    return _error(where, "\n".join(f"{type(link).__name__}: {link}" for link in chain))
+
+
+def _error(where: tuple[str, int] | None, text: str) -> CaptureError:
     code = linecache.getline(*where).strip() if where else ""
-    text = "\n".join(f"{type(link).__name__}: {link}" for link in chain)
     cause, change = _advice(code, text)
     place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
     return CaptureError(f"{place}cannot be captured: {cause}; {change}")

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
-from .blame import CaptureError, blame, line_of
+from .blame import CaptureError, blame, line_of, refusal
 from .example import Inputs, fake_inputs
 from .experts import experts
 from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
@@ -176,7 +176,10 @@ class _Translator:
     def graph(self) -> Graph:
         self._placeholders()
         for node in self.program.graph.nodes:
-            if node.op not in ("placeholder", "output") and node.target is not torch.ops.aten._assert_tensor_metadata.default:
+            if (
+                node.op not in ("placeholder", "output")
+                and node.target is not torch.ops.aten._assert_tensor_metadata.default
+            ):
                 self._op(node)
         results = self._results()
         self.fx.output(tuple(self.env[node] for _, _, node in results))
@@ -245,21 +248,16 @@ class _Translator:
         assert node.meta["source"].name == name
 
     def _op(self, node: Node) -> None:
-        line = line_of(node.meta.get("stack_trace") or "")
-        if node.op != "call_function" or not (
-            node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
-        ):
-            raise CaptureError(
-                f"{line or node.name}: a graph is made of tensor ops, but got {node.target}; write it without torch.cond and the like"
-            )
+        trace = node.meta.get("stack_trace")
+        known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+        if node.op != "call_function" or not known:
+            raise refusal(trace, f"a graph is made of tensor ops, but got {node.target}")
         types = _types_or_none(node.meta.get("val"))
         if types is None:
-            raise CaptureError(
-                f"{line or node.name}: a graph is made of tensors, but {node.target} gives a Python number that depends on data; "
-                "keep it a tensor, or compute it outside of forward and pass it in"
-            )
+            number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+            raise refusal(trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values")
         new = self.fx.node_copy(node, lambda n: self.env[n])
-        new.meta = {"type": types, "module": _module_of(node), "line": line}
+        new.meta = {"type": types, "module": _module_of(node), "line": line_of(trace)}
         self.env[node] = new
 
     def _results(self) -> list[tuple[str, str, Node]]:

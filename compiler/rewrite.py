@@ -125,7 +125,9 @@ def spell_out_broadcasts(graph: Graph) -> None:
         for index, getitem in _outputs(node).items():
             kind, source = getitem.meta["type"], operands[index]
             same = source.meta["type"] == kind
-            _replace(graph, getitem, source if same else _At(graph, node)(aten.expand.default, source, list(kind.shape)))
+            _replace(
+                graph, getitem, source if same else _At(graph, node)(aten.expand.default, source, list(kind.shape))
+            )
         graph.fx.erase_node(node)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .blame import CaptureError
 from .experts import EXPERTS_NAME, register_experts
 
 __all__ = ["Names", "model_settings", "modes", "swapped"]
@@ -31,24 +32,28 @@ def modes(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
-    """Hugging Face settings off that only matter for generation (``use_cache``) or that are the plan's to decide (recompute); our experts on."""
-    undo: list[tuple[Any, str, Any]] = []
-    wanted = {"use_cache": False, "gradient_checkpointing": False}
+    """Hugging Face settings for a capture: no generation cache, recompute left to the plan, experts as one op.
+
+    Some forwards write to their configuration; all of it is as before afterwards.
+    """
+    wanted = {"use_cache": False}
     if register_experts():
         wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
+    saved = [(vars(config), dict(vars(config))) for config in configs.values()]
+    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
-        for holder in (*configs.values(), *model.modules()):
-            for key, value in wanted.items():
-                if isinstance(holder, nn.Module) != (key == "gradient_checkpointing"):
-                    continue
-                if vars(holder).get(key, value) != value:
-                    undo.append((holder, key, vars(holder)[key]))
-                    vars(holder)[key] = value
+        for table, before in saved:
+            table.update({key: value for key, value in wanted.items() if key in before})
+        for module in recomputed:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
         yield
     finally:
-        for holder, key, value in undo:
-            vars(holder)[key] = value
+        for table, before in saved:
+            table.clear()
+            table.update(before)
+        for module in recomputed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 @dataclass
@@ -100,7 +105,23 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
                     swap(vars(module), key, fakes[id(value)])
                 elif type(value) is list and any(id(item) in fakes for item in value):
                     swap(vars(module), key, [fakes.get(id(item), item) for item in value])
+            _refuse_unregistered(module, fakes)
         yield names
     finally:
         for table, key, value in reversed(undo):
             table[key] = value
+
+
+def _refuse_unregistered(module: nn.Module, known: Mapping[int, torch.Tensor]) -> None:
+    """Export takes a parameter in a plain container for a constant, and it would silently not be trained."""
+    ours = {id(fake) for fake in known.values()}
+    for key, value in vars(module).items():
+        if key in ("_parameters", "_buffers", "_modules"):
+            continue
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for item in items:
+            if isinstance(item, nn.Parameter) and item.requires_grad and id(item) not in ours:
+                raise CaptureError(
+                    f"every parameter is registered, but got one in {type(module).__name__}.{key}, a plain attribute; "
+                    "use an nn.Parameter attribute, nn.ParameterList or nn.ParameterDict"
+                )

@@ -32,7 +32,9 @@ def tokens_and_labels(batch: int, sequence: int = SEQUENCE, seed: int = 1) -> tu
 
 def _images(batch: int, size: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 3, size, size, generator=generator), torch.randint(0, CLASSES, (batch,), generator=generator)
+    return torch.randn(batch, 3, size, size, generator=generator), torch.randint(
+        0, CLASSES, (batch,), generator=generator
+    )
 
 
 class MLP(nn.Module):
