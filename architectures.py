@@ -1,10 +1,13 @@
-"""The models behind the built-in targets, in compact plain PyTorch: decoders, mixtures of experts, residual and U-shaped networks.
+"""The models behind the built-in targets, in compact plain PyTorch: decoders, mixtures of experts, residual and
+U-shaped networks.
 
-Each ``forward(inputs, targets)`` gives the mean loss (0-d), and ``forward(inputs)`` the logits. ``GPT`` is also the model that the
-demo trains.
+Each ``forward(inputs, targets)`` gives the mean loss (0-d), and ``forward(inputs)`` the logits. ``GPT`` is also the
+model that the demo trains.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,8 @@ __all__ = ["GPT", "Llama", "TransformerMoE", "UNet", "ViTMoE", "WideResNet"]
 
 
 class Attention(nn.Module):
-    """Causal (or full) self-attention; ``kv_heads`` < ``heads`` shares keys and values among groups of heads. [B, S, H] → [B, S, H]."""
+    """Causal (or full) self-attention; ``kv_heads`` < ``heads`` shares keys and values among groups of heads. [B, S,
+    H] → [B, S, H]."""
 
     def __init__(
         self,
@@ -75,7 +79,8 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router and ``num_experts`` feed-forwards; each token goes through the best ``top_k``, weighted by the router. No token is dropped."""
+    """A router and ``num_experts`` feed-forwards; each token goes through the best ``top_k``, weighted by the router.
+    No token is dropped."""
 
     def __init__(self, hidden: int, inner: int, num_experts: int, top_k: int = 2) -> None:
         super().__init__()
@@ -109,7 +114,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the logits [B, S, vocab].
+    """A decoder with learned positions: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the
+    logits [B, S, vocab].
 
     tokens, targets: int64 [B, S], S at most ``sequence``; targets of -100 do not count.
     """
@@ -213,7 +219,8 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama 3 decoder: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the logits. int64 [B, S]."""
+    """A Llama 3 decoder: ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` the logits. int64 [B,
+    S]."""
 
     def __init__(
         self, vocab: int, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, theta: float = 5e5
@@ -265,7 +272,8 @@ class Bottleneck(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """A bottleneck ResNet of ``depth`` 50, 101 or 152; ``forward(images, labels)`` gives the mean loss, without labels the logits."""
+    """A bottleneck ResNet of ``depth`` 50, 101 or 152; ``forward(images, labels)`` gives the mean loss, without
+    labels the logits."""
 
     def __init__(self, depth: int, channels: int, width_factor: int, classes: int = 1024) -> None:
         super().__init__()
@@ -288,14 +296,15 @@ class WideResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three steps down, three up, skips between equal resolutions; ``forward(images, labels)`` gives the mean loss per pixel."""
+    """Three steps down, three up, skips between equal resolutions; ``forward(images, labels)`` gives the mean loss
+    per pixel."""
 
     def __init__(self, channels: int = 64, steps: int = 3, classes: int = 32) -> None:
         super().__init__()
         widths = [channels * 2**i for i in range(steps + 1)]
         self.enter = _double_conv(3, channels)
-        self.down = nn.ModuleList(_double_conv(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.widen = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(_double_conv(a, b) for a, b in pairwise(widths))
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths))
         self.up = nn.ModuleList(_double_conv(2 * a, a) for a in widths[:-1])
         self.head = nn.Conv2d(channels, classes, 1)
 
@@ -320,7 +329,8 @@ def _double_conv(channels: int, out: int) -> nn.Module:
 
 
 class ViTMoE(nn.Module):
-    """A vision transformer with a mixture of experts as every second feed-forward; mean loss with labels, else logits."""
+    """A vision transformer with a mixture of experts as every second feed-forward; mean loss with labels, else
+    logits."""
 
     def __init__(
         self,

@@ -1,7 +1,9 @@
-"""Built-in targets by name (``gpt-39b``, ``llama3-8b``, ``moe-10b``, ``wrn-4b``, …): compact plain-PyTorch models on the meta device.
+"""Built-in targets by name (``gpt-39b``, ``llama3-8b``, ``moe-10b``, ``wrn-4b``, …): compact plain-PyTorch models on
+the meta device.
 
-The shapes are published ones, so that plans can be held against published plans: GPT, GShard mixtures and Wide-ResNets as in Alpa
-(OSDI'22, table 4), Llama 3 as in arXiv:2407.21783. ``build(name)`` gives a ``Target``; ``names()`` lists all with a line each.
+The shapes are published ones, so that plans can be held against published plans: GPT, GShard mixtures and
+Wide-ResNets as in Alpa (OSDI'22, table 4), Llama 3 as in arXiv:2407.21783. ``build(name)`` gives a ``Target``;
+``names()`` lists all with a line each.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ __all__ = ["GPT", "Llama", "Target", "TransformerMoE", "UNet", "ViTMoE", "WideRe
 class Target:
     """A model and what to plan it with.
 
-    args, kwargs: example inputs with ``global_batch`` rows. flops_per_step: the model's FLOPs of one training step at ``global_batch``
-    (forward and backward, no recomputation); None where no formula is given.
+    args, kwargs: example inputs with ``global_batch`` rows. flops_per_step: the model's FLOPs of one training step at
+    ``global_batch`` (forward and backward, no recomputation); None where no formula is given.
     """
 
     name: str
@@ -78,17 +80,9 @@ def gpt_flops(batch: int, sequence: int, layers: int, hidden: int, vocab: int) -
 def _t5_3b() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration  # an optional dependency
 
-    config = T5Config(
-        vocab_size=32128,
-        d_model=1024,
-        d_kv=128,
-        d_ff=16384,
-        num_layers=24,
-        num_heads=32,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    shape: dict[str, Any] = {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32}
+    shape |= {"vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**shape))
 
 
 def _t5_inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -136,7 +130,8 @@ def _recipes() -> dict[str, _Recipe]:
         )
     for size, (layers, hidden, inner, heads, kv_heads) in _LLAMA.items():
         found[f"llama3-{size}"] = _Recipe(
-            f"Llama 3: {layers} layers, hidden {hidden}, feed-forward {inner}, {heads} heads ({kv_heads} for keys), sequence 8192",
+            f"Llama 3: {layers} layers, hidden {hidden}, feed-forward {inner}, {heads} heads ({kv_heads} key-value), "
+            "sequence 8192",
             partial(Llama, 128256, layers, hidden, inner, heads, kv_heads),
             _token_inputs(8192),
             1024,
@@ -144,7 +139,7 @@ def _recipes() -> dict[str, _Recipe]:
         )
     for size, (layers, hidden, num_experts) in _MOE.items():
         found[f"moe-{size}"] = _Recipe(
-            f"GShard mixture of experts: {layers} layers, hidden {hidden}, {num_experts} experts in every second, top-2",
+            f"GShard mixture of experts: {layers} layers, hidden {hidden}, {num_experts} experts every second, top-2",
             partial(TransformerMoE, 32000, layers, hidden, 16, num_experts, 1024),
             _token_inputs(1024),
             1024,
@@ -177,12 +172,13 @@ def names() -> dict[str, str]:
 
 
 def build(name: str, device: str = "meta") -> Target:
-    """The built-in target of that name on ``device`` (meta: no weights); ValueError with close matches for another name."""
+    """The built-in target of that name on ``device`` (meta: no weights); ValueError for another name."""
     recipes = _recipes()
     if name not in recipes:
         close = difflib.get_close_matches(name.lower(), recipes, 3) or list(recipes)[:3]
         raise ValueError(
-            f"a target is package.module:callable or a built-in model, but got {name!r}; did you mean {', '.join(close)}?"
+            f"a target is package.module:callable or a built-in model, but got {name!r}; "
+            f"did you mean {', '.join(close)}?"
         )
     recipe = recipes[name]
     try:

@@ -35,7 +35,8 @@ _ADVICE: tuple[tuple[str, str, str], ...] = (
         "use the torch function of the same name, or do it outside of forward",
     ),
     (
-        r"\[[^\]]*[<>=]=?[^\]]*\]|nonzero|shape depends on values|dynamic shape|DynamicOutputShape|unbacked|masked_select",
+        r"\[[^\]]*[<>=]=?[^\]]*\]|nonzero|masked_select"
+        r"|shape depends on values|dynamic shape|DynamicOutputShape|unbacked",
         "the code makes a tensor whose shape depends on values (a boolean index, `nonzero`, `unique`)",
         "use torch.where or a mask of fixed shape",
     ),

@@ -2,8 +2,9 @@
 
 The steps, in order (``capture``):
 
-1. ``swapped``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face settings that only
-   matter for generation or that hide the experts from us are set aside; all of it is undone afterwards, whatever happens;
+1. ``swapped``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
+   settings that only matter for generation or that hide the experts from us are set aside; all of it is undone
+   afterwards, whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
 3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
 4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
@@ -51,21 +52,23 @@ def capture(
 ) -> Graph:
     """The graph of ``model`` on inputs like these, at the batch extent ``CAPTURE_BATCH`` (``extent`` is for tests).
 
-    The example tensors may have any batch size and device, meta included; only shapes and dtypes count. Dim 0 of every tensor whose
-    extent equals the first tensor's is the batch; ``batch_dims`` overrides, by source name (``{"args.1": None}``) or as one entry per flat
-    input (args, then kwargs, then targets); None: not split.
+    The example tensors may have any batch size and device, meta included; only shapes and dtypes count. Dim 0 of
+    every tensor whose extent equals the first tensor's is the batch; ``batch_dims`` overrides, by source name
+    (``{"args.1": None}``) or as one entry per flat input (args, then kwargs, then targets); None: not split.
 
-    training: the result is the loss, ``loss_fn(output, *targets)`` if given, else a scalar output, ``.loss``, ``["loss"]`` or the first
-    element; buffers that the forward updates are results too. A model whose root is in eval mode is captured after ``train()``; one
-    in training mode keeps the mode of each submodule (so a frozen batch norm stays frozen). Without training: every tensor of the output,
-    under ``eval()``. Modes, weights and settings of the model are as before when this returns or raises.
+    training: the result is the loss, ``loss_fn(output, *targets)`` if given, else a scalar output, ``.loss``,
+    ``["loss"]`` or the first element; buffers that the forward updates are results too. A model whose root is in eval
+    mode is captured after ``train()``; one in training mode keeps the mode of each submodule (so a frozen batch norm
+    stays frozen). Without training: every tensor of the output, under ``eval()``. Modes, weights and settings of the
+    model are as before when this returns or raises.
 
     Raises CaptureError (a ValueError) that names the line of the model and what to change.
     """
     kwargs = dict(example_kwargs or {})
     if training and loss_fn is None and example_targets:
         raise CaptureError(
-            "targets are the arguments of `loss_fn`, but got targets and no loss_fn; pass loss_fn=, or make them inputs of the model"
+            "targets are the arguments of `loss_fn`, but got targets and no loss_fn; "
+            "pass loss_fn=, or make them inputs of the model"
         )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = fake_inputs(
@@ -116,13 +119,14 @@ class _Wrapper(nn.Module):
 
 
 def _loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
-    """``loss_fn(output, *targets)``, else the output itself, ``.loss``, ``["loss"]`` or the first element, in this order."""
+    """``loss_fn(output, *targets)``, else the output itself, ``.loss``, ``["loss"]`` or the first element, in this
+    order."""
     if loss_fn is not None:
         return loss_fn(output, *targets)
     if isinstance(output, torch.Tensor):
         return output
     if getattr(output, "loss", None) is not None:
-        return output.loss  # type: ignore[attr-defined]
+        return output.loss
     if isinstance(output, Mapping):
         return output.get("loss")
     if isinstance(output, tuple | list) and output:
@@ -134,7 +138,8 @@ def _loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
 
 
 def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
-    """``no_grad`` regions inline, their results detached (decomposition would inline them and let gradients through)."""
+    """``no_grad`` regions inline, their results detached (decomposition would inline them and let gradients
+    through)."""
     regions = torch.ops.higher_order.wrap_with_set_grad_enabled
     graph = module.graph
     for node in [n for n in graph.nodes if n.op == "call_function" and n.target is regions]:
@@ -147,7 +152,7 @@ def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
                 if inside.op in ("placeholder", "output"):
                     continue
                 assert inside.op == "call_function", inside.format_node()
-                env[inside] = graph.node_copy(inside, lambda n, env=env: env[n])
+                env[inside] = graph.node_copy(inside, env.__getitem__)
             (results,) = next(n for n in inner.graph.nodes if n.op == "output").args
             for getitem in list(node.users):
                 source = results[getitem.args[1]]
@@ -240,8 +245,8 @@ class _Translator:
             )
         if isinstance(value, FakeTensor) or value.device.type == "meta":
             raise CaptureError(
-                f"a constant has a value, but got {name} without one; register it with register_buffer(..., persistent=False), "
-                "or build the model outside of the meta device"
+                f"a constant has a value, but got {name} without one; "
+                "register it with register_buffer(..., persistent=False), or build the model outside of the meta device"
             )
         node = self._placeholder(self.nodes[spec.arg.name], Source("constant", name, persistent=False))
         self.constants[name] = value.detach()
@@ -273,7 +278,8 @@ class _Translator:
                     )
                 elif getattr(spec.arg, "value", None) is not None:
                     raise CaptureError(
-                        f"outputs are tensors or None, but got {spec.arg.value!r} at place {index}; leave it out of the output"
+                        f"outputs are tensors or None, but got {spec.arg.value!r} at place {index}; "
+                        "leave it out of the output"
                     )
                 index += 1
             elif spec.kind == OutputKind.BUFFER_MUTATION:

@@ -28,6 +28,7 @@ from .spec import Pair, Placement, R, S
 __all__ = ["Composer", "Intervals", "LayerTable"]
 
 State = tuple[Pair, ...]  # one pair per tensor of a boundary
+MAX_CELLS = 20_000_000  # of one elimination table
 EPSILON = 1e-7  # by which fraction of a layer's seconds the price of its bytes is raised to read them off
 
 
@@ -134,12 +135,12 @@ class Composer:
         kept += [("exit", name) for name in leaving if name in leave and name not in entering]
         keep = [(entry if kind == "entry" else leave)[name] for kind, name in kept]
         base = self._weighted(section, 0.0, 0.0)
-        table = eliminate(base, keep)
+        table = eliminate(base, keep, max_table=MAX_CELLS)
         finite = table.cost[np.isfinite(table.cost)]
         scale = float(finite.min()) if finite.size else 1.0
         heaviest = max((float(r.max()) for r in (*section.resident, *section.saved) if r.size), default=0.0)
         step = EPSILON * scale / max(1.0, heaviest)
-        grown = [eliminate(self._weighted(section, *prices), keep).cost for prices in ((step, 0.0), (0.0, step))]
+        grown = [eliminate(self._weighted(section, *prices), keep, max_table=MAX_CELLS).cost for prices in ((step, 0.0), (0.0, step))]
         resident, saved = (np.maximum(0.0, np.nan_to_num((g - table.cost) / step)) for g in grown)
         index = self._index(section, kept, keep, entering, leaving, into, out)
         arrays = []

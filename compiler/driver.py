@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..costmodel.cluster import Cluster
-from ..costmodel.memory import framework_bytes
+from ..costmodel.memory import FRAMEWORK_BYTES
 from . import inter_op
 from .assemble import Assembled, assemble_stage
 from .compose import Composer, Intervals
@@ -335,7 +335,7 @@ def _admissible(cluster: Cluster, size: int) -> list[bool]:
 def _limits(cluster: Cluster) -> list[float]:
     """Usable bytes per device: its memory less what the framework itself takes."""
     devices = [cluster.device(d) for d in range(cluster.num_devices)]
-    return [d.memory_bytes - framework_bytes(d) for d in devices]
+    return [d.memory_bytes - FRAMEWORK_BYTES[d.kind] for d in devices]
 
 
 # ---- from a pipeline to a plan
@@ -366,7 +366,7 @@ def _finish(search: _Search, best: _Candidate) -> Plan:
                     boundary[-1],
                     flight,
                     limit,
-                    framework_bytes(device),
+                    FRAMEWORK_BYTES[device.kind],
                 )
             )
             search.progress("refine", (index + 1) / num)
@@ -516,6 +516,6 @@ def _notes(search: _Search, plan: Plan) -> list[str]:
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
     if idle:
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")
-    if search.cluster.note:
-        notes.append(search.cluster.note)
+    if search.cluster.oversubscription > 1:
+        notes.append(f"oversubscribed: {search.cluster.oversubscription:g} ranks share each core, so compute is priced that much slower")
     return notes

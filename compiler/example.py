@@ -32,7 +32,8 @@ def fake_inputs(
     overrides: Mapping[str, int | None] | Sequence[int | None] | None,
     extent: int,
 ) -> Inputs:
-    """Fakes of these inputs with the batch dim at ``extent``; ``overrides`` is ``batch_dims`` of ``capture``, ValueError if it does not fit."""
+    """Fakes of these inputs with the batch dim at ``extent``; ``overrides`` is ``batch_dims`` of ``capture``,
+    ValueError if it does not fit."""
     paths, tree = pytree.tree_flatten_with_path((args, kwargs, targets))
     names = tuple(_source_name(path) for path, _ in paths)
     leaves = [leaf for _, leaf in paths]
@@ -48,7 +49,8 @@ def fake_inputs(
             return torch.empty(shape, dtype=leaf.dtype, device="cpu", requires_grad=leaf.requires_grad)
 
     fakes = pytree.tree_unflatten([fake(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)], tree)
-    return Inputs(*fakes, names, dims)
+    fake_args, fake_kwargs, fake_targets = fakes
+    return Inputs(fake_args, fake_kwargs, fake_targets, names, dims)
 
 
 def _source_name(path: Sequence[Any]) -> str:

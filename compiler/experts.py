@@ -1,8 +1,10 @@
-"""A mixture's experts as one op, so that capture sees ``experts(x, index, weight, …)`` and not sorts, histograms and grouped matmuls.
+"""A mixture's experts as one op, so that capture sees ``experts(x, index, weight, …)`` and not sorts, histograms and
+grouped matmuls.
 
-``meshwright::experts`` is a ``torch.library`` op that runs and differentiates eagerly (by ``local_ops.experts``, on one device) and is opaque
-to ``torch.export``. ``transformers`` models are led to it through their own interface for experts (``register_experts``); hand-written
-models call ``experts``. ``rewrite`` turns it back into ``local_ops.experts``, which knows how to run on a mesh.
+``meshwright::experts`` is a ``torch.library`` op that runs and differentiates eagerly (by ``local_ops.experts``, on
+one device) and is opaque to ``torch.export``. ``transformers`` models are led to it through their own interface for
+experts (``register_experts``); hand-written models call ``experts``. ``rewrite`` turns it back into
+``local_ops.experts``, which knows how to run on a mesh.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ def _transformers_experts(module: Any, x: torch.Tensor, index: torch.Tensor, wei
 
 
 def register_experts() -> bool:
-    """Make ``_experts_implementation = EXPERTS_NAME`` known to ``transformers``; False where it is not loaded or has no such interface."""
+    """Make ``_experts_implementation = EXPERTS_NAME`` known to ``transformers``; False where it is not loaded or has
+    no such interface."""
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
     if interface is None:

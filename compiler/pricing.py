@@ -104,7 +104,7 @@ class MeshPricer:
         """Seconds of one kernel of this kind on the stage's device."""
         if kind == "routing":
             kind = "matmul"
-        return op_seconds(kind, flops, traffic, str(dtype).removeprefix("torch."), self.device).seconds
+        return op_seconds(kind, flops, traffic, dtype, self.device)
 
     def local_bytes(self, kind: TensorType, spec: Spec) -> float:
         """Bytes of one tensor on one device."""
@@ -162,7 +162,7 @@ class MeshPricer:
         if not trainable:
             return {"parameters": elements * kind.dtype.itemsize, "gradients": 0.0, "optimizer": 0.0}
         half = kind.dtype.itemsize == 2
-        bill = parameter_bytes(elements, str(kind.dtype).removeprefix("torch."), self.optimizer, mixed_precision=half)
+        bill = parameter_bytes(elements, kind.dtype, self.optimizer, mixed_precision=half)
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:

@@ -211,8 +211,8 @@ class _Builder:
             return [c for c in choices if label(c) == pinned] or choices
         if node.name in self.layering.static:
             return choices[:1]
-        allowed = [c for c in choices if self._allowed(node, c)]
-        return allowed or choices[:1]
+        kept = self.layering.pruner.keep(node, choices)
+        return [c for c in kept if self._allowed(node, c)] or choices[:1]
 
     def _allowed(self, node: Node, choice: MeshChoice) -> bool:
         for axis, role in enumerate(self.restriction.roles):
@@ -236,7 +236,9 @@ class _Builder:
         return tensors
 
     def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
-        seconds = np.array([self.pricer.op(node, c, self.grad).seconds for c in choices])
+        # a static op runs once per stage however many layers use it, so no layer pays for it; ``assemble`` does, once
+        static = node.name in self.layering.static
+        seconds = np.array([0.0 if static else self.pricer.op(node, c, self.grad).seconds for c in choices])
         saved = np.zeros(len(choices))
         if node.name in self.grad:
             extra = rule_for(node).temporary_bytes(node)

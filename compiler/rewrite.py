@@ -1,7 +1,8 @@
-"""The passes over a freshly captured graph: what no plan needs goes away, what plans cut differently becomes an op of ours.
+"""The passes over a freshly captured graph: what no plan needs goes away, what plans cut differently becomes an op of
+ours.
 
-Each pass takes the graph and changes it in place; ``PASSES`` is their order. New nodes get their types by running the op on meta
-tensors, and the module and line of the node they stand for.
+Each pass takes the graph and changes it in place; ``PASSES`` is their order. New nodes get their types by running the
+op on meta tensors, and the module and line of the node they stand for.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         kind = node.meta["type"]
         return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
-    args, kwargs = torch.fx.map_arg((args, kwargs), meta)  # type: ignore[arg-type,assignment]
+    args, kwargs = torch.fx.map_arg((args, kwargs), meta)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     out = target(*args, **kwargs)
@@ -103,7 +104,8 @@ def drop_unused(graph: Graph) -> None:
 
 
 def drop_copies(graph: Graph) -> None:
-    """Copies that change neither values nor dtype: clone, alias, contiguous, lift, casts to the same dtype. Views then need ``reshape``."""
+    """Copies that change neither values nor dtype: clone, alias, contiguous, lift, casts to the same dtype. Views
+    then need ``reshape``."""
     same = (
         aten.clone.default,
         aten.alias.default,
@@ -160,7 +162,8 @@ def _may_have_gradient(node: Node) -> bool:
 
 
 def normalize_arguments(graph: Graph) -> None:
-    """One spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without operands."""
+    """One spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without
+    operands."""
     for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
         node.target = aten.view.default
     for node in _find(graph, aten.view.default, aten.expand.default):
@@ -176,14 +179,16 @@ def normalize_arguments(graph: Graph) -> None:
 
 
 def expand_attention_dropout(graph: Graph) -> None:
-    """Attention with dropout as matmul, mask, softmax, dropout, matmul: the fused op would draw from a generator of its own."""
+    """Attention with dropout as matmul, mask, softmax, dropout, matmul: the fused op would draw from a generator of
+    its own."""
     for node in _find(graph, aten.scaled_dot_product_attention.default):
         arguments = _arguments(node)
         if not arguments["dropout_p"]:
             continue
         if not graph.training:  # a functional call without training=... : eager drops out in eval too
             raise CaptureError(
-                f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; pass 0.0 in eval"
+                f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; "
+                "pass 0.0 in eval"
             )
         at = _At(graph, node)
         query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
@@ -222,12 +227,14 @@ def number_dropouts(graph: Graph) -> None:
     """Dropout as ``local_ops.dropout`` with a running number; gone where p is 0 or the module is not in training."""
     index = 0
     for node in _find(graph, aten.native_dropout.default, aten.dropout.default):
-        x, p, train = (*node.args, True)[:3]
+        operands: Any = (*node.args, True)
+        x, p, train = operands[:3]
         single = node.target is aten.dropout.default
         outputs = {0: node} if single else _outputs(node)
         if 1 in outputs and outputs[1].users:
             raise CaptureError(
-                f"{node.meta['line']}: dropout gives a tensor, but its mask is used too; make the mask an input of the model"
+                f"{node.meta['line']}: dropout gives a tensor, but its mask is used too; "
+                "make the mask an input of the model"
             )
         if train is False or p == 0:
             new = x
@@ -252,7 +259,8 @@ def refuse_generators(graph: Graph) -> None:
 
 
 def split_cross_entropy(graph: Graph) -> None:
-    """Cross entropy over class indices as sum and count, so that parts of a batch add up; with class weights it stays as it is."""
+    """Cross entropy over class indices as sum and count, so that parts of a batch add up; with class weights it stays
+    as it is."""
     for node in _find(graph, aten.cross_entropy_loss.default):
         arguments = _arguments(node)
         logits, target = arguments["self"], arguments["target"]
@@ -285,7 +293,8 @@ def split_cross_entropy(graph: Graph) -> None:
 
 
 def split_batch_norm(graph: Graph) -> None:
-    """Training batch norm as ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch norm stays."""
+    """Training batch norm as ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
+    norm stays."""
     for node in _find(graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
         arguments, outputs = _arguments(node), _outputs(node)
         if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 __all__ = ["PMAX", "P", "Pair", "Placement", "R", "S", "Spec", "local_shape", "parse_pair", "parse_spec", "replicated"]
@@ -63,12 +64,19 @@ def S(dim: int) -> Placement:
 Spec = tuple[Placement, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pair:
     """The placement of a value and of the gradient that flows against it, one placement per mesh axis each."""
 
     value: Spec
     cotangent: Spec
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.value, self.cotangent))
+
+    def __hash__(self) -> int:  # pairs are looked up a million times in a search
+        return self._hash
 
     def __str__(self) -> str:
         return f"{spec_text(self.value)}|{spec_text(self.cotangent)}"

@@ -1,4 +1,5 @@
-"""The user's model for the time of an export: fake tensors for its weights, its modes and settings, all put back afterwards."""
+"""The user's model for the time of an export: fake tensors for its weights, its modes and settings, all put back
+afterwards."""
 
 from __future__ import annotations
 
@@ -93,10 +94,10 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
 
     try:
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for key, tensor in list(table.items()):
-                    if tensor is not None:
-                        swap(table, key, fake(tensor))
+            for held in (module._parameters, module._buffers):
+                for key, old in list(held.items()):
+                    if old is not None:
+                        swap(held, key, fake(old))
         for module in (
             model.modules()
         ):  # plain attributes that are a parameter or a buffer under another name (RNNs keep such lists)
@@ -108,8 +109,8 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
             _refuse_unregistered(module, fakes)
         yield names
     finally:
-        for table, key, value in reversed(undo):
-            table[key] = value
+        for place, key, value in reversed(undo):
+            place[key] = value
 
 
 def _refuse_unregistered(module: nn.Module, known: Mapping[int, torch.Tensor]) -> None:

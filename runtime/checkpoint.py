@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -65,7 +66,9 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
                     values[_whole_key(name, key)] = torch.tensor(value)
     if session.rank == 0:
         values["session"] = _encode(_session_facts(session))
-    dcp.save(values, checkpoint_id=os.fspath(path))
+    dcp.save(  # type: ignore[attr-defined]
+        values, checkpoint_id=os.fspath(path)
+    )
 
 
 def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
@@ -73,7 +76,7 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
 
     Raises ValueError on every rank if the folder has no checkpoint of this model. Optimizer groups are matched by position.
     """
-    reader = dcp.FileSystemReader(os.fspath(path))
+    reader = FileSystemReader(os.fspath(path))
     try:
         stored = reader.read_metadata().state_dict_metadata
     except OSError as error:
@@ -92,7 +95,9 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
         facts = stored["session"]
         assert isinstance(facts, TensorStorageMetadata)
         values["session"] = torch.zeros(facts.size, dtype=torch.uint8)
-        dcp.load(values, checkpoint_id=os.fspath(path))
+        dcp.load(  # type: ignore[attr-defined]
+            values, checkpoint_id=os.fspath(path)
+        )
     told = json.loads(bytes(values["session"].tolist()).decode())
     session.step = int(told["step"])
     if session.optimizer is None:
@@ -110,7 +115,11 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
 def _check_model(session: Session, stored: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """The same finding on every rank: it compares the whole model."""
     info = session.state.info
-    expected = {name: kind.shape for name, kind in session.state.types() if name in info.parameters or info.buffers[name].persistent}
+    expected = {
+        name: kind.shape
+        for name, kind in session.state.types()
+        if name in info.parameters or info.buffers[name].persistent
+    }
     if "session" not in stored:
         raise ValueError(f"{os.fspath(path)}: was not written by save_checkpoint, or only in part")
     for name, shape in expected.items():
@@ -118,7 +127,9 @@ def _check_model(session: Session, stored: Mapping[str, Any], path: str | os.Pat
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{os.fspath(path)}: has no {name!r}; it is of another model")
         if tuple(entry.size) != shape:
-            raise ValueError(f"{os.fspath(path)}: {name!r} has shape {list(entry.size)}, but the model's is {list(shape)}")
+            raise ValueError(
+                f"{os.fspath(path)}: {name!r} has shape {list(entry.size)}, but the model's is {list(shape)}"
+            )
 
 
 def _state_targets(session: Session, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

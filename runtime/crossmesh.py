@@ -131,7 +131,9 @@ class Port:
     """
 
     sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
-    receives: list[tuple[int, int, Box, tuple[int, ...]]] = field(default_factory=list)  # (tile, peer, box of mine, shape)
+    receives: list[tuple[int, int, Box, tuple[int, ...]]] = field(
+        default_factory=list
+    )  # (tile, peer, box of mine, shape)
     num_tiles: int = 0
     base_tag: int = 0
     shape: tuple[int, ...] = ()
@@ -140,7 +142,9 @@ class Port:
     group: Any = None
 
     @classmethod
-    def make(cls, messages: Sequence[Tile], rank: int, base_tag: int, shape: tuple[int, ...], dtype: torch.dtype, **rest: Any) -> Port:
+    def make(
+        cls, messages: Sequence[Tile], rank: int, base_tag: int, shape: tuple[int, ...], dtype: torch.dtype, **rest: Any
+    ) -> Port:
         """Pick this rank's part of ``messages``; ``shape`` is its own local shape as a target."""
         port = cls(num_tiles=len(messages), base_tag=base_tag, shape=shape, dtype=dtype, **rest)
         for index, tile in enumerate(messages):
@@ -176,7 +180,12 @@ class Port:
 
 
 def transfer_now(
-    x: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: Layout, target: Layout, device: torch.device
+    x: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    source: Layout,
+    target: Layout,
+    device: torch.device,
 ) -> torch.Tensor | None:
     """Move one tensor at once, outside of any schedule; the layouts may share ranks.
 

@@ -37,14 +37,16 @@ __all__ = ["Executor", "Facts", "exchange", "facts_of"]
 class Facts:
     """What other stages must know of one.
 
-    flows: send → (does it depend on a trainable parameter, the receives on which it depends).
+    flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or written, with
+    their specs; written: those that get a new value.
     """
 
     receives: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
     sends: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
     flows: Mapping[str, tuple[bool, frozenset[str]]] = field(default_factory=dict)
     inputs: tuple[InputUse, ...] = ()
-    buffers: tuple[str, ...] = ()
+    buffers: Mapping[str, Spec] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
     outputs: Mapping[str, TensorType] = field(default_factory=dict)
     loss: TensorType | None = None
 
@@ -77,7 +79,11 @@ def facts_of(program: ChunkProgram, stage: int) -> Facts:
             for index, slot in enumerate(slots)
             if slot.kind == "input"
         ),
-        buffers=tuple(exit.name for exit in program.exits if exit.kind == "buffer"),
+        buffers={
+            **{exit.name: exit.pair.value for exit in program.exits if exit.kind == "buffer"},
+            **{slot.name: slot.pair.value for slot in slots if slot.kind == "buffer"},
+        },
+        written=tuple(exit.name for exit in program.exits if exit.kind == "buffer"),
         outputs={exit.name: exit.type for exit in program.exits if exit.kind == "output"},
         loss=next((exit.type for exit in program.exits if exit.kind == "loss"), None),
     )
@@ -158,7 +164,9 @@ class Executor:
         self.template: list[Any] = [None] * len(program.slots)
         self.buffer_slots: list[tuple[int, str, tuple[Any, ...]]] = []
         self._bind_slots(program)
-        self.buffer_exits = [(i, exit.name) for i, exit in enumerate(program.exits) if exit.kind == "buffer" and training]
+        self.buffer_exits = [
+            (i, exit.name) for i, exit in enumerate(program.exits) if exit.kind == "buffer" and training
+        ]
         self.output_exits = [(i, exit.name) for i, exit in enumerate(program.exits) if exit.kind == "output"]
         self.loss_exit = next((i for i, exit in enumerate(program.exits) if exit.kind == "loss"), None)
         self.seeds: dict[float, torch.Tensor] = {}
@@ -174,11 +182,15 @@ class Executor:
         for position, slot in enumerate(program.slots):
             if slot.kind == "parameter":
                 if slot.name not in self.state.parameters:
-                    raise ValueError(f"stage {self.stage} holds no parameter {slot.name!r}, but its program reads it; plan again")
+                    raise ValueError(
+                        f"stage {self.stage} holds no parameter {slot.name!r}, but its program reads it; plan again"
+                    )
                 self._bind_value(position, slot.name, slot.pair.value, self.state.parameters[slot.name])
             elif slot.kind == "buffer":
                 if slot.name not in self.state.buffers:
-                    raise ValueError(f"stage {self.stage} holds no buffer {slot.name!r}, but its program reads it; plan again")
+                    raise ValueError(
+                        f"stage {self.stage} holds no buffer {slot.name!r}, but its program reads it; plan again"
+                    )
                 self._bind_value(position, slot.name, slot.pair.value, None)
             elif slot.kind == "constant":
                 assert self.program is not None
@@ -191,7 +203,9 @@ class Executor:
     def _bind_value(self, position: int, name: str, spec: Spec, leaf: torch.Tensor | None) -> None:
         """A parameter stays in its slot; a buffer is looked up for every run; both are resharded if this program reads another spec."""
         steps = steps_between(self.state.layout(name, self.stage).spec, spec)
-        assert not (steps and self.training), f"{name}: a training program reads {spec}, but the plan stores another placement"
+        assert not (steps and self.training), (
+            f"{name}: a training program reads {spec}, but the plan stores another placement"
+        )
         if leaf is not None and not steps:
             self.template[position] = leaf
         else:
@@ -205,13 +219,19 @@ class Executor:
         self.back_edges = [(t.source, t.target) for t in self.plan.transfers if (t.node, t.source) in back]
         tag = 0
         for transfer in self.plan.transfers:
-            if transfer.node not in facts[transfer.target].receives or transfer.node not in facts[transfer.source].sends:
+            if (
+                transfer.node not in facts[transfer.target].receives
+                or transfer.node not in facts[transfer.source].sends
+            ):
                 continue  # an evaluation program may not need it
             source, target = self.plan.stages[transfer.source], self.plan.stages[transfer.target]
             out, kind = facts[transfer.source].sends[transfer.node]
             into, _ = facts[transfer.target].receives[transfer.node]
             ends = [
-                (Layout(source.devices, source.mesh_shape, out.value), Layout(target.devices, target.mesh_shape, into.value)),
+                (
+                    Layout(source.devices, source.mesh_shape, out.value),
+                    Layout(target.devices, target.mesh_shape, into.value),
+                ),
                 (
                     Layout(target.devices, target.mesh_shape, _clean(into.cotangent)),
                     Layout(source.devices, source.mesh_shape, _clean(out.cotangent)),
@@ -376,7 +396,10 @@ def _drain(sends: list[tuple[Any, torch.Tensor]]) -> None:
 
 
 def _settled(
-    actions: Sequence[Sequence[Action]], stage: int, edges: Sequence[tuple[int, int]], back_edges: Sequence[tuple[int, int]]
+    actions: Sequence[Sequence[Action]],
+    stage: int,
+    edges: Sequence[tuple[int, int]],
+    back_edges: Sequence[tuple[int, int]],
 ) -> list[tuple[int, ...]]:
     """For each action of ``stage``: its earlier actions whose sends are known to have arrived by then.
 

@@ -102,7 +102,9 @@ class Feeder:
                 )
         if len(counts) > 1:
             listing = ", ".join(f"{count} parts ({where})" for count, where in sorted(counts.items()))
-            raise ValueError(f"data='local' needs one split of the batch on all stages, but got {listing}; use data='global'")
+            raise ValueError(
+                f"data='local' needs one split of the batch on all stages, but got {listing}; use data='global'"
+            )
         count = next(iter(counts), 1)
         stage = plan.stage_of(dist.get_rank())
         if stage not in seen:
@@ -130,7 +132,9 @@ class Feeder:
                             f"the batch of input {name!r} must be {shape[batch_dim]} ({self.microbatches} microbatches{of}), but got "
                             f"{x.shape[batch_dim]}; pass that many samples or plan for another global_batch"
                         )
-                raise ValueError(f"input {name!r} was planned with shape {list(shape)}, but got {list(x.shape)}; plan again")
+                raise ValueError(
+                    f"input {name!r} was planned with shape {list(shape)}, but got {list(x.shape)}; plan again"
+                )
         if not self._same_data_checked:
             self._check_same_data(inputs)
             self._same_data_checked = True

@@ -189,7 +189,13 @@ class TiedParameters:
     """
 
     def __init__(
-        self, plan: Plan, local: Mapping[str, nn.Parameter], types: Mapping[str, TensorType], rank: int, device: torch.device, group: Any
+        self,
+        plan: Plan,
+        local: Mapping[str, nn.Parameter],
+        types: Mapping[str, TensorType],
+        rank: int,
+        device: torch.device,
+        group: Any,
     ) -> None:
         mine = plan.stage_of(rank)
         self.local = local

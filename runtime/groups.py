@@ -44,7 +44,9 @@ class DistributedComm:
     whole along the axis (as in ``reshard.step_bytes``). Whoever runs the program sets ``phase``: "forward", "backward" or "step".
     """
 
-    def __init__(self, mesh_shape: Sequence[int], devices: Sequence[int], rank: int, groups: dict[tuple[int, ...], Group]) -> None:
+    def __init__(
+        self, mesh_shape: Sequence[int], devices: Sequence[int], rank: int, groups: dict[tuple[int, ...], Group]
+    ) -> None:
         self.mesh_shape = tuple(mesh_shape)
         self.devices = tuple(devices)
         self.position = self.devices.index(rank)
@@ -147,7 +149,7 @@ def _merge(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
     """Every set of axes (of extent > 1) that the stage communicates over: each axis, and those that gradients are summed over jointly."""
     wide = [axis for axis, size in enumerate(stage.mesh_shape) if size > 1]
-    sets = {(axis,) for axis in wide}
+    sets: set[tuple[int, ...]] = {(axis,) for axis in wide}
     for chunk in stage.chunks:
         for residency in chunk.parameters.values():
             axes = tuple(axis for axis in wide if residency.compute.cotangent[axis].is_partial)
@@ -184,7 +186,9 @@ def _bind(
     rank, maker, mine = dist.get_rank(), _Maker(), None
     for mesh_shape, devices, axes_sets in meshes:
         if prod(mesh_shape) != len(devices):
-            raise ValueError(f"a mesh of shape {list(mesh_shape)} needs {prod(mesh_shape)} devices, but got {list(devices)}")
+            raise ValueError(
+                f"a mesh of shape {list(mesh_shape)} needs {prod(mesh_shape)} devices, but got {list(devices)}"
+            )
         groups: dict[tuple[int, ...], Group] = {}
         for axes in axes_sets:
             for ranks in _rank_sets(mesh_shape, devices, axes):
@@ -202,7 +206,7 @@ def _bind(
 
 def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm | None:
     """This rank's comm on one mesh; None if it is not in ``devices``. Collective over the world, members or not."""
-    axes = [(axis,) for axis, size in enumerate(mesh_shape) if size > 1]
+    axes: list[tuple[int, ...]] = [(axis,) for axis, size in enumerate(mesh_shape) if size > 1]
     return _bind([(mesh_shape, devices, axes)])
 
 

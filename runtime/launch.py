@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ def resolve(path: str) -> Callable[..., Any]:
 def join(rank: int, world_size: int, store_path: str, timeout: timedelta = _TIMEOUT) -> None:
     """Make this process rank ``rank`` of a Gloo world that meets in the file ``store_path``, with one compute thread."""
     torch.set_num_threads(1)
-    store = dist.FileStore(store_path, world_size)
+    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -66,11 +65,14 @@ def ensure_initialized() -> tuple[int, int]:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=_TIMEOUT)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size()
 
 
-def _rank_main(path: str, rank: int, world_size: int, store: str, arguments: Sequence[Any], results: Connection) -> None:
+def _rank_main(
+    path: str, rank: int, world_size: int, store: str, arguments: Sequence[Any], results: Connection
+) -> None:
     try:
         join(rank, world_size, store)
         answer = ("ok", resolve(path)(*arguments))
@@ -110,7 +112,9 @@ def spawn_local(path: str, num_ranks: int, arguments: Sequence[Any] = (), timeou
         processes, pipes = [], {}
         for rank in range(num_ranks):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(path, rank, num_ranks, store, tuple(arguments), writer), daemon=True)
+            process = context.Process(
+                target=_rank_main, args=(path, rank, num_ranks, store, tuple(arguments), writer), daemon=True
+            )
             process.start()
             writer.close()
             processes.append(process)
@@ -144,6 +148,5 @@ def _collect(pipes: dict[Connection, int], results: list[Any], deadline: float |
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word; was it killed for memory?") from None
             if kind == "error":
-                print(value, file=sys.stderr)
                 raise RuntimeError(f"rank {rank} failed: {value}")
             results[rank] = value

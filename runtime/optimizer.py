@@ -17,7 +17,14 @@ from torch import nn
 from ..compiler.plan import Plan
 from .crossmesh import Layout
 
-__all__ = ["OptimizerFactory", "clip_gradients", "gradient_norm", "make_optimizer", "name_parameter", "sharded_parameters"]
+__all__ = [
+    "OptimizerFactory",
+    "clip_gradients",
+    "gradient_norm",
+    "make_optimizer",
+    "name_parameter",
+    "sharded_parameters",
+]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -34,7 +41,7 @@ def name_parameter(leaf: nn.Parameter, name: str, shape: Sequence[int]) -> nn.Pa
 
 def sharded_parameters(plan: Plan) -> list[str]:
     """The parameters of which some device holds only a part."""
-    found = {}
+    found: dict[str, None] = {}
     for stage in plan.stages:
         for chunk in stage.chunks:
             for name, residency in chunk.parameters.items():
@@ -53,7 +60,9 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
         own = [name_parameter(nn.Parameter(torch.empty(0, 0)), "", (0, 0))]
     optimizer = factory(own)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer= takes a function from parameters to a torch optimizer, but got {type(optimizer).__name__}")
+        raise ValueError(
+            f"optimizer= takes a function from parameters to a torch optimizer, but got {type(optimizer).__name__}"
+        )
     names = {cls.__name__.lower() for cls in type(optimizer).__mro__[:-1] if cls is not torch.optim.Optimizer}
     title = type(optimizer).__name__
     if any(name.startswith(_WHOLE_MODEL) for name in names):

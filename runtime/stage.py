@@ -79,8 +79,9 @@ class Session:
         # NCCL matches messages by order alone: a communicator per direction keeps one from waiting behind the other
         self.directions = (dist.new_group(), dist.new_group()) if cuda else (None, None)
         self.facts = exchange(plan, None if self.program is None else facts_of(self.program, self.stage or 0))
-        writers = {name: index for index, fact in enumerate(self.facts) for name in fact.buffers}
-        self.state = State(plan, model_info, self.comm, self.device, writers)
+        buffers = [fact.buffers for fact in self.facts]
+        writers = {name: index for index, fact in enumerate(self.facts) for name in fact.written}
+        self.state = State(plan, model_info, self.comm, self.device, buffers, writers)
         if isinstance(init, Mapping):
             weights, init = _merge(weights, init), None
         self.state.initialize(weights, init, seed)
@@ -137,7 +138,9 @@ class Session:
         """
         started = perf_counter()
         if self.loss_stage is None:
-            raise ValueError("training needs a scalar loss, but got programs without one; give loss_fn or a model that returns its loss")
+            raise ValueError(
+                "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns its loss"
+            )
         self.feeder.check(inputs)
         if self._stepped:
             for leaf in self.state.parameters.values():
@@ -171,7 +174,9 @@ class Session:
     def optimizer_step(self) -> None:
         """Clip if asked to, update the owned parameters, make tied copies equal again. Collective."""
         if self.optimizer is None:
-            raise ValueError("optimizer_step needs an optimizer, but got none; pass optimizer=lambda ps: torch.optim.AdamW(ps)")
+            raise ValueError(
+                "optimizer_step needs an optimizer, but got none; pass optimizer=lambda ps: torch.optim.AdamW(ps)"
+            )
         started = perf_counter()
         if self.clip_grad_norm is not None:
             clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
@@ -194,7 +199,9 @@ class Session:
 
     # ---- evaluation
 
-    def forward(self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram]) -> dict[str, torch.Tensor]:
+    def forward(
+        self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram]
+    ) -> dict[str, torch.Tensor]:
         """Run evaluation programs once, without autograd: exit name → whole output on every rank ("loss" too if they have one).
 
         plan: with this session's stages and meshes (ops and specs may differ); its microbatches are ignored, the programs' own batch
@@ -226,7 +233,9 @@ class Session:
             if known is programs:
                 return executor, facts
         if [(s.devices, s.mesh_shape) for s in plan.stages] != [(s.devices, s.mesh_shape) for s in self.plan.stages]:
-            raise ValueError("evaluation runs on the training plan's stages, but got a plan with other devices or meshes")
+            raise ValueError(
+                "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
+            )
         program = _only(plan, programs, self.stage)
         facts = exchange(plan, None if program is None else facts_of(program, self.stage or 0))
         uses = [use for fact in facts for use in fact.inputs]
@@ -281,7 +290,9 @@ class Session:
 def _only(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> ChunkProgram | None:
     crowded = [index for index, here in enumerate(plan.stages) if len(here.chunks) != 1]
     if crowded:
-        raise ValueError(f"this runtime runs one chunk per stage, but got another number on stages {crowded}; use 1F1B or GPipe")
+        raise ValueError(
+            f"this runtime runs one chunk per stage, but got another number on stages {crowded}; use 1F1B or GPipe"
+        )
     if len(programs) != (stage is not None):
         raise ValueError(f"a rank needs one program per chunk of its stage, but got {len(programs)} on stage {stage}")
     return programs[0] if programs else None
@@ -291,7 +302,10 @@ def _merge(weights: Weights | None, values: Mapping[str, torch.Tensor]) -> dict[
     """A state dict over a module: the module gives what the state dict lacks (non-persistent buffers, say)."""
     given: dict[str, torch.Tensor] = {}
     if isinstance(weights, nn.Module):
-        given = {**dict(weights.named_parameters(remove_duplicate=False)), **dict(weights.named_buffers(remove_duplicate=False))}
+        given = {
+            **dict(weights.named_parameters(remove_duplicate=False)),
+            **dict(weights.named_buffers(remove_duplicate=False)),
+        }
     elif weights is not None:
         given = dict(weights)
     return {**given, **values}

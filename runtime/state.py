@@ -7,7 +7,7 @@ than its shards and one whole tensor besides what it was given. Tensors on the m
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan
+from ..compiler.spec import Spec
 from .crossmesh import Layout, cut, transfer_now, wire
 from .gradients import holders, parameter_layout
 from .groups import DistributedComm
@@ -63,33 +64,39 @@ class State:
     """
 
     def __init__(
-        self, plan: Plan, info: ModelInfo, comm: DistributedComm | None, device: torch.device, buffer_writers: Mapping[str, int]
+        self,
+        plan: Plan,
+        info: ModelInfo,
+        comm: DistributedComm | None,
+        device: torch.device,
+        buffer_specs: Sequence[Mapping[str, Spec]],
+        buffer_writers: Mapping[str, int],
     ) -> None:
         self.plan, self.info, self.comm, self.device = plan, info, comm, device
+        self.buffer_specs = buffer_specs  # per stage: buffer → its placement there
         self.rank = dist.get_rank()
         self.stage = plan.stage_of(self.rank)
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.unplaced: dict[str, torch.Tensor] = {}
         self.homes: dict[str, tuple[int, ...]] = dict(holders(plan))  # the first stage is the tensor's owner
-        for name, buffer in info.buffers.items():
-            found = [
-                index for index, stage in enumerate(plan.stages) if any(buffer.node in chunk.sources for chunk in stage.chunks)
-            ]
-            found.sort(key=lambda index, name=name: index != buffer_writers.get(name))  # type: ignore[misc]
-            self.homes[name] = tuple(found)
+        for name in info.buffers:
+            found = [index for index, specs in enumerate(buffer_specs) if name in specs]
+            writer = buffer_writers.get(name)
+            self.homes[name] = tuple(([writer] if writer is not None else []) + [s for s in found if s != writer])
         unknown = [name for name in holders(plan) if name not in info.parameters]
         if unknown:
-            raise ValueError(f"the plan places parameters that the model does not have: {', '.join(unknown[:5])}; plan again")
+            raise ValueError(
+                f"the plan places parameters that the model does not have: {', '.join(unknown[:5])}; plan again"
+            )
         self._mesh: DeviceMesh | None = None
 
     def layout(self, name: str, stage: int) -> Layout:
         """Where the parameter or buffer lives on a stage that holds it."""
         if name in self.info.parameters:
             return parameter_layout(self.plan, stage, name)
-        node, here = self.info.buffers[name].node, self.plan.stages[stage]
-        pair = next(chunk.sources[node] for chunk in here.chunks if node in chunk.sources)
-        return Layout(here.devices, here.mesh_shape, pair.value)
+        here = self.plan.stages[stage]
+        return Layout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
 
     def types(self) -> Iterator[tuple[str, TensorType]]:
         """Every tensor of the model and its global type, parameters first."""
@@ -111,8 +118,12 @@ class State:
         so the values do not depend on the plan. Raises ValueError on every rank if a tensor has neither.
         """
         given = _tensors(weights)
-        have = [next((alias for alias in self.names(name) if _real(given.get(alias))), None) for name, _ in self.types()]
-        shared: list[Any] = [(have, {n: tuple(given[a].shape) for (n, _), a in zip(self.types(), have, strict=True) if a})]
+        have = [
+            next((alias for alias in self.names(name) if _real(given.get(alias))), None) for name, _ in self.types()
+        ]
+        shared: list[Any] = [
+            (have, {n: tuple(given[a].shape) for (n, _), a in zip(self.types(), have, strict=True) if a})
+        ]
         dist.broadcast_object_list(shared, src=0)
         found, shapes = shared[0]
         lacking = [name for (name, _), alias in zip(self.types(), found, strict=True) if alias is None]
@@ -142,7 +153,9 @@ class State:
             self.unplaced[name] = whole.cpu()
             return
         assert self.stage is not None
-        local = cut(whole, self.layout(name, self.stage).box(whole.shape, self.rank)).clone(memory_format=torch.contiguous_format)
+        local = cut(whole, self.layout(name, self.stage).box(whole.shape, self.rank)).clone(
+            memory_format=torch.contiguous_format
+        )
         if name in self.info.parameters:
             if name in self.parameters:
                 with torch.no_grad():

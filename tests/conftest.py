@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # the rank functions of test modules are imported by name in other processes
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # the rank functions of test modules are imported by name in other processes
 
 from ranks import RankPool
 

@@ -121,7 +121,9 @@ class RankPool:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         sleep(0.5)
-        return "\n".join(f"--- rank {i}\n{stacks.read_text()}" for i, (_, _, stacks) in enumerate(self._workers[:num_ranks]))
+        return "\n".join(
+            f"--- rank {i}\n{stacks.read_text()}" for i, (_, _, stacks) in enumerate(self._workers[:num_ranks])
+        )
 
     def close(self) -> None:
         """End the processes; the next ``run`` starts new ones."""

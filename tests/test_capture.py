@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
-
 from meshwright.compiler import context
 from meshwright.compiler.capture import CaptureError, capture, experts
 from meshwright.compiler.graph import CAPTURE_BATCH, Graph, op_name
-
+from torch import Tensor, nn
 from zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,7 +29,7 @@ class OneDevice:
 
 
 def flat_inputs(args: tuple, kwargs: dict, targets: tuple = ()) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves((args, kwargs, targets))]
+    return pytree.tree_leaves((args, kwargs, targets))
 
 
 def interpret(
@@ -199,7 +197,7 @@ def test_input_names_dims_and_types() -> None:
     dims = {n.meta["source"].name: n.meta["source"].batch_dim for n in graph.placeholders("input")}
     assert dims == {"args.0": 0, "args.1.w": None, "kwargs.scale": None}
     torch.testing.assert_close(interpret(graph, Model(), args, kwargs)["loss", "loss"], Model()(*args, **kwargs))
-    with pytest.raises(ValueError, match="args.9"):
+    with pytest.raises(ValueError, match=r"args\.9"):
         capture(Model(), args, kwargs, batch_dims={"args.9": 0})
     with pytest.raises(ValueError, match="one entry per input"):
         capture(Model(), args, kwargs, batch_dims=[0])

@@ -82,7 +82,7 @@ POINTWISE = {
     "neg": (aten.neg.default, f(4, 8)),
     "clone": (aten.clone.default, f(4, 8)),
     "zeros_like": (aten.zeros_like.default, f(4, 8)),
-    "copy": (aten.copy.default, f(4, 8), f(8)),
+    "copy": (aten.copy.default, ints(4, 8), ints(8)),
     "fill": (aten.fill.Tensor, f(4, 8), f()),
     "floor_divide": (aten.floor_divide.default, ints(4, 4), 2),
 }
@@ -231,6 +231,10 @@ def test_linear_offers_the_megatron_pairs():
 )
 def test_labels(name, labels):
     assert labels_of(node_of(name)) == labels
+
+
+def test_what_cuts_nothing_is_offered_on_any_number_of_devices():
+    assert labels_of(node_of("neg"), (3,)) == labels_of(node_of("permute"), (5,)) == ["whole", "partial", "grad"]
 
 
 def test_a_comparison_asks_for_no_gradient_reduction():

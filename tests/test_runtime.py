@@ -171,10 +171,14 @@ class Builder:
 
 KINDS = {**dict.fromkeys(SHAPES, "parameter"), "seen": "buffer", "shift": "buffer", "x": "input", "target": "input"}
 
-Part = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # devices, mesh shape, mode per axis, layers
+Part = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[int, ...]
+]  # devices, mesh shape, mode per axis, layers
 
 
-def build(parts: list[Part], microbatches: int, schedule: str, world: int, batch: int = BATCH, output: bool = False) -> tuple[Plan, list[ChunkProgram]]:
+def build(
+    parts: list[Part], microbatches: int, schedule: str, world: int, batch: int = BATCH, output: bool = False
+) -> tuple[Plan, list[ChunkProgram]]:
     """A plan and the programs of its stages."""
     micro = batch // microbatches
     maker = {name: index for index, part in enumerate(parts) for layer in part[3] for name in LAYER_MAKES[layer]}
@@ -202,7 +206,11 @@ def build(parts: list[Part], microbatches: int, schedule: str, world: int, batch
         if 1 in layers and not output:
             builder.exit("buffer", "seen", "seen_next", pair_of("seen", modes))
         if 3 in layers:
-            kind = ("output", "out", "out", pair_of("h1", modes)) if output else ("loss", "loss", "loss", pair_of("loss", modes))
+            kind = (
+                ("output", "out", "out", pair_of("h1", modes))
+                if output
+                else ("loss", "loss", "loss", pair_of("loss", modes))
+            )
             builder.exit(*kind)
         programs.append(builder.finish())
         parameters = {}
@@ -243,7 +251,9 @@ def batch_of(step: int, batch: int = BATCH) -> dict[str, torch.Tensor]:
     }
 
 
-def session_of(parts: list[Part], microbatches: int = 2, schedule: str = "1f1b", optimizer: str = "sgd", **more: Any) -> Session:
+def session_of(
+    parts: list[Part], microbatches: int = 2, schedule: str = "1f1b", optimizer: str = "sgd", **more: Any
+) -> Session:
     plan, programs = build(parts, microbatches, schedule, dist.get_world_size())
     stage = plan.stage_of(dist.get_rank())
     torch.manual_seed(dist.get_rank())
@@ -258,7 +268,9 @@ def session_of(parts: list[Part], microbatches: int = 2, schedule: str = "1f1b",
     return Session(plan, mine, INFO, model, optimizer=OPTIMIZERS[optimizer], **more)
 
 
-def train(parts: list[Part], microbatches: int, schedule: str, optimizer: str, steps: int, **more: Any) -> dict[str, Any]:
+def train(
+    parts: list[Part], microbatches: int, schedule: str, optimizer: str, steps: int, **more: Any
+) -> dict[str, Any]:
     session = session_of(parts, microbatches, schedule, optimizer, **more)
     losses, norms = [], []
     for step in range(steps):
@@ -315,7 +327,9 @@ def check(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     model = Toy()
     model.load_state_dict(results[0]["full"], strict=True)
     for name, value in expected["full"].items():
-        torch.testing.assert_close(results[0]["full"][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            results[0]["full"][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert all(result["full"] == {} for result in results[1:])
 
 
@@ -326,7 +340,9 @@ def test_five_steps_equal_one_device(ranks: Any, case: str, optimizer: str) -> N
     world, parts, microbatches, schedule = CASES[case]
     results = ranks.run(world, "test_runtime:train", parts, microbatches, schedule, optimizer, 5)
     check(results, reference(optimizer, 5, microbatches))
-    copies = [result["copies"]["w0"] for result in results if result["copies"].get("w0", torch.empty(0)).shape == (16, 8)]
+    copies = [
+        result["copies"]["w0"] for result in results if result["copies"].get("w0", torch.empty(0)).shape == (16, 8)
+    ]
     assert all(torch.equal(copies[0], copy) for copy in copies)
 
 
@@ -377,7 +393,9 @@ def test_repeated_forward_backward_accumulates(ranks: Any, case: str) -> None:
     optim.zero_grad()
     model(*batch_of(3).values()).backward()
     torch.testing.assert_close(result[0], norm, rtol=1e-4, atol=0)
-    torch.testing.assert_close(result[1], torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        result[1], torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")), rtol=1e-4, atol=0
+    )
 
 
 def not_finite(parts: list[Part]) -> tuple[str, int, int]:
@@ -455,10 +473,15 @@ def test_local_data(ranks: Any) -> None:
     assert [result[:2] for result in results] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     expected = reference("sgd", 1, 1)["losses"][0]
     assert [result[2] for result in results] == pytest.approx([expected] * 4, rel=1e-5)
-    with pytest.raises(AssertionError, match="ranks that share a data_index must pass equal data, but got different data on ranks 2 and 3"):
+    with pytest.raises(
+        AssertionError,
+        match="ranks that share a data_index must pass equal data, but got different data on ranks 2 and 3",
+    ):
         ranks.run(world, "test_runtime:local_data", parts, False)
     world, parts, _, _ = CASES["mixed"]
-    with pytest.raises(AssertionError, match=r"data='local' needs one split of the batch on all stages, but got 1 parts"):
+    with pytest.raises(
+        AssertionError, match=r"data='local' needs one split of the batch on all stages, but got 1 parts"
+    ):
         ranks.run(world, "test_runtime:local_data", parts, True)
 
 
@@ -637,8 +660,10 @@ def test_tiles_deliver_every_element_once(seed: int) -> None:
         times[tile.target][put] += 1
         if tile.source != tile.target:
             sent[tile.source] += torch.Size(tile.shape).numel()
-        assert tile.source == tile.target or tile.target not in source.devices or not torch.equal(
-            block(source, tile.source), block(source, tile.target)
+        assert (
+            tile.source == tile.target
+            or tile.target not in source.devices
+            or not torch.equal(block(source, tile.source), block(source, tile.target))
         ), "a device that holds the block takes its own"
     for device in target.devices:
         assert torch.equal(arrived[device], block(target, device))

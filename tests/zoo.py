@@ -1,6 +1,8 @@
-"""Tiny real models for tests: CPU, fp32, seeded; each function returns ``(model, args, kwargs)`` at the batch size asked for.
+"""Tiny real models for tests: CPU, fp32, seeded; each function returns ``(model, args, kwargs)`` at the batch size
+asked for.
 
-The model is in training mode, the loss is its output (or ``.loss``); language-model labels contain ignored ones (-100). ``ZOO`` lists all.
+The model is in training mode, the loss is its output (or ``.loss``); language-model labels contain ignored ones
+(-100). ``ZOO`` lists all.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from meshwright.architectures import GPT, TransformerMoE
 from torch import Tensor, nn
-
-from meshwright.models import GPT, TransformerMoE
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

@@ -8,7 +8,7 @@ A family registers its rules by being a module of this package::
 
 A choice on a mesh is one label per axis (``mesh_choices``). It stands if
 
-* the product of the sizes of all axes with one label divides that label's extent,
+* the product of the sizes of all axes with one label divides that label's extent (if the label cuts anything),
 * every operand and output is cut evenly, cuts of one dim by several axes accumulating, and
 * no dim of any tensor is cut by two different labels (its layout would not be nested blocks).
 """
@@ -127,7 +127,8 @@ def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
     """Why these choices do not stand together; None if they do."""
     for choice in combination:
         together = prod(size for other, size in zip(combination, mesh_shape) if other.label == choice.label)
-        if choice.label != "whole" and choice.extent % together:
+        cuts_any = any(value.is_shard for value, _ in (*choice.inputs, *choice.outputs))
+        if cuts_any and choice.extent % together:
             return f"{choice.label!r} comes in {choice.extent}, which {together} does not divide"
     sides = (
         ("operand", "inputs", [operand.meta["type"] for operand in tensor_operands(node)]),

@@ -152,7 +152,12 @@ def _bind(args: Any, kwargs: Any, node: Node, tensors: Sequence[torch.Tensor]) -
     dropped some."""
     operands = tensor_operands(node)
     present: list[Node] = []
-    torch.fx.map_arg((args, kwargs), lambda n: present.append(n) or n)
+
+    def note(operand: Node) -> Node:
+        present.append(operand)
+        return operand
+
+    torch.fx.map_arg((args, kwargs), note)
     if present == operands:
         queue = iter(tensors)
         return torch.fx.map_arg((args, kwargs), lambda _: next(queue))

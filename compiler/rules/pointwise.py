@@ -48,7 +48,7 @@ def base_name(node: Node) -> str:
 def grad_choice(node: Node) -> AxisChoice:
     """Whole values; addends of the outputs' gradients give addends of the operands'."""
     inputs, outputs = (FREE_GRAD,) * len(tensor_operands(node)), (FREE_GRAD,) * len(types_of(node))
-    return AxisChoice("grad", inputs, outputs, extent=1 << 62, splits_work=False)
+    return AxisChoice("grad", inputs, outputs, extent=1, splits_work=False)
 
 
 class PointwiseRule(Rule):
@@ -78,7 +78,7 @@ class PointwiseRule(Rule):
             choices.append(AxisChoice(f"d{dim}", tuple(inputs), (shard(dim),) * len(types_of(node)), extent))
         for number, partial in enumerate(self.partial_inputs(node)):
             label = f"partial{number or ''}"
-            choices.append(AxisChoice(label, partial, (ROW,), extent=1 << 62, splits_work=False))
+            choices.append(AxisChoice(label, partial, (ROW,), extent=1, splits_work=False))
         if output.is_float and base_name(node) not in _CONSTANT and any(operand.is_float for operand in operands):
             choices.append(grad_choice(node))
         return tuple(choices)

@@ -82,7 +82,7 @@ class DimsRule(Rule):
         # an all_reduce of a bool or an index is nobody's wish
         if operands and linear and all(operands[k].is_float for k in linear):
             inputs = tuple(ROW if k in linear else WHOLE for k in range(len(operands)))
-            choices.append(AxisChoice("partial", inputs, (ROW,) * len(outputs), 1 << 62, splits_work=False))
+            choices.append(AxisChoice("partial", inputs, (ROW,) * len(outputs), 1, splits_work=False))
         if any(kind.is_float for kind in operands) and any(kind.is_float for kind in outputs):
             choices.append(grad_choice(node))
         return tuple(choices)
