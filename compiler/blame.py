@@ -17,33 +17,48 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _WRAPPER = os.path.join(_HERE, "capture.py")
 
-#: what the message of the underlying error looks like → (what is wrong, what to change)
-_ADVICE: tuple[tuple[str, str, str], ...] = (
+_VALUE = (
+    r"GuardOnDataDependent|data-dependent|DataDependentOutput|Could not guard|Could not extract"
+    r"|_local_scalar_dense|\.item\(\)"
+)
+
+#: (how the error reads, how the line of code reads, what is wrong, what to change); the first that fits counts
+_ADVICE: tuple[tuple[str, str, str, str], ...] = (
     (
-        r"\.item\(\)|_local_scalar_dense|\.tolist\(\)|DataDependentOutput",
-        "the code takes a tensor's value into Python (`.item()`, `.tolist()`, `int(tensor)`)",
-        "keep it a tensor, or compute it outside of forward and pass it in",
-    ),
-    (
-        r"GuardOnDataDependent|data-dependent|Could not guard|Could not extract specialized|truth value|control flow",
-        "the code branches on a tensor's value",
-        "use torch.where(condition, a, b), or decide outside of forward",
-    ),
-    (
-        r"\.numpy\(\)|numpy|__array__",
+        r"\.numpy\(\)|__array__|numpy",
+        "",
         "the code leaves PyTorch for NumPy",
         "use the torch function of the same name, or do it outside of forward",
     ),
     (
-        r"\[[^\]]*[<>=]=?[^\]]*\]|nonzero|masked_select"
-        r"|shape depends on values|dynamic shape|DynamicOutputShape|unbacked",
+        r"shape depends on values|DynamicOutputShape",
+        "",
         "the code makes a tensor whose shape depends on values (a boolean index, `nonzero`, `unique`)",
         "use torch.where or a mask of fixed shape",
     ),
     (
-        r"Unhandled FakeTensor Device Propagation|on the meta device|different devices",
+        _VALUE,
+        r"\b(if|elif|while|assert|and|or|not)\b|\bbool\(",
+        "the code branches on a tensor's value",
+        "use torch.where(condition, a, b), or decide outside of forward",
+    ),
+    (
+        _VALUE,
+        "",
+        "the code takes a tensor's value into Python (`.item()`, `.tolist()`, `float(tensor)`)",
+        "keep it a tensor, or compute it outside of forward and pass it in",
+    ),
+    (
+        r"DeviceMismatch|Unhandled FakeTensor Device Propagation|two devices|on the meta device",
+        "",
         "the code mixes devices",
         "register plain tensor attributes with register_buffer, and make new tensors with device=x.device",
+    ),
+    (
+        r"a graph is made of tensor ops",
+        "",
+        "the code calls a higher-order operator",
+        "write it without torch.cond, torch.while_loop and the like",
     ),
 )
 
@@ -128,10 +143,12 @@ def _error(where: tuple[str, int] | None, text: str) -> CaptureError:
 
 
 def _advice(code: str, text: str) -> tuple[str, str]:
-    """(cause, change): by the user's code first, then by the error's text."""
-    for subject in (code, text):
-        for pattern, cause, change in _ADVICE:
-            if subject and re.search(pattern, subject):
-                return cause, change
+    """(cause, change), by the error's text and then the line of code."""
+    for in_text, in_code, cause, change in _ADVICE:
+        if re.search(in_text, text) and re.search(in_code, code):
+            return cause, change
     first = text.strip().splitlines()[0][:300]
-    return f"torch.export says {first}", "rewrite this line with plain tensor operations, or move it out of forward"
+    return (
+        f"torch.export says {first}",
+        "check that the model runs on such inputs, then write it with plain tensor ops or move it out of forward",
+    )

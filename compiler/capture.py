@@ -34,7 +34,7 @@ from .example import Inputs, fake_inputs
 from .experts import experts
 from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from .rewrite import rewrite
-from .swap import Names, model_settings, modes, swapped
+from .swap import Names, model_settings, modes, quiet, swapped
 
 __all__ = ["CaptureError", "capture", "experts"]
 
@@ -76,6 +76,7 @@ def capture(
     )
     wrapper = _Wrapper(model, loss_fn, training)
     with ExitStack() as stack:
+        stack.enter_context(quiet())
         stack.enter_context(modes(model, training))
         stack.enter_context(model_settings(model))
         names = stack.enter_context(swapped(model, fake_mode))

@@ -249,9 +249,11 @@ def number_dropouts(graph: Graph) -> None:
 def refuse_generators(graph: Graph) -> None:
     """Every other random op draws from PyTorch's generator, whose numbers depend on how the tensor is cut."""
     for node in graph.fx.nodes:
-        if node.op != "call_function" or node.target is aten.scaled_dot_product_attention.default:
-            continue  # attention is tagged random, but no dropout is left in it
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        arguments = _arguments(node)  # attention and recurrent nets are tagged random for the dropout in them
+        probability = arguments.get("dropout_p", arguments.get("dropout"))
+        if probability is None or (probability and arguments.get("train", True)):
             raise CaptureError(
                 f"{node.meta['line'] or node.name}: the only random op is dropout, but got {op_name(node)}; "
                 "draw the numbers outside of forward and pass them in"

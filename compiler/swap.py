@@ -3,6 +3,11 @@ afterwards."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .blame import CaptureError
 from .experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "model_settings", "modes", "swapped"]
+__all__ = ["Names", "model_settings", "modes", "quiet", "swapped"]
 
 
 @contextmanager
@@ -29,6 +34,24 @@ def modes(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines, graph dumps and deprecation notices of torch's own: what goes wrong is in the error.
+
+    What the model's code writes to stderr comes out at the end of a capture that succeeds.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    written = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(written):
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(written.getvalue())
 
 
 @contextmanager

@@ -347,6 +347,31 @@ class Items(nn.Module):
         return (x * scale).mean()
 
 
+class Floats(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean() * float(x[0, 0])
+
+
+class Asserts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.min() > 0
+        return x.mean()
+
+
+class Mixes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).mean()
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.mean(), lambda x: x.sum(), (x,))
+
+
 class Numpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean() + torch.from_numpy(np.tanh(x.detach().numpy())).mean()
@@ -382,6 +407,10 @@ class Unregistered(nn.Module):
     [
         (Branches(), "if x.sum() > 0:", "torch.where"),
         (Items(), "x.max().item()", "keep it a tensor"),
+        (Floats(), "float(x[0, 0])", "keep it a tensor"),
+        (Asserts(), "assert x.min() > 0", "torch.where"),
+        (Mixes(), "x * self.scale", "register_buffer"),
+        (Conditional(), "torch.cond", "without torch.cond"),
         (Numpy(), "np.tanh(x.detach().numpy())", "torch function of the same name"),
         (Selects(), "x[x > 0]", "fixed shape"),
     ],
@@ -390,6 +419,7 @@ def test_errors_name_the_line_and_the_change(model: nn.Module, code: str, advice
     with pytest.raises(CaptureError) as caught:
         capture(nn.Sequential(nn.Linear(3, 3), model), (torch.randn(4, 3),))
     text = str(caught.value)
+    assert "\n" not in text
     first = type(model).forward.__code__.co_firstlineno
     assert any(f"test_capture.py:{line}:" in text for line in range(first, first + 5)), text
     assert code in text
@@ -403,6 +433,30 @@ def test_errors_name_the_line_and_the_change(model: nn.Module, code: str, advice
 def test_other_refusals(model: nn.Module, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(model, (torch.randn(4, 3),))
+
+
+def test_failures_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError, match=r"same reduction dim.*check that the model runs"):
+        capture(nn.Linear(3, 3), (torch.randn(2, 4),))
+    with pytest.raises(CaptureError):
+        capture(Branches(), (torch.randn(4, 3),))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_idle_random_ops_pass() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(3, 4, 2, batch_first=True, dropout=dropout)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0].mean()
+
+    model, x = Recurrent(0.0), torch.randn(4, 5, 3)
+    graph = capture(model, (x,)).with_batch(4)
+    torch.testing.assert_close(interpret(graph, model, (x,), {})["loss", "loss"], model(x))
+    with pytest.raises(CaptureError, match=r"only random op is dropout, but got aten\.lstm"):
+        capture(Recurrent(0.5), (x,))
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
