@@ -117,6 +117,8 @@ def gpt2(batch: int = 8, dropout: float = 0.0, device: str = "cpu", layers: int 
         n_head=4,
         vocab_size=VOCAB,
         n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
