@@ -1,8 +1,9 @@
 """Checkpoints through torch.distributed.checkpoint: written by one plan, read by any other.
 
-Keys: ``model.<name>`` (a tied weight once, under its first name), ``optimizer.<name>.<key>`` for each tensor of a parameter's
-optimizer state, and ``session``: the step and the hyperparameters of the optimizer's groups, with the names in each.
-State tensors of a parameter's shape lie as the parameter does; others (a step count) are whole on every rank that has them.
+Keys: ``model.<name>`` (a tied weight once, under its first name), ``optimizer.<name>.<key>`` for each tensor of a
+parameter's optimizer state, and ``session``: the step and the hyperparameters of the optimizer's groups, with the names
+in each. State tensors of a parameter's shape lie as the parameter does; others (a step count) are whole on every rank
+that has them.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
 def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     """Read what ``save_checkpoint`` wrote, under this or another plan. Collective.
 
-    Raises ValueError on every rank if the folder has no checkpoint of this model. Optimizer groups are matched by position.
+    Raises ValueError on every rank if the folder has no checkpoint of this model. Optimizer groups are matched by
+    position.
     """
     reader = FileSystemReader(os.fspath(path))
     try:
@@ -133,7 +135,8 @@ def _check_model(session: Session, stored: Mapping[str, Any], path: str | os.Pat
 
 
 def _state_targets(session: Session, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Empty tensors for the optimizer state of the parameters that this rank owns: name → key → DTensor or whole tensor."""
+    """Empty tensors for the optimizer state of the parameters that this rank owns: name → key → DTensor or whole
+    tensor."""
     found: dict[str, dict[str, Any]] = {}
     if session.optimizer is None:
         return found

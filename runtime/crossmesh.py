@@ -1,11 +1,12 @@
 """Tensors between two meshes: which rank sends which block to whom, as values; and the ports that move them.
 
-A transfer is the same pure function forward and backward: ``tiles(shape, source layout, target layout)``. Every target device
-gets every one of its elements exactly once. Among sources that hold the same block the one that has sent least so far is taken
-(the first on a tie), or the target itself if it is among them.
+A transfer is the same pure function forward and backward: ``tiles(shape, source layout, target layout)``. Every target
+device gets every one of its elements exactly once. Among sources that hold the same block the one that has sent least
+so far is taken (the first on a tie), or the target itself if it is among them.
 
-Tags are unique per (transfer, direction, microbatch, tile), so Gloo matches messages in any order. NCCL has no tags: there the
-two directions have a group each, and both ends meet the messages of a direction in the order of their actions.
+Tags are unique per (transfer, direction, microbatch, tile), so Gloo matches messages in any order. NCCL has no tags:
+there the two directions have a group each, and both ends meet the messages of a direction in the order of their
+actions.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         assert not any(placement.is_partial for placement in self.spec), f"a partial tensor has no blocks: {self.spec}"
-        assert prod(self.mesh_shape) == len(self.devices) and len(self.spec) == len(self.mesh_shape), self
+        assert prod(self.mesh_shape) == len(self.devices), self
+        assert len(self.spec) == len(self.mesh_shape), self
 
     def box(self, shape: Sequence[int], device: int) -> Box:
         """The block of a tensor of global ``shape`` that ``device`` holds."""
@@ -55,14 +57,16 @@ class Layout:
         return local_shape(shape, self.spec, self.mesh_shape)
 
     def is_first_copy(self, device: int) -> bool:
-        """Whether the device has coordinate 0 on every axis that replicates: each element is on exactly one such device."""
+        """Whether the device has coordinate 0 on every axis that replicates: each element is on exactly one such
+        device."""
         place = coordinates(self.devices.index(device), self.mesh_shape)
         return all(index == 0 for placement, index in zip(self.spec, place, strict=True) if not placement.is_shard)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One message: rank ``source`` takes ``source_box`` of its local block, rank ``target`` puts it at ``target_box`` of its own."""
+    """One message: rank ``source`` takes ``source_box`` of its local block, rank ``target`` puts it at ``target_box``
+    of its own."""
 
     source: int
     target: int
@@ -76,7 +80,8 @@ class Tile:
 
 
 def tiles(shape: Sequence[int], source: Layout, target: Layout) -> tuple[Tile, ...]:
-    """The messages that take a tensor of global ``shape`` from one layout to another, ordered by target device, then block."""
+    """The messages that take a tensor of global ``shape`` from one layout to another, ordered by target device, then
+    block."""
     holders: dict[Box, list[int]] = {}
     for device in source.devices:
         holders.setdefault(source.box(shape, device), []).append(device)
@@ -138,7 +143,7 @@ class Port:
     base_tag: int = 0
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     group: Any = None
 
     @classmethod
@@ -189,8 +194,8 @@ def transfer_now(
 ) -> torch.Tensor | None:
     """Move one tensor at once, outside of any schedule; the layouts may share ranks.
 
-    x: this rank's block where it is a source. Returns the block where this rank is a target, else None. Every rank of both
-    layouts must call it, in the same order of tensors.
+    x: this rank's block where it is a source. Returns the block where this rank is a target, else None. Every rank of
+    both layouts must call it, in the same order of tensors.
     """
     rank = dist.get_rank()
     messages = tiles(shape, source, target)
@@ -200,7 +205,8 @@ def transfer_now(
     operations = []
     for tile in messages:
         if tile.source == tile.target == rank:
-            assert x is not None and out is not None
+            assert x is not None
+            assert out is not None
             cut(out, tile.target_box).copy_(cut(x, tile.source_box))
         elif tile.target == rank:
             buffer = torch.empty(tile.shape, dtype=dtype, device=device)

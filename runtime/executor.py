@@ -1,112 +1,33 @@
 """The action loop: runs one stage's forwards and backwards in the order of the schedule, over ports made once.
 
-Per action: post the receives of the next action, wait for this one's, compute, send. A send is never waited for before the
-receives it depends on are posted: buffers are held until a later message proves that the peer has taken them, or the step ends.
-
-Every rank publishes the facts of its stage once (pairs and types of what it sends and receives, and whether gradients can come
-back), so that both ends of a transfer derive the same tiles.
+Per action: post the receives of the next action, wait for this one's, compute, send. A send is never waited for before
+the receives it depends on are posted: buffers are held until a later message proves that the peer has taken them, or
+the step ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..compiler.context import Context, use
-from ..compiler.graph import TensorType
 from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.schedule import Action, generate
-from ..compiler.spec import Pair, R, Spec
+from ..compiler.spec import R, Spec
 from .crossmesh import Incoming, Layout, Port, tiles
-from .feeding import Feeder, InputUse
+from .facts import Facts, differentiable_transfers, settled
+from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import DistributedComm
 from .state import State
 
-__all__ = ["Executor", "Facts", "exchange", "facts_of"]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What other stages must know of one.
-
-    flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or written, with
-    their specs; written: those that get a new value.
-    """
-
-    receives: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
-    sends: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
-    flows: Mapping[str, tuple[bool, frozenset[str]]] = field(default_factory=dict)
-    inputs: tuple[InputUse, ...] = ()
-    buffers: Mapping[str, Spec] = field(default_factory=dict)
-    written: tuple[str, ...] = ()
-    outputs: Mapping[str, TensorType] = field(default_factory=dict)
-    loss: TensorType | None = None
-
-
-def facts_of(program: ChunkProgram, stage: int) -> Facts:
-    """Read one chunk's facts off its program."""
-    reach: dict[torch.fx.Node, frozenset[int]] = {}
-    flows: dict[str, tuple[bool, frozenset[str]]] = {}
-    slots = program.slots
-    position = 0
-    for node in program.module.graph.nodes:
-        if node.op == "placeholder":
-            reach[node] = frozenset([position])
-            position += 1
-        elif node.op != "output":
-            reach[node] = frozenset().union(*(reach[n] for n in node.all_input_nodes))
-        else:
-            for exit, value in zip(program.exits, node.args[0], strict=True):
-                if exit.kind == "send":
-                    touched = [slots[index] for index in reach[value]]
-                    trainable = exit.type.is_float and any(s.kind == "parameter" and s.requires_grad for s in touched)
-                    through = frozenset(s.name for s in touched if s.kind == "receive" and exit.type.is_float)
-                    flows[exit.name] = (trainable, through)
-    return Facts(
-        receives={slot.name: (slot.pair, slot.type) for slot in slots if slot.kind == "receive"},
-        sends={exit.name: (exit.pair, exit.type) for exit in program.exits if exit.kind == "send"},
-        flows=flows,
-        inputs=tuple(
-            InputUse(stage, index, slot.name, slot.type, slot.batch_dim, slot.pair.value)
-            for index, slot in enumerate(slots)
-            if slot.kind == "input"
-        ),
-        buffers={
-            **{exit.name: exit.pair.value for exit in program.exits if exit.kind == "buffer"},
-            **{slot.name: slot.pair.value for slot in slots if slot.kind == "buffer"},
-        },
-        written=tuple(exit.name for exit in program.exits if exit.kind == "buffer"),
-        outputs={exit.name: exit.type for exit in program.exits if exit.kind == "output"},
-        loss=next((exit.type for exit in program.exits if exit.kind == "loss"), None),
-    )
-
-
-def exchange(plan: Plan, mine: Facts | None) -> list[Facts]:
-    """Every stage's facts on every rank. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    facts = [everyone[stage.devices[0]] for stage in plan.stages]
-    assert all(fact is not None for fact in facts), "a rank with a stage gave no program"
-    return facts
-
-
-def differentiable_transfers(plan: Plan, facts: Sequence[Facts]) -> set[tuple[str, int]]:
-    """(node, source stage) of the float tensors that a trainable parameter can reach: only those have a way back."""
-    found: set[tuple[str, int]] = set()
-    origin = {(transfer.node, transfer.target): transfer.source for transfer in plan.transfers}
-    for stage, fact in enumerate(facts):  # in stage order: transfers go to later stages only
-        for node, (trainable, through) in fact.flows.items():
-            if trainable or any((name, origin[name, stage]) in found for name in through):
-                found.add((node, stage))
-    return found
+__all__ = ["Executor"]
 
 
 def _clean(spec: Spec) -> Spec:
@@ -115,7 +36,8 @@ def _clean(spec: Spec) -> Spec:
 
 @dataclass
 class _Way:
-    """One transfer at one of its ends: slot or exit ``position``, the port forward, and the one back (None: no gradient)."""
+    """One transfer at one of its ends: slot or exit ``position``, the port forward, and the one back (None: no
+    gradient)."""
 
     position: int
     forward: Port
@@ -155,6 +77,9 @@ class Executor:
         self.microbatches = plan.microbatches if training else 1
         self.timings: list[tuple[str, float]] = []
         self.works: list[_Work] = []
+        self.borrowed: dict[
+            str, torch.Tensor
+        ] = {}  # this rank's blocks of tensors that other stages own, for evaluation
         if program is None or comm is None:
             return
         assert state.stage is not None
@@ -181,13 +106,13 @@ class Executor:
         rank, here = self.state.rank, self.plan.stages[self.stage]
         for position, slot in enumerate(program.slots):
             if slot.kind == "parameter":
-                if slot.name not in self.state.parameters:
+                if slot.name not in self.state.parameters and self.training:
                     raise ValueError(
                         f"stage {self.stage} holds no parameter {slot.name!r}, but its program reads it; plan again"
                     )
-                self._bind_value(position, slot.name, slot.pair.value, self.state.parameters[slot.name])
+                self._bind_value(position, slot.name, slot.pair.value, self.state.parameters.get(slot.name))
             elif slot.kind == "buffer":
-                if slot.name not in self.state.buffers:
+                if slot.name not in self.state.buffers and self.training:
                     raise ValueError(
                         f"stage {self.stage} holds no buffer {slot.name!r}, but its program reads it; plan again"
                     )
@@ -201,7 +126,11 @@ class Executor:
                 self.template[position] = whole[index].contiguous().to(self.device)
 
     def _bind_value(self, position: int, name: str, spec: Spec, leaf: torch.Tensor | None) -> None:
-        """A parameter stays in its slot; a buffer is looked up for every run; both are resharded if this program reads another spec."""
+        """A parameter stays in its slot; a buffer is looked up for every run; both are resharded if this program reads
+        another spec."""
+        if name not in self.state.parameters and name not in self.state.buffers:
+            self.buffer_slots.append((position, name, ()))  # borrowed
+            return
         steps = steps_between(self.state.layout(name, self.stage).spec, spec)
         assert not (steps and self.training), (
             f"{name}: a training program reads {spec}, but the plan stores another placement"
@@ -260,11 +189,11 @@ class Executor:
             return
         schedule = generate(self.plan.schedule, len(self.plan.stages), self.plan.microbatches)
         edges = [(transfer.source, transfer.target) for transfer in self.plan.transfers]
-        settled = _settled(schedule.actions, self.stage, edges, self.back_edges)
+        arrived = settled(schedule.actions, self.stage, edges, self.back_edges)
         for index, action in enumerate(schedule.actions[self.stage]):
             ways = self.inward if action.kind == "F" else self.outward
             ports = [(way.position, way.forward if action.kind == "F" else way.backward) for way in ways]
-            self.works.append(_Work(action, [(at, port) for at, port in ports if port is not None], settled[index]))
+            self.works.append(_Work(action, [(at, port) for at, port in ports if port is not None], arrived[index]))
         self.last_backward = max((i for i, work in enumerate(self.works) if work.action.kind == "B"), default=-1)
 
     # ---- running
@@ -274,7 +203,8 @@ class Executor:
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """One accumulation over all microbatches, gradients left in the leaves and summed over partial axes.
 
-        Returns (the mean loss on ranks of the loss stage else None, the outputs of an evaluation on ranks of their stages).
+        Returns (the mean loss on ranks of the loss stage else None, the outputs of an evaluation on ranks of their
+        stages).
         """
         self.timings = []
         if not self.works:
@@ -342,7 +272,9 @@ class Executor:
     def _refresh_buffers(self) -> None:
         for position, name, steps in self.buffer_slots:
             value = self.state.buffers.get(name)
-            value = self.state.parameters[name].detach() if value is None else value
+            if value is None:
+                leaf = self.state.parameters.get(name)
+                value = self.borrowed[name] if leaf is None else leaf.detach()
             assert self.comm is not None
             self.template[position] = apply_steps(value, steps, self.comm) if steps else value
 
@@ -393,31 +325,3 @@ class Executor:
 def _drain(sends: list[tuple[Any, torch.Tensor]]) -> None:
     for work, _ in sends:
         work.wait()
-
-
-def _settled(
-    actions: Sequence[Sequence[Action]],
-    stage: int,
-    edges: Sequence[tuple[int, int]],
-    back_edges: Sequence[tuple[int, int]],
-) -> list[tuple[int, ...]]:
-    """For each action of ``stage``: its earlier actions whose sends are known to have arrived by then.
-
-    A peer that sends a message from its action k has received everything that its actions up to k needed.
-    """
-    where = [{(a.kind, a.microbatch): i for i, a in enumerate(row)} for row in actions]
-    senders = {"F": {a for a, b in edges if b == stage}, "B": {b for a, b in back_edges if a == stage}}
-    takers = {"F": {b for a, b in edges if a == stage}, "B": {a for a, b in back_edges if b == stage}}
-    known = dict.fromkeys(range(len(actions)), -1)  # peer → its last action that it is known to have begun
-    waiting: list[tuple[int, dict[int, int]]] = []  # (my action, peer → the peer's action that takes my message)
-    out: list[tuple[int, ...]] = []
-    for index, action in enumerate(actions[stage]):
-        key = (action.kind, action.microbatch)
-        for peer in senders[action.kind]:
-            known[peer] = max(known[peer], where[peer][key])
-        done = [entry for entry in waiting if all(known[peer] >= at for peer, at in entry[1].items())]
-        waiting = [entry for entry in waiting if entry not in done]
-        out.append(tuple(entry[0] for entry in done))
-        if takers[action.kind]:
-            waiting.append((index, {peer: where[peer][key] for peer in takers[action.kind]}))
-    return out

@@ -1,8 +1,8 @@
 """From the caller's flat inputs to each slot's block of each microbatch; every check on them is made on every rank.
 
-data="global": every rank passes the global batch; microbatch i is its i-th contiguous chunk. data="local": every rank passes part
-``data_index`` of ``data_count``; microbatch i is made of the i-th chunks of all parts, so the batch is the same set of samples in
-another order. That needs one split of the batch for all inputs on all stages.
+data="global": every rank passes the global batch; microbatch i is its i-th contiguous chunk. data="local": every rank
+passes part ``data_index`` of ``data_count``; microbatch i is made of the i-th chunks of all parts, so the batch is the
+same set of samples in another order. That needs one split of the batch for all inputs on all stages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class InputUse:
 
 
 class Feeder:
-    """Checks and slices inputs. ``uses``: those of all stages, equal on every rank; ``position`` of a use: the slot's index."""
+    """Checks and slices inputs. ``uses``: those of all stages, equal on every rank; ``position`` of a use: the slot's
+    index."""
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class Feeder:
             counts.setdefault(prod(shape[axis] for axis in axes), f"{use.name!r} on stage {use.stage}")
             if seen.setdefault(use.stage, (axes, use.name))[0] != axes:
                 raise ValueError(
-                    f"data='local' needs one split of the batch, but got {use.name!r} and {seen[use.stage][1]!r} cut along different "
+                    f"data='local' needs one split of the batch, but got {use.name!r} and {seen[use.stage][1]!r} "
+                    "cut along different "
                     f"axes on stage {use.stage}; use data='global'"
                 )
         if len(counts) > 1:
@@ -129,7 +131,8 @@ class Feeder:
                     if all(x.shape[d] == shape[d] for d in rest):
                         of = f" / {self.data_count} ranks' parts" if self.local else ""
                         raise ValueError(
-                            f"the batch of input {name!r} must be {shape[batch_dim]} ({self.microbatches} microbatches{of}), but got "
+                            f"the batch of input {name!r} must be {shape[batch_dim]} ({self.microbatches} "
+                            f"microbatches{of}), but got "
                             f"{x.shape[batch_dim]}; pass that many samples or plan for another global_batch"
                         )
                 raise ValueError(
@@ -156,7 +159,8 @@ class Feeder:
             other, expected = first.setdefault(index, (rank, value))
             if expected != value:
                 raise ValueError(
-                    f"ranks that share a data_index must pass equal data, but got different data on ranks {other} and {rank} "
+                    f"ranks that share a data_index must pass equal data, but got different data on ranks {other} "
+                    f"and {rank} "
                     f"(data_index {index} of {self.data_count}); feed the sampler with data_index and data_count"
                 )
 

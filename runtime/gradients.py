@@ -1,11 +1,11 @@
 """What happens to gradients between the last backward and the optimizer: sums over partial axes, and tied copies.
 
-A gradient whose cotangent is P on some axes is summed over exactly those, once per step: in flat buckets, each started by
-autograd hooks during the last microbatch's backward as soon as it is full, so communication hides behind computation. The
-loss is already the mean over the whole batch, so sums are all there is; nothing is divided.
+A gradient whose cotangent is P on some axes is summed over exactly those, once per step: in flat buckets, each started
+by autograd hooks during the last microbatch's backward as soon as it is full, so communication hides behind
+computation. The loss is already the mean over the whole batch, so sums are all there is; nothing is divided.
 
-A parameter that several stages hold has an owner, the first of them. The others send their reduced gradient to it and get the
-updated value back, so all copies stay bit-equal.
+A parameter that several stages hold has an owner, the first of them. The others send their reduced gradient to it and
+get the updated value back, so all copies stay bit-equal.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ def coordinates(position: int, mesh_shape: Sequence[int]) -> Coordinates:
 class DistributedComm:
     """One rank's collectives along the axes of its stage's mesh.
 
-    ``counts[(phase, kind)]`` and ``bytes[(phase, kind)]`` grow with every collective; the bytes are those of the tensor that is
-    whole along the axis (as in ``reshard.step_bytes``). Whoever runs the program sets ``phase``: "forward", "backward" or "step".
+    ``counts[(phase, kind)]`` and ``bytes[(phase, kind)]`` grow with every collective; the bytes are those of the tensor
+    that is whole along the axis (as in ``reshard.step_bytes``). Whoever runs the program sets ``phase``: "forward",
+    "backward" or "step".
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class DistributedComm:
     # ---- beyond the protocol
 
     def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> Any:
-        """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single device)."""
+        """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single
+        device)."""
         self._count("all_reduce", x.nbytes)
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
@@ -147,7 +149,8 @@ def _merge(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
-    """Every set of axes (of extent > 1) that the stage communicates over: each axis, and those that gradients are summed over jointly."""
+    """Every set of axes (of extent > 1) that the stage communicates over: each axis, and those that gradients are
+    summed over jointly."""
     wide = [axis for axis, size in enumerate(stage.mesh_shape) if size > 1]
     sets: set[tuple[int, ...]] = {(axis,) for axis in wide}
     for chunk in stage.chunks:

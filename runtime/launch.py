@@ -35,7 +35,8 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def join(rank: int, world_size: int, store_path: str, timeout: timedelta = _TIMEOUT) -> None:
-    """Make this process rank ``rank`` of a Gloo world that meets in the file ``store_path``, with one compute thread."""
+    """Make this process rank ``rank`` of a Gloo world that meets in the file ``store_path``, with one compute
+    thread."""
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -50,8 +51,8 @@ def leave() -> None:
 def ensure_initialized() -> tuple[int, int]:
     """Join the world that torchrun describes in the environment, if this process has not; returns (rank, world size).
 
-    NCCL where CUDA is available (one device per local rank), else Gloo with one compute thread unless OMP_NUM_THREADS says
-    otherwise. Without torchrun it is a world of one.
+    NCCL where CUDA is available (one device per local rank), else Gloo with one compute thread unless OMP_NUM_THREADS
+    says otherwise. Without torchrun it is a world of one.
     """
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -99,10 +100,12 @@ def _one_thread_environment() -> Iterator[None]:
 
 
 def spawn_local(path: str, num_ranks: int, arguments: Sequence[Any] = (), timeout_s: float | None = None) -> list[Any]:
-    """Run ``"module:function"`` with ``arguments`` on ``num_ranks`` local Gloo ranks, one thread each; their results in rank order.
+    """Run ``"module:function"`` with ``arguments`` on ``num_ranks`` local Gloo ranks, one thread each; their results in
+    rank order.
 
-    The process group is up when the function starts (``dist.get_rank()``) and is destroyed after it. Raises RuntimeError with the
-    traceback of the first rank that failed, after ending the others; TimeoutError after ``timeout_s``.
+    The process group is up when the function starts (``dist.get_rank()``) and is destroyed after it. Raises
+    RuntimeError with the traceback of the first rank that failed, after ending the others; TimeoutError after
+    ``timeout_s``.
     """
     resolve(path)
     context = multiprocessing.get_context("spawn")

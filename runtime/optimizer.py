@@ -1,8 +1,8 @@
 """Optimizers over local shards, and the norm of a gradient that many ranks hold.
 
-The user's factory gets plain local leaves that carry ``global_name`` and ``global_shape``; torch.optim is elementwise, so each
-rank updates its shards alone. An optimizer that looks at a tensor as a whole (a factorised moment, an orthogonalised matrix, a
-trust ratio) gets whole parameters or is refused.
+The user's factory gets plain local leaves that carry ``global_name`` and ``global_shape``; torch.optim is elementwise,
+so each rank updates its shards alone. An optimizer that looks at a tensor as a whole (a factorised moment, an
+orthogonalised matrix, a trust ratio) gets whole parameters or is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def sharded_parameters(plan: Plan) -> list[str]:
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
-    """A real optimizer on every rank, over a dummy parameter where the rank owns none, so that schedulers work everywhere.
+    """A real optimizer on every rank, over a dummy parameter where the rank owns none, so that schedulers work
+    everywhere.
 
     Raises ValueError, alike on every rank, for an optimizer that needs more than a rank holds.
     """
@@ -67,7 +68,8 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
     title = type(optimizer).__name__
     if any(name.startswith(_WHOLE_MODEL) for name in names):
         raise ValueError(
-            f"an optimizer must update each parameter by itself, but got {title}, which needs all of them at once; use SGD, Adam or AdamW"
+            f"an optimizer must update each parameter by itself, but got {title}, which needs all of them at once; "
+            "use SGD, Adam or AdamW"
         )
     sharded = sharded_parameters(plan)
     if sharded and any(word in name for name in names for word in _WHOLE_TENSOR):
@@ -98,7 +100,8 @@ def gradient_norm(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale the gradients so that the global ``norm`` is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """Scale the gradients so that the global ``norm`` is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_``
+    does."""
     leaves: list[Any] = [leaf for leaf in parameters if leaf.grad is not None]
     if leaves:
         torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)

@@ -1,7 +1,7 @@
 """A session: one rank's stage of a plan, bound to real ranks, with everything that a training step needs.
 
-    construct   groups → facts of all stages → weights → executor → optimizer        (collective, in this order on every rank)
-    step        forward_backward (repeat to accumulate) → optimizer_step
+    construct   groups → facts of all stages → weights → executor → optimizer        (collective, in this order on every
+    rank) step        forward_backward (repeat to accumulate) → optimizer_step
 
 Nothing is planned after construction. An idle rank takes part in the collectives and owns nothing.
 """
@@ -24,8 +24,9 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.spec import R
-from .crossmesh import wire
-from .executor import Executor, Facts, exchange, facts_of
+from .crossmesh import Layout, cut, wire
+from .executor import Executor
+from .facts import Facts, exchange, facts_of
 from .feeding import Feeder
 from .gradients import GradientReducer, TiedParameters
 from .groups import bind_all
@@ -35,7 +36,7 @@ from .state import Init, ModelInfo, State, Weights
 __all__ = ["NonFiniteLoss", "Session"]
 
 
-class NonFiniteLoss(ValueError):
+class NonFiniteLoss(ValueError):  # noqa: N818 - named for what it is, like StopIteration
     """The loss is NaN or infinite; ``rank`` and ``step`` say where and when."""
 
     def __init__(self, value: float, rank: int, stage: int, step: int) -> None:
@@ -49,10 +50,11 @@ class NonFiniteLoss(ValueError):
 class Session:
     """Binds a plan and this rank's programs to the running process group; every constructor call is collective.
 
-    programs: of this rank's stage, one per chunk; empty on an idle rank. weights: a module or a state dict, rank 0's wins.
-    init: for what ``weights`` lacks or has on the meta device (a function, or a state dict). optimizer: a function from local
-    parameters to a torch optimizer. device: where this rank computes; by default its CUDA device under NCCL, else the CPU.
-    Raises ValueError, alike on every rank, for a plan that does not fit the world, weights that are missing, and the like.
+    programs: of this rank's stage, one per chunk; empty on an idle rank. weights: a module or a state dict, rank 0's
+    wins. init: for what ``weights`` lacks or has on the meta device (a function, or a state dict). optimizer: a
+    function from local parameters to a torch optimizer. device: where this rank computes; by default its CUDA device
+    under NCCL, else the CPU. Raises ValueError, alike on every rank, for a plan that does not fit the world, weights
+    that are missing, and the like.
     """
 
     def __init__(
@@ -122,7 +124,8 @@ class Session:
             for axis, (value, cotangent) in enumerate(zip(slot.pair.value, slot.pair.cotangent, strict=True)):
                 if not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
                     raise ValueError(
-                        f"the gradient of {slot.name!r} must lie as its value or be partial, but got {slot.pair} on axis {axis}; plan again"
+                        f"the gradient of {slot.name!r} must lie as its value or be partial, but got {slot.pair} on "
+                        f"axis {axis}; plan again"
                     )
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
             out.append((self.state.parameters[slot.name], axes))
@@ -133,13 +136,14 @@ class Session:
     def forward_backward(self, inputs: Mapping[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
         """Accumulate the gradients of one global batch; the mean loss over its microbatches (0-d) on every rank.
 
-        inputs: source name → tensor, the global batch or this rank's part (``data``). scale: multiplies the gradients, not the
-        loss. Call it again before ``optimizer_step`` to accumulate. Raises NonFiniteLoss on every rank.
+        inputs: source name → tensor, the global batch or this rank's part (``data``). scale: multiplies the gradients,
+        not the loss. Call it again before ``optimizer_step`` to accumulate. Raises NonFiniteLoss on every rank.
         """
         started = perf_counter()
         if self.loss_stage is None:
             raise ValueError(
-                "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns its loss"
+                "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns "
+                "its loss"
             )
         self.feeder.check(inputs)
         if self._stepped:
@@ -190,8 +194,8 @@ class Session:
     def grad_norm(self) -> torch.Tensor:
         """The fp32 norm of the gradients of the last step, before clipping, each unique element once (0-d).
 
-        Collective at its first reading after ``forward_backward`` unless ``clip_grad_norm`` is set: read it on every rank, before the
-        next batch.
+        Collective at its first reading after ``forward_backward`` unless ``clip_grad_norm`` is set: read it on every
+        rank, before the next batch.
         """
         if self._norm is None:
             self._norm = gradient_norm(self.owned, self.layouts, self.rank, self.device)
@@ -202,13 +206,16 @@ class Session:
     def forward(
         self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram]
     ) -> dict[str, torch.Tensor]:
-        """Run evaluation programs once, without autograd: exit name → whole output on every rank ("loss" too if they have one).
+        """Run evaluation programs once, without autograd: exit name → whole output on every rank ("loss" too if they
+        have one).
 
-        plan: with this session's stages and meshes (ops and specs may differ); its microbatches are ignored, the programs' own batch
-        counts. programs: of this rank's stage; the same object on later calls reuses what the first call bound. Collective.
+        plan: with this session's stages and meshes (ops and specs may differ); its microbatches are ignored, the
+        programs' own batch counts. programs: of this rank's stage; the same object on later calls reuses what the first
+        call bound. Collective.
         """
         executor, facts = self._evaluator(plan, programs)
         executor.feeder.check(inputs)
+        self._lend(executor, facts)
         loss, mine = executor.run(inputs, step=self.step)
         out: dict[str, torch.Tensor] = {}
         for index, fact in enumerate(facts):
@@ -246,6 +253,18 @@ class Session:
         self._evaluators.append((programs, executor, facts))
         return executor, facts
 
+    def _lend(self, executor: Executor, facts: Sequence[Facts]) -> None:
+        """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
+        nothing to do."""
+        for index, fact in enumerate(facts):
+            here = self.plan.stages[index]
+            for name, spec in {**fact.parameters, **fact.buffers}.items():
+                if index not in self.state.homes.get(name, ()):
+                    whole = self.state.whole(name)
+                    if index == self.stage:
+                        box = Layout(here.devices, here.mesh_shape, spec).box(whole.shape, self.rank)
+                        executor.borrowed[name] = cut(whole, box).contiguous()
+
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,7 +298,8 @@ class Session:
 
     @property
     def timings(self) -> dict[str, Any]:
-        """Of the last step: "forward_backward_s", "optimizer_s", "actions" [(label, seconds)], "peak_bytes" of this process so far."""
+        """Of the last step: "forward_backward_s", "optimizer_s", "actions" [(label, seconds)], "peak_bytes" of this
+        process so far."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         else:

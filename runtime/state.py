@@ -1,7 +1,7 @@
 """A stage's parameters and buffers: how they get their first values, and how they leave under their original names.
 
-Rank 0's values win, as in DDP: tensor by tensor they are broadcast and every rank keeps its block, so no rank ever holds more
-than its shards and one whole tensor besides what it was given. Tensors on the meta device take ``init``.
+Rank 0's values win, as in DDP: tensor by tensor they are broadcast and every rank keeps its block, so no rank ever
+holds more than its shards and one whole tensor besides what it was given. Tensors on the meta device take ``init``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ModelInfo:
 class State:
     """One rank's shards, and where every tensor of the model lives.
 
-    parameters: local leaves; buffers: local tensors (replaced, not written to, by the executor); unplaced: whole tensors that no
-    stage uses, kept on rank 0 for the state dict.
+    parameters: local leaves; buffers: local tensors (replaced, not written to, by the executor); unplaced: whole
+    tensors that no stage uses, kept on rank 0 for the state dict.
     """
 
     def __init__(
@@ -113,9 +113,10 @@ class State:
     def initialize(self, weights: Weights | None, init: Init | None, seed: int = 0) -> None:
         """Fill this rank's shards. Collective.
 
-        weights: a module or a state dict; only rank 0's is read. init: ``(name, whole tensor) -> None`` after writing in place,
-        or a tensor; called for tensors that ``weights`` lacks or has on the meta device, with a generator seeded by (seed, name),
-        so the values do not depend on the plan. Raises ValueError on every rank if a tensor has neither.
+        weights: a module or a state dict; only rank 0's is read. init: ``(name, whole tensor) -> None`` after writing
+        in place, or a tensor; called for tensors that ``weights`` lacks or has on the meta device, with a generator
+        seeded by (seed, name), so the values do not depend on the plan. Raises ValueError on every rank if a tensor has
+        neither.
         """
         given = _tensors(weights)
         have = [
@@ -129,7 +130,8 @@ class State:
         lacking = [name for (name, _), alias in zip(self.types(), found, strict=True) if alias is None]
         if lacking and init is None:
             raise ValueError(
-                f"weights are needed for every tensor, but got none on rank 0 for {len(lacking)} ({', '.join(lacking[:5])}); "
+                f"weights are needed for every tensor, but got none on rank 0 for {len(lacking)} "
+                f"({', '.join(lacking[:5])}); "
                 "give the model real weights, or init= as a function (name, tensor) or a state dict"
             )
         for name, kind in self.types():
@@ -186,8 +188,9 @@ class State:
         return self._mesh
 
     def as_dtensor(self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...]) -> DTensor:
-        """This rank's block of a tensor laid out like parameter or buffer ``name``, as a DTensor over the stage's mesh."""
-        assert self.stage is not None and self.comm is not None
+        """This rank's block of a tensor laid out like parameter or buffer ``name``, as a DTensor over the stage's
+        mesh."""
+        assert self.stage is not None
         layout = self.layout(name, self.stage)
         wide = [p for p, size in zip(layout.spec, layout.mesh_shape, strict=True) if size > 1]
         placements = [Shard(p.dim) if p.is_shard else Replicate() for p in wide] or [Replicate()]
@@ -197,9 +200,11 @@ class State:
         )
 
     def state_dict(self, owned_only: bool = False) -> dict[str, Any]:
-        """Original name → DTensor, of this rank's stage, under all names; what no stage uses is a plain tensor on rank 0.
+        """Original name → DTensor, of this rank's stage, under all names; what no stage uses is a plain tensor on rank
+        0.
 
-        The DTensors share memory with the live parameters. owned_only: leave out tied copies and buffers that another stage owns.
+        The DTensors share memory with the live parameters. owned_only: leave out tied copies and buffers that another
+        stage owns.
         """
         out: dict[str, Any] = {}
         for name, kind in self.types():
@@ -214,7 +219,8 @@ class State:
         return out
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take values by any of a tensor's names: whole tensors, or DTensors as ``state_dict`` makes them. Tied copies need both stages to load.
+        """Take values by any of a tensor's names: whole tensors, or DTensors as ``state_dict`` makes them. Tied copies
+        need both stages to load.
 
         Raises ValueError for a name that is missing or a shape that differs; nothing is changed then.
         """
@@ -240,25 +246,40 @@ class State:
             self._keep(name, value.detach().to(self.device))
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Original names → whole CPU tensors on rank 0, empty elsewhere; loads strictly into the original model. Collective."""
+        """Original names → whole CPU tensors on rank 0, empty elsewhere; loads strictly into the original model.
+        Collective."""
         out: dict[str, torch.Tensor] = {}
-        first = Layout((0,), (), ())
-        for name, kind in self.types():
+        for name, _ in self.types():
             if name in self.info.buffers and not self.info.buffers[name].persistent:
                 continue
-            stages = self.homes.get(name, ())
-            if stages:
-                source = self.layout(name, stages[0])
-                whole = None
-                if self.rank == 0 or self.stage == stages[0]:
-                    local = self.parameters.get(name, self.buffers.get(name)) if self.stage == stages[0] else None
-                    local = None if local is None else local.detach()
-                    whole = transfer_now(local, kind.shape, kind.dtype, source, first, self.device)
-            else:
-                whole = self.unplaced.get(name)
+            whole = self._on_first(name)
             if whole is not None:
                 out.update(dict.fromkeys(self.names(name), whole.cpu()))
         return out
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One whole tensor on every rank. Collective."""
+        kind = dict(self.types())[name]
+        found = self._on_first(name)
+        whole = (
+            torch.empty(kind.shape, dtype=kind.dtype, device=self.device) if found is None else found.to(self.device)
+        )
+        dist.broadcast(wire(whole), 0)
+        return whole
+
+    def _on_first(self, name: str) -> torch.Tensor | None:
+        """The whole tensor on rank 0, None elsewhere."""
+        stages = self.homes.get(name, ())
+        if not stages:
+            return self.unplaced.get(name)
+        if self.rank != 0 and self.stage != stages[0]:
+            return None
+        kind = dict(self.types())[name]
+        local = self.parameters.get(name, self.buffers.get(name)) if self.stage == stages[0] else None
+        local = None if local is None else local.detach()
+        return transfer_now(
+            local, kind.shape, kind.dtype, self.layout(name, stages[0]), Layout((0,), (), ()), self.device
+        )
 
 
 def _tensors(weights: Weights | None) -> dict[str, torch.Tensor]:

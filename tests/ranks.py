@@ -1,8 +1,8 @@
 """A pool of local Gloo ranks that all tests share: importing torch takes seconds, so the processes are kept.
 
-``pool.run(n, "module:function", *arguments)`` runs the function on ranks 0..n-1 of a fresh world and returns their results in
-order. A failure on any rank raises ``RankError`` with that rank's traceback; a hang is ended after a time-out with the stack of
-every rank printed. After either the processes are started anew.
+``pool.run(n, "module:function", *arguments)`` runs the function on ranks 0..n-1 of a fresh world and returns their
+results in order. A failure on any rank raises ``RankError`` with that rank's traceback; a hang is ended after a
+time-out with the stack of every rank printed. After either the processes are started anew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
     sys.path[:] = search_path
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open as long as the process lives
     import torch
-
     from meshwright.runtime.launch import join, leave, resolve
 
     torch.set_num_threads(1)

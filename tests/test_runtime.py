@@ -1,4 +1,5 @@
-"""The runtime on real ranks: hand-lowered programs of a small model against the same model in eager PyTorch on one device."""
+"""The runtime on real ranks: hand-lowered programs of a small model against the same model in eager PyTorch on one
+device."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ import torch.fx
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-
 from meshwright.compiler.graph import TensorType
 from meshwright.compiler.plan import Chunk, Plan, Prediction, Residency, Stage, Transfer
 from meshwright.compiler.program import ChunkProgram, Exit, Slot
 from meshwright.compiler.reshard import reshard
 from meshwright.compiler.schedule import generate
 from meshwright.compiler.spec import P, Pair, R, S
+from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint
 from meshwright.runtime.crossmesh import Layout, tiles
-from meshwright.runtime.executor import _settled
+from meshwright.runtime.facts import settled
 from meshwright.runtime.groups import bind, coordinates
 from meshwright.runtime.launch import spawn_local
 from meshwright.runtime.stage import NonFiniteLoss, Session
 from meshwright.runtime.state import BufferInfo, ModelInfo, ParameterInfo
+from torch import nn
 
 # ---- the model: a skip edge (h0), a tied weight (w0), an int edge (mask), a buffer that counts
 
@@ -279,8 +280,8 @@ def train(
         session.optimizer_step()
     copies = {name: leaf.detach().clone() for name, leaf in session.state.parameters.items()}
     return {
-        "losses": losses, "norms": norms, "full": session.full_state_dict(), "copies": copies, "counts": dict(session.counts),
-        "actions": [label for label, _ in session.timings["actions"]],
+        "losses": losses, "norms": norms, "full": session.full_state_dict(), "copies": copies,
+        "counts": dict(session.counts),
     }  # fmt: skip
 
 
@@ -361,7 +362,8 @@ def train_clipped(parts: list[Part], microbatches: int, schedule: str) -> dict[s
 def test_collectives_are_those_of_the_program(ranks: Any) -> None:
     world, parts, microbatches, schedule = CASES["tp2"]
     counts = ranks.run(world, "test_runtime:train", parts, microbatches, schedule, "sgd", 1)[0]["counts"]
-    # per microbatch: h1 and out summed forward; the gradient of h1 summed where it enters the column-parallel product, and that of x
+    # per microbatch: h1 and out summed forward; the gradient of h1 summed where it enters the column-parallel product,
+    # and that of x
     # not, because nothing asks for it
     assert counts == {("forward", "all_reduce"): 2 * microbatches, ("backward", "all_reduce"): microbatches}
     world, parts, microbatches, schedule = CASES["dp2-micro"]
@@ -437,10 +439,10 @@ def bad_inputs(parts: list[Part]) -> list[str]:
     for name, expected in (("lbfgs", "all of them"), ("adafactor", "whole parameters")):
         with pytest.raises(ValueError, match=expected):
             session_of(parts, optimizer=name)
-    with pytest.raises(ValueError, match="meta|real weights"):
+    with pytest.raises(ValueError, match="real weights"):
         session_of(parts, weights=Toy().to("meta"))
+    plan, _ = build(parts, 2, "1f1b", 4)
     with pytest.raises(ValueError, match="4 devices"):
-        plan, _ = build(parts, 2, "1f1b", 4)
         Session(plan, [], INFO, Toy())
     return messages
 
@@ -485,8 +487,10 @@ def test_local_data(ranks: Any) -> None:
         ranks.run(world, "test_runtime:local_data", parts, True)
 
 
-def evaluate(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluate(parts: list[Part], layers: list[tuple[int, ...]] | None) -> tuple[torch.Tensor, torch.Tensor]:
     session = session_of(parts)
+    if layers is not None:  # an evaluation that runs other layers on a stage than training does
+        parts = [(*part[:3], own) for part, own in zip(parts, layers, strict=True)]
     plan, programs = build(parts, 1, "1f1b", dist.get_world_size(), batch=4, output=True)
     stage = plan.stage_of(dist.get_rank())
     mine = [] if stage is None else [programs[stage]]
@@ -501,7 +505,8 @@ def evaluate(parts: list[Part]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("case", ["dp2tp2", "pp3-idle", "mixed-back"])
 def test_evaluation_gives_the_whole_output_everywhere(ranks: Any, case: str) -> None:
     world, parts, _, _ = CASES[case]
-    results = ranks.run(world, "test_runtime:evaluate", parts)
+    layers = [(0, 1, 2), (3,)] if case == "mixed-back" else None
+    results = ranks.run(world, "test_runtime:evaluate", parts, layers)
     model, x = Toy(), batch_of(0, 4)["args.x"]
     with torch.no_grad():
         h0 = F.relu(F.linear(x, model.w0, model.b0))
@@ -514,7 +519,6 @@ def test_evaluation_gives_the_whole_output_everywhere(ranks: Any, case: str) -> 
 
 
 def state_round_trip(parts: list[Part], folder: str) -> bool:
-    from meshwright.runtime.checkpoint import load_checkpoint, save_checkpoint
 
     session = session_of(parts, optimizer="adamw")
     for step in range(2):
@@ -534,8 +538,6 @@ def state_round_trip(parts: list[Part], folder: str) -> bool:
 
 
 def resume(parts: list[Part], folder: str) -> tuple[list[float], int]:
-    from meshwright.runtime.checkpoint import load_checkpoint
-
     session = session_of(parts, optimizer="adamw")
     load_checkpoint(session, folder)
     losses = []
@@ -677,16 +679,20 @@ def test_tiles_deliver_every_element_once(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_sends_are_settled_only_by_later_messages(name: str) -> None:
-    schedule = generate(name, 4, 6)
+    schedule = generate(name, 4, 16)
     edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
     for stage in range(4):
         seen: set[int] = set()
-        for index, done in enumerate(_settled(schedule.actions, stage, edges, edges[:3])):
+        held = most_held = 0
+        for index, done in enumerate(settled(schedule.actions, stage, edges, edges[:3])):
             assert all(earlier < index for earlier in done)
             assert not seen & set(done)
             seen |= set(done)
-        if name == "1f1b" and stage == 1:
-            assert len(seen) >= 9  # nearly all: buffers do not pile up until the end of the step
+            sends = stage < 3 if schedule.actions[stage][index].kind == "F" else stage > 0
+            held += sends - len(done)
+            most_held = max(most_held, held)
+        # stage 3 never answers stage 0 (nothing goes back along their edge); it is heard of through the others
+        assert most_held <= (8 if name == "1f1b" else 17), (stage, most_held)
 
 
 def test_spawn_local_returns_results_and_the_first_failure() -> None:
