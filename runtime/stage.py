@@ -23,12 +23,12 @@ from torch import nn
 from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
-from ..compiler.spec import R
+from ..compiler.spec import R, spec_text
 from .crossmesh import Layout, cut, wire
 from .executor import Executor
 from .facts import Facts, exchange, facts_of
 from .feeding import Feeder
-from .gradients import GradientReducer, TiedParameters
+from .gradients import BUCKET_BYTES, GradientReducer, TiedParameters
 from .groups import bind_all
 from .optimizer import OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
 from .state import Init, ModelInfo, State, Weights
@@ -70,7 +70,9 @@ class Session:
         clip_grad_norm: float | None = None,
         data: str = "global",
         device: torch.device | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        _check_plan(plan)
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, clip_grad_norm, seed, data
         self.rank = dist.get_rank()
         cuda = dist.get_backend() == "nccl"
@@ -95,7 +97,7 @@ class Session:
         self.tied = TiedParameters(plan, self.state.parameters, types, self.rank, self.device, None)
         self.owned = {name: leaf for name, leaf in self.state.parameters.items() if name not in self.tied.copies}
         self.layouts = {name: self.state.layout(name, self.stage) for name in self.owned if self.stage is not None}
-        self.reducer = GradientReducer(self.comm, self._partial_axes())
+        self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
         self.feeder = Feeder(plan, [use for fact in self.facts for use in fact.inputs], self.comm, self.device, data)
         self.executor = Executor(
             plan, self.program, self.comm, self.state, self.facts, self.feeder,
@@ -305,6 +307,24 @@ class Session:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {**self._seconds, "actions": list(self.executor.timings), "peak_bytes": peak}
+
+
+def _check_plan(plan: Plan) -> None:
+    """ValueError for a plan that contradicts itself (a person may have edited it) or asks for what this runtime does
+    not do."""
+    if faults := plan.check():
+        raise ValueError(f"a plan must be consistent, but got {'; '.join(faults[:3])}; plan again")
+    for index, stage in enumerate(plan.stages):
+        for chunk in stage.chunks:
+            for name, home in chunk.parameters.items():
+                value = home.compute.value
+                if not (home.stored == home.optimizer == value and home.gather == home.reduce == "step"):
+                    raise ValueError(
+                        f"parameters are kept as the ops read them and reduced once per step, but got stage {index} "
+                        f"with {name!r} "
+                        f"as {home.to_json()}; set stored and optimizer to {spec_text(value)!r}, gather and reduce "
+                        "to 'step'"
+                    )
 
 
 def _only(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> ChunkProgram | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -369,6 +370,38 @@ def test_collectives_are_those_of_the_program(ranks: Any) -> None:
     world, parts, microbatches, schedule = CASES["dp2-micro"]
     counts = ranks.run(world, "test_runtime:train", parts, microbatches, schedule, "sgd", 1)[0]["counts"]
     assert counts == {("forward", "all_reduce"): microbatches, ("step", "all_reduce"): 1}
+
+
+def train_bucketed(parts: list[Part], bucket_bytes: int) -> dict[str, Any]:
+    return train(parts, 2, "1f1b", "adamw", 3, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(1, 5), (600, 3)])
+def test_gradients_travel_in_buckets(ranks: Any, bucket_bytes: int, buckets: int) -> None:
+    # 512 bytes each but for the biases: 64 (b0) and 32 (b1); filled from the last used parameter backwards
+    world, parts, _, _ = CASES["dp2"]
+    results = ranks.run(world, "test_runtime:train_bucketed", parts, bucket_bytes)
+    check(results, reference("adamw", 3, 2))
+    assert results[0]["counts"]["step", "all_reduce"] == 3 * buckets
+
+
+def refuse(parts: list[Part]) -> str:
+    plan, programs = build(parts, 2, "1f1b", dist.get_world_size())
+    chunk = plan.stages[0].chunks[0]
+    sharded = {name: replace(home, optimizer=(S(0),)) for name, home in chunk.parameters.items()}
+    stage = replace(plan.stages[0], chunks=(replace(chunk, parameters=sharded),))
+    with pytest.raises(ValueError, match="kept as the ops read them") as caught:
+        Session(replace(plan, stages=(stage,)), programs, INFO, Toy())
+    with pytest.raises(ValueError, match="not divisible by microbatches"):
+        Session(replace(plan, global_batch=7), programs, INFO, Toy())
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_plans_that_the_runtime_cannot_follow_are_refused(ranks: Any) -> None:
+    world, parts, _, _ = CASES["dp2"]
+    assert all("w0" in message or "b0" in message for message in ranks.run(world, "test_runtime:refuse", parts))
 
 
 def accumulate(parts: list[Part]) -> list[torch.Tensor]:
