@@ -133,6 +133,9 @@ def _describe(
             seconds["transfer"] += received_s[name] * (2 if name in grad else 1)
         elif kind == "exit" and name not in results:
             sends[name] = choice.value
+    latency = pricer.bucket_seconds(residency.compute for residency in parameters.values())
+    seconds["gradient"] += latency
+    once += latency
     for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
         given = edge.source[chosen[edge.producer]]
         kind_, needs = nodes[edge.name].meta["type"], edge.name in grad

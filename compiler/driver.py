@@ -152,7 +152,13 @@ def make_plan(
         search.layering = cluster_layers(graph)
     if strategy and strategy.pp > len(search.layering.layers):
         raise ValueError(f"strategy asks for {strategy.pp} stages, but the model falls into {len(search.layering.layers)} layers")
-    counts = [microbatches] if microbatches else _microbatch_counts(global_batch, strategy.pp if strategy else None)
+    counts = [microbatches] if microbatches else _microbatch_counts(global_batch, strategy)
+    if not counts or (strategy and (global_batch // counts[0]) % strategy.dp):
+        size = global_batch // (microbatches or 1)
+        raise ValueError(
+            f"dp cuts every microbatch evenly, but got dp {strategy.dp if strategy else 1} and a microbatch of {size} samples; "
+            "use fewer microbatches or a larger global_batch"
+        )
     best = _best(search, counts, strategy, refine=microbatches is None)
     if best is None:
         raise _infeasible(search)
@@ -179,7 +185,7 @@ def check_batch(global_batch: int, microbatches: int | None) -> None:
     if global_batch < 1:
         raise ValueError(f"global_batch is a positive number of samples, but got {global_batch}")
     if microbatches is not None and (microbatches < 1 or global_batch % microbatches):
-        fitting = [m for m in range(1, global_batch + 1) if global_batch % m == 0]
+        fitting = _divisors(global_batch)
         near = min(fitting, key=lambda m: abs(m - microbatches))
         raise ValueError(
             f"the batch must divide into the microbatches, but got global_batch {global_batch} and {microbatches} microbatches; "
@@ -190,14 +196,23 @@ def check_batch(global_batch: int, microbatches: int | None) -> None:
 # ---- the search
 
 
-def _microbatch_counts(global_batch: int, stages: int | None) -> list[int]:
-    """Divisors of the batch, thinned to about six; ``_best`` then looks at the neighbours of the best."""
-    divisors = [m for m in range(1, global_batch + 1) if global_batch % m == 0]
-    if stages and stages > 1:  # a pipeline with fewer microbatches than stages only idles
-        divisors = [m for m in divisors if m >= stages] or divisors[-1:]
-    step = max(1, (len(divisors) + 5) // 6)
-    thinned = divisors[::step]
-    return thinned
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _microbatch_counts(global_batch: int, strategy: Strategy | None) -> list[int]:
+    """Divisors of the batch that the strategy can use, thinned to about six; ``_best`` then looks at the neighbours of the best."""
+    divisors = _usable(global_batch, strategy)
+    return divisors[:: max(1, (len(divisors) + 5) // 6)]
+
+
+def _usable(global_batch: int, strategy: Strategy | None) -> list[int]:
+    divisors = _divisors(global_batch)
+    if strategy is not None:
+        divisors = [m for m in divisors if (global_batch // m) % strategy.dp == 0]
+        # a pipeline with fewer microbatches than stages only idles
+        divisors = [m for m in divisors if m >= strategy.pp] or divisors[-1:]
+    return divisors
 
 
 def _best(search: _Search, counts: Sequence[int], strategy: Strategy | None, refine: bool) -> _Candidate | None:
@@ -215,7 +230,7 @@ def _best(search: _Search, counts: Sequence[int], strategy: Strategy | None, ref
     for m in counts:
         attempt(m)
     if refine:
-        divisors = [m for m in range(1, search.global_batch + 1) if search.global_batch % m == 0]
+        divisors = _usable(search.global_batch, strategy)
         center = best()
         at = divisors.index(center.microbatches) if center else len(divisors) - 1
         for m in {divisors[max(0, at - 1)], divisors[min(len(divisors) - 1, at + 1)]}:
@@ -471,7 +486,8 @@ def _alternatives(search: _Search, plan: Plan) -> list[dict[str, Any]]:
             out.append(row)
             continue
         inner = replace(search, passes={}, misses=[])
-        counts = sorted({plan.microbatches, *(_microbatch_counts(search.global_batch, strategy.pp)[:4])})
+        usable = _usable(search.global_batch, strategy)
+        counts = sorted({m for m in usable if m == plan.microbatches} | set(_microbatch_counts(search.global_batch, strategy)[:4]))
         try:
             found = _best(inner, counts, strategy, refine=False)
             if found is None:

@@ -187,8 +187,8 @@ def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
     price = [inf, *(cost[p] for p in gaps), inf]
     kept = [p for k, p in enumerate(gaps, 1) if price[k] <= min(price[k - 1], price[k + 1]) and price[k] < inf]
     while True:
-        price = [inf, *(cost[p] for p in kept), inf]
-        steep = [p for k, p in enumerate(kept, 1) if price[k] >= 2 * min(price[k - 1], price[k + 1])]
+        price = [0.0, *(cost[p] for p in kept), 0.0]
+        steep = [p for k, p in enumerate(kept, 1) if price[k] >= 2 * max(price[k - 1], price[k + 1]) > 0]
         if not steep:
             return [0, *kept, len(heavy)]
         kept.remove(max(steep, key=cost.__getitem__))

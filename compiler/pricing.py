@@ -5,7 +5,7 @@ This is the only place where graph nodes meet ``costmodel``; it turns them into 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,11 +19,13 @@ from ..costmodel.memory import parameter_bytes
 from .graph import TensorType, tensor_operands, types_of
 from .reshard import FREE, step_bytes, steps_between
 from .rules import MeshChoice, rule_for
-from .spec import P, Pair, R, Spec, local_shape
+from .spec import P, Pair, Spec, local_shape
 
 __all__ = ["MeshPricer", "OpPrice"]
 
 TWO_SIDED = frozenset({"matmul", "attention", "convolution", "routing"})  # backward costs the forward once per differentiable operand
+
+BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size, as in DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,18 @@ class MeshPricer:
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
-        """Seconds per step to reduce a parameter's gradient over the axes where it is partial."""
-        target = tuple(R if p == P else p for p in pair.cotangent)
-        return self.convert(pair.cotangent, target, kind)
+        """Seconds per step to reduce a parameter's gradient over the axes where it is partial, its share of a bucket's latency included."""
+        size, seconds = self.local_bytes(kind, pair.value), 0.0
+        for axis, placement in enumerate(pair.cotangent):
+            if placement == P:
+                latency, per_byte = self.axes[axis].coefficients("all_reduce")
+                seconds += (per_byte + latency / BUCKET_BYTES) * size
+        return seconds
+
+    def bucket_seconds(self, pairs: Iterable[Pair]) -> float:
+        """The latency of the last, partly filled bucket of each set of axes that some gradient is reduced over."""
+        sets = {tuple(axis for axis, p in enumerate(pair.cotangent) if p == P) for pair in pairs}
+        return sum(self.axes[axis].coefficients("all_reduce")[0] for axes in sets for axis in axes)
 
     def optimizer_seconds(self, memory: dict[str, float]) -> float:
         """Seconds per step to update a parameter: memory traffic over parameter, gradient (read, zeroed) and state."""

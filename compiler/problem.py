@@ -26,9 +26,13 @@ from .spec import P, Pair, R, S, Spec, local_shape
 __all__ = ["Restriction", "Section", "boundary_states", "build_section"]
 
 
+SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
+
+
 @dataclass(frozen=True)
 class Restriction:
-    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts no batch) or None.
+    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts no batch, but
+    the work of every heavy op that it can) or None.
 
     pinned: op or parameter or source node → the only choice label (labels joined by ",", or a pair's text).
     """
@@ -212,7 +216,12 @@ class _Builder:
         if node.name in self.layering.static:
             return choices[:1]
         kept = self.layering.pruner.keep(node, choices)
-        return [c for c in kept if self._allowed(node, c)] or choices[:1]
+        allowed = [c for c in kept if self._allowed(node, c)] or choices[:1]
+        if rule_for(node).cost_kind in SPLIT_WORK:  # a forced tensor axis is used wherever an op can use it
+            for axis, role in enumerate(self.restriction.roles):
+                if role == "tensor":
+                    allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
+        return allowed
 
     def _allowed(self, node: Node, choice: MeshChoice) -> bool:
         for axis, role in enumerate(self.restriction.roles):
