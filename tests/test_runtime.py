@@ -557,6 +557,12 @@ def state_round_trip(parts: list[Part], folder: str) -> bool:
     for step in range(2):
         session.forward_backward(batch_of(step))
         session.optimizer_step()
+    timings = session.timings
+    labels = sorted(label for label, _ in timings["actions"])
+    assert labels == (["B0", "B1", "F0", "F1"] if session.stage is not None else [])
+    assert 0 < timings["optimizer_s"] < 10
+    assert sum(seconds for _, seconds in timings["actions"]) <= timings["forward_backward_s"]
+    assert timings["peak_bytes"] > 2**20
     local = session.state_dict()
     if session.stage is not None and 0 in parts[session.stage][3]:
         assert local["w0"] is local["tied"]
