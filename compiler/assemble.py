@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 
 from .compose import Composer, State
 from .eliminate import TooWide, eliminate, solve
-from .graph import tensor_operands, types_of
+from .graph import Graph, tensor_operands, types_of
 from .intra_op import Infeasible, Problem, evaluate
+from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction
+from .pricing import MeshPricer
 from .problem import Section
 from .reshard import FREE, steps_between
 from .rules import MeshChoice
 from .spec import P, Pair, R, Spec
 
-__all__ = ["Assembled", "assemble_stage"]
+__all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
 
 FREE_SOLVE_OPERATORS = 600  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
@@ -56,17 +58,19 @@ def assemble_stage(
         _tables={},
         _states={},
     ).section(first, end, [into], [out])
-    chosen_section, chosen = pinned, _solve_pinned(pinned, in_flight)
+    chosen_section, chosen = pinned, solve_section(pinned, in_flight)
     problem = chosen_section.problem(in_flight)
     seconds, size = evaluate(problem, chosen)
     if len(free.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
         better = solve(free.problem(in_flight), limit_bytes, FREE_SOLVE_S)
         if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes):
             chosen_section, chosen = free, better.choice
-    return _describe(composer, layers, chosen_section, chosen, in_flight, framework)
+    return describe_stage(
+        composer.graph, composer.pricer, composer.layering, layers, chosen_section, chosen, in_flight, framework
+    )
 
 
-def _solve_pinned(section: Section, in_flight: float) -> tuple[int, ...]:
+def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
     problem: Problem = section.problem(in_flight)
     try:
         return eliminate(problem, byte_weight=1e-30).assignment()
@@ -76,11 +80,18 @@ def _solve_pinned(section: Section, in_flight: float) -> tuple[int, ...]:
         return found.choice
 
 
-def _describe(
-    composer: Composer, layers: tuple[int, int], section: Section, chosen: Sequence[int], in_flight: int, framework: float
+def describe_stage(
+    graph: Graph,
+    pricer: MeshPricer,
+    layering: Layering,
+    layers: tuple[int, int],
+    section: Section,
+    chosen: Sequence[int],
+    in_flight: int,
+    framework: float,
 ) -> Assembled:
-    graph, pricer = composer.graph, composer.pricer
-    nodes, grad = graph.by_name(), composer.layering.needs_grad
+    """The stage that these choices make, with everything that its prices say."""
+    nodes, grad = graph.by_name(), layering.needs_grad
     seconds: Counter[str] = Counter(compute=0.0, reshard=0.0, internal=0.0, transfer=0.0, gradient=0.0, optimizer=0.0)
     memory: Counter[str] = Counter(
         parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, framework=framework
@@ -94,7 +105,6 @@ def _describe(
     sends: dict[str, Spec] = {}
     received_s: dict[str, float] = {}
     largest = 0.0
-    results = {r.node for r in graph.results}
     for name, kind, choices, saved, pick in zip(section.names, section.kinds, section.choices, section.saved, chosen):
         choice, node = choices[pick], nodes[name]
         memory["activations"] += in_flight * float(saved[pick])
@@ -116,7 +126,7 @@ def _describe(
             source, tensor = node.meta["source"], node.meta["type"]
             bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
             memory.update(bill)
-            if source.requires_grad:
+            if source.requires_grad and name in grad:
                 reduce_s, update_s = pricer.gradient_seconds(tensor, choice), pricer.optimizer_seconds(bill)
                 seconds["gradient"] += reduce_s
                 seconds["optimizer"] += update_s
@@ -131,7 +141,7 @@ def _describe(
             receives[name] = choice
             received_s[name] = pricer.transfer_seconds(pricer.local_bytes(node.meta["type"], choice.value))
             seconds["transfer"] += received_s[name] * (2 if name in grad else 1)
-        elif kind == "exit" and name not in results:
+        elif kind == "exit":
             sends[name] = choice.value
     latency = pricer.bucket_seconds(residency.compute for residency in parameters.values())
     seconds["gradient"] += latency

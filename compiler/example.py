@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["Inputs", "fake_inputs"]
+__all__ = ["Inputs", "fake_inputs", "flat_inputs"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ def fake_inputs(
     fakes = pytree.tree_unflatten([fake(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)], tree)
     fake_args, fake_kwargs, fake_targets = fakes
     return Inputs(fake_args, fake_kwargs, fake_targets, names, dims)
+
+
+def flat_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> dict[str, Any]:
+    """Source name → leaf, as capture names them."""
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs, targets))
+    return {_source_name(path): leaf for path, leaf in paths}
 
 
 def _source_name(path: Sequence[Any]) -> str:

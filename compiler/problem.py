@@ -21,7 +21,7 @@ from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
 from .rules import MeshChoice, mesh_choices, rule_for
-from .spec import P, Pair, R, S, Spec, local_shape
+from .spec import P, Pair, R, S, Spec, local_shape, parse_pair
 
 __all__ = ["Restriction", "Section", "boundary_states", "build_section"]
 
@@ -45,7 +45,7 @@ class Restriction:
 class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
-    kinds: "op", "parameter", "source", "entry" or "exit"; choices: MeshChoice for ops, Pair for the rest;
+    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for ops, Pair for the rest;
     seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight).
     """
 
@@ -177,9 +177,9 @@ class _Builder:
             i = self._add(name, "exit", tuple(states), zero, zero, zero)
             wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
         for result in self.graph.results:
-            if result.node in gives and result.node not in self.exits and result.node not in self.entries:
+            if result.node in gives and result.node not in self.entries:
                 whole = Pair((R,) * len(self.mesh), (R,) * len(self.mesh))
-                i = self._add(result.node, "exit", (whole,), np.zeros(1), np.zeros(1), np.zeros(1))
+                i = self._add(result.node, "result", (whole,), np.zeros(1), np.zeros(1), np.zeros(1))
                 wants.setdefault(result.node, []).append((i, [whole], False))
         for name in list(wants):
             node = self.nodes[name]
@@ -197,7 +197,7 @@ class _Builder:
     # ---- operators
 
     def _add(self, name: str, kind: str, choices: tuple, seconds: np.ndarray, resident: np.ndarray, saved: np.ndarray) -> int:
-        pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit") else None
+        pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit", "result") else None
         if pinned is not None:
             keep = [i for i, c in enumerate(choices) if label(c) == pinned]
             if not keep:
@@ -262,7 +262,9 @@ class _Builder:
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
         axes = len(self.mesh)
-        if source.kind == "parameter" and source.requires_grad:
+        trainable = source.kind == "parameter" and source.requires_grad and node.name in self.grad
+        pinned = (self.restriction.pinned or {}).get(node.name)
+        if trainable:
             # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies like the
             # value needs no reduction, one that is whole on an axis where nobody has an addend neither
             pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
@@ -274,13 +276,15 @@ class _Builder:
             pairs.add(Pair((R,) * axes, (R,) * axes))
             if source.kind == "input" and source.batch_dim is not None:
                 pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
+        if pinned is not None:
+            pairs = {parse_pair(pinned)}
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
         if source.kind == "parameter":
             for i, pair in enumerate(ordered):
                 bill = self.pricer.parameter_memory(kind, pair.value, source.requires_grad)
                 resident[i] = sum(bill.values())
-                if source.requires_grad:
+                if trainable:
                     per_step = self.pricer.gradient_seconds(kind, pair) + self.pricer.optimizer_seconds(bill)
                     seconds[i] = per_step / self.m
         elif source.kind == "buffer":

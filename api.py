@@ -1,0 +1,394 @@
+"""The public functions: the only place that joins capture, search, lowering and runtime."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .compiler.capture import capture
+from .compiler.driver import Strategy, make_plan, parse_strategy
+from .compiler.evaluation import plan_evaluation
+from .compiler.example import flat_inputs
+from .compiler.graph import Graph
+from .compiler.lower import lower
+from .compiler.plan import Plan
+from .compiler.program import ChunkProgram
+from .compiler.spec import Pair
+from .compiler.validate import require
+from .costmodel.cluster import Cluster, Mesh
+from .runtime.launch import ensure_initialized
+from .runtime.stage import Session
+from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
+
+__all__ = ["Parallel", "parallelize", "plan"]
+
+Progress = Callable[[str, float], None]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster | str,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
+    global_batch: int | None = None,
+    microbatches: int | None = None,
+    strategy: Strategy | Mapping[str, int] | str | None = None,
+    schedule: str = "1f1b",
+    optimizer: str = "AdamW",
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (a meta-device model is fine).
+
+    cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example tensors give shapes and
+    dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides). global_batch: samples per step, by default that of
+    the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``): searched unless given. schedule: "1f1b" or
+    "gpipe". optimizer: its torch.optim class name, for memory. Raises ValueError for bad input, InfeasibleError if nothing fits.
+    """
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    started = time.perf_counter()
+    graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
+    capture_s = time.perf_counter() - started
+    batch = global_batch or _batch_of(graph, flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets)))
+    return _planned(graph, capture_s, cluster, batch, microbatches, strategy, schedule, optimizer, progress)
+
+
+def _planned(
+    graph: Graph,
+    capture_s: float,
+    cluster: Cluster,
+    global_batch: int,
+    microbatches: int | None,
+    strategy: Strategy | Mapping[str, int] | str | None,
+    schedule: str,
+    optimizer: str,
+    progress: Progress | None,
+) -> Plan:
+    found = make_plan(
+        graph,
+        cluster,
+        global_batch,
+        microbatches,
+        parse_strategy(strategy),
+        schedule,
+        optimizer,
+        progress=progress or (lambda name, fraction: None),
+    )
+    provenance = dict(found.provenance)
+    provenance["passes"] = {"capture": round(capture_s, 4), **provenance["passes"]}
+    return replace(found, provenance=provenance)
+
+
+def _batch_of(graph: Graph, inputs: Mapping[str, Any]) -> int:
+    for node in graph.placeholders("input"):
+        source = node.meta["source"]
+        if source.batch_dim is not None and source.name in inputs:
+            return int(inputs[source.name].shape[source.batch_dim])
+    raise ValueError("global_batch is the batch of the example inputs, but none of them has one; pass global_batch=")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh | Cluster | None = None,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
+    global_batch: int | None = None,
+    microbatches: int | None = None,
+    strategy: Strategy | Mapping[str, int] | str | None = None,
+    schedule: str = "1f1b",
+    plan: Plan | None = None,
+    optimizer: OptimizerFactory | None = None,
+    clip_grad_norm: float | None = None,
+    data: str = "global",
+    init: Init | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    seed: int = 0,
+) -> Parallel:
+    """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
+
+    mesh: what the ranks run on. A torch DeviceMesh or a Mesh supplies the devices (its shape constrains nothing), a Cluster prices them too;
+    by default the machine that the ranks are on. Without example inputs the plan is made at the first ``train_step``. ``plan`` takes a saved
+    plan and solves nothing. optimizer: local parameters → a torch optimizer. data: "global" (every rank passes the whole batch) or
+    "local" (its part: see ``Parallel.data_index``). Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole
+    tensor at a time, or ``state_dict`` gives them. Other arguments as in ``plan``.
+
+    Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
+    """
+    if data not in ("global", "local"):
+        raise ValueError(f"data is 'global' or 'local', but got {data!r}")
+    ensure_initialized()
+    made = Parallel(
+        model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, microbatches, strategy, schedule, plan, optimizer,
+        clip_grad_norm, data, init, state_dict, seed,
+    )  # fmt: skip
+    if example_inputs is not None or example_kwargs is not None:
+        made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))
+    return made
+
+
+def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
+    """The cluster that ``mesh`` describes; None where the ranks' own machine is to be measured. ValueError if it is not the world's size."""
+    world = dist.get_world_size()
+    size = world if mesh is None else mesh.size() if isinstance(mesh, DeviceMesh) else mesh.num_devices
+    if size != world:
+        raise ValueError(f"the mesh has one device per rank, but got {size} devices and {world} ranks; start {size} ranks")
+    return mesh if isinstance(mesh, Cluster) else None
+
+
+class Parallel:
+    """A model bound to its plan and to this job's ranks. Made by ``parallelize``; every method is called by all ranks alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cluster: Cluster | None,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
+        global_batch: int | None,
+        microbatches: int | None,
+        strategy: Strategy | Mapping[str, int] | str | None,
+        schedule: str,
+        plan: Plan | None,
+        optimizer: OptimizerFactory | None,
+        clip_grad_norm: float | None,
+        data: str,
+        init: Init | None,
+        state_dict: Mapping[str, torch.Tensor] | None,
+        seed: int,
+    ) -> None:
+        self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
+        self._global_batch, self._microbatches, self._strategy, self._schedule = global_batch, microbatches, strategy, schedule
+        self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
+        self._init, self._state, self._seed = init, state_dict, seed
+        self._session: Session | None = None
+        self._graph: Graph | None = None
+        self._training = True
+        self._evaluations: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
+        self._measured: list[float] = []
+
+    # ---- binding
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
+        """Capture, plan (or check the given plan), lower, and place the weights, for inputs like these."""
+        started = time.perf_counter()
+        graph = capture(self._model, args, kwargs, targets, self._loss_fn, self._batch_dims)
+        capture_s = time.perf_counter() - started
+        inputs = flat_inputs(args, kwargs, targets)
+        found: Plan | str | None = None
+        if dist.get_rank() == 0:  # one rank decides, so that measured prices cannot make ranks disagree
+            try:
+                found = self._decide(graph, capture_s, inputs)
+            except ValueError as error:
+                found = f"{type(error).__name__}\n{error}"
+        shared = [found.to_json() if isinstance(found, Plan) else found]
+        dist.broadcast_object_list(shared, src=0)
+        if isinstance(shared[0], str):
+            _raise_as(shared[0])
+        decided = Plan.from_json(shared[0])
+        if decided.num_devices != dist.get_world_size():
+            raise ValueError(
+                f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} and "
+                f"{dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
+            )
+        small = graph.with_batch(decided.microbatch_size)
+        stage = decided.stage_of(dist.get_rank())
+        programs = [] if stage is None else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
+        self._graph, self._plan = graph, decided
+        self._session = Session(
+            decided,
+            programs,
+            _model_info(graph, self._model),
+            self._model if self._state is None else self._state,
+            init=self._init,
+            optimizer=self._factory,
+            seed=self._seed,
+            clip_grad_norm=self._clip,
+            data=self._data,
+        )
+
+    def _decide(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
+        if self._plan is not None:
+            require(self._plan, graph)
+            return self._plan
+        cluster = self._cluster or Cluster.local(dist.get_world_size())
+        batch = self._global_batch or _batch_of(graph, inputs)
+        name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
+        return _planned(graph, capture_s, cluster, batch, self._microbatches, self._strategy, self._schedule, name, None)
+
+    @property
+    def session(self) -> Session:
+        """The runtime behind this object; ValueError before the first step where no example inputs were given."""
+        if self._session is None:
+            raise ValueError("there is no plan yet: pass example_inputs to parallelize, or call train_step first")
+        return self._session
+
+    # ---- training
+
+    def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
+        """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank."""
+        started = time.perf_counter()
+        loss = self.forward_backward(*inputs, targets=targets, **kwargs)
+        self.optimizer_step()
+        self._measured.append(time.perf_counter() - started)
+        return loss
+
+    def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
+        """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every rank."""
+        targets = targets if isinstance(targets, tuple) else (targets,)
+        if self._session is None:
+            self.bind(inputs, kwargs, targets)
+        return self.session.forward_backward(flat_inputs(inputs, kwargs, targets))
+
+    def optimizer_step(self) -> None:
+        """Clip (if asked to) and update; clears the gradients at the next ``forward_backward``."""
+        self.session.optimizer_step()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer of this rank's parameters."""
+        if self.session.optimizer is None:
+            raise ValueError("no optimizer was given to parallelize, so there is none; pass optimizer=")
+        return self.session.optimizer
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The fp32 norm of the whole model's gradient before clipping, every unique element once (0-d). Collective."""
+        return self.session.grad_norm
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this model trains by."""
+        assert self._plan is not None or self.session is not None
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def data_index(self) -> int:
+        """Which part of the batch this rank passes under data="local"."""
+        return self.session.data_index
+
+    @property
+    def data_count(self) -> int:
+        """Into how many parts the batch falls under data="local"."""
+        return self.session.data_count
+
+    def report(self) -> dict[str, Any]:
+        """Predicted against measured: "predicted_step_s", "measured_step_s" (median after the first step), "peak_bytes", …"""
+        later = sorted(self._measured[1:] or self._measured)
+        measured = later[len(later) // 2] if later else None
+        prediction = self.plan.prediction
+        return {
+            "predicted_step_s": prediction.step_s,
+            "measured_step_s": measured,
+            "steps": len(self._measured),
+            "predicted_peak_bytes": [stage.peak_bytes for stage in prediction.stages],
+            **{key: value for key, value in self.session.timings.items() if key != "actions"},
+        }
+
+    # ---- evaluation
+
+    def train(self, mode: bool = True) -> Parallel:
+        """Select the training capture (``mode=False``: evaluation)."""
+        self._training = mode
+        return self
+
+    def eval(self) -> Parallel:
+        """Select the evaluation capture for ``parallel(x)``."""
+        return self.train(False)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's whole output on every rank, without gradients, in evaluation mode. Call ``eval()`` first."""
+        if self._training:
+            raise ValueError("parallel(x) gives outputs in evaluation mode, but got a model in training mode; call eval() first")
+        session, flat = self.session, flat_inputs(inputs, kwargs, ())
+        tensors = {name: x for name, x in flat.items() if isinstance(x, torch.Tensor)}
+        key = tuple((name, tuple(x.shape[1:]), x.dtype) for name, x in tensors.items())
+        if key not in self._evaluations:
+            dims = None if not isinstance(self._batch_dims, Mapping) else {n: d for n, d in self._batch_dims.items() if n in flat}
+            self._evaluations[key] = (capture(self._model, inputs, kwargs, (), None, dims, training=False), {})
+        graph, bound = self._evaluations[key]
+        batch = _batch_of(graph, flat)
+        if batch not in bound:
+            small = graph.with_batch(batch)
+            evaluated = plan_evaluation(small, self.plan, Cluster.from_json(json.dumps(self.plan.cluster)), self._buffers())
+            stage = evaluated.stage_of(dist.get_rank())
+            bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
+        outputs = session.forward(flat, *bound[batch])
+        leaves = [outputs.get(str(i)) for i in range(graph.output_spec.num_leaves)]
+        return pytree.tree_unflatten(leaves, graph.output_spec)
+
+    def _buffers(self) -> dict[str, dict[int, Pair]]:
+        assert self._graph is not None
+        out: dict[str, dict[int, Pair]] = {}
+        for node in self._graph.placeholders("buffer"):
+            for index, stage in enumerate(self.plan.stages):
+                for chunk in stage.chunks:
+                    if node.name in chunk.sources:
+                        out.setdefault(node.meta["source"].name, {})[index] = chunk.sources[node.name]
+        return out
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Original names → DTensors: what this rank's stage holds."""
+        return self.session.state_dict()
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Take values by original names, whole tensors or DTensors."""
+        self.session.load_state_dict(values)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Original names → whole CPU tensors on rank 0, empty elsewhere; loads into the original model."""
+        return self.session.full_state_dict()
+
+
+def _raise_as(text: str) -> None:
+    """Raise what rank 0 raised, on every rank."""
+    from .compiler.driver import InfeasibleError
+
+    kind, _, message = text.partition("\n")
+    raise (InfeasibleError if kind == "InfeasibleError" else ValueError)(message)
+
+
+def _optimizer_name(factory: OptimizerFactory) -> str:
+    """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
+    made = factory([nn.Parameter(torch.zeros(1))])
+    momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
+    return type(made).__name__ + ("+momentum" if momentum else "")
+
+
+def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:
+    """Every tensor of the model; those that the graph does not use come from the model itself."""
+    from .compiler.graph import TensorType
+
+    parameters: dict[str, ParameterInfo] = {}
+    buffers: dict[str, BufferInfo] = {}
+    for node in graph.placeholders("parameter", "buffer"):
+        source = node.meta["source"]
+        if source.kind == "parameter":
+            parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
+        else:
+            buffers[source.name] = BufferInfo(node.meta["type"], source.aliases, source.persistent, node.name)
+    known = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
+    known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
+    for name, parameter in model.named_parameters():
+        if name not in known:
+            parameters[name] = ParameterInfo(TensorType(tuple(parameter.shape), parameter.dtype), (), parameter.requires_grad)
+    return ModelInfo(parameters, buffers)

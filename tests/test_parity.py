@@ -1,0 +1,104 @@
+"""The parallel run equals the single-device run: loss and every parameter after five steps, for forced shapes and automatic plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from zoo import ZOO
+
+STEPS, BATCH = 5, 8
+
+
+def make_optimizer(kind: str):
+    if kind == "sgd":
+        return lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)
+    return lambda ps: torch.optim.AdamW(ps, lr=1e-3)
+
+
+def case(name: str, batch: int = BATCH, **options: Any):
+    model, args, kwargs = ZOO[name](batch, **options)
+    return model.train(), args, kwargs
+
+
+def chunks(value: Any, m: int, i: int) -> Any:
+    return value.chunk(m)[i] if isinstance(value, torch.Tensor) else value
+
+
+def single_device(name: str, kind: str, m: int, options: dict[str, Any]):
+    """Losses and the state dict of a plain PyTorch loop that accumulates the same microbatches."""
+    model, args, kwargs = case(name, **options)
+    optimizer = make_optimizer(kind)(list(model.parameters()))
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for i in range(m):
+            out = model(*(chunks(a, m, i) for a in args), **{k: chunks(v, m, i) for k, v in kwargs.items()})
+            loss = out if isinstance(out, torch.Tensor) else out.loss
+            (loss / m).backward()
+            total += loss.item() / m
+        optimizer.step()
+        losses.append(total)
+    return losses, model.state_dict()
+
+
+def run(name: str, kind: str, strategy: dict[str, int] | None, m: int | None, schedule: str, options: dict[str, Any]):
+    """One rank of the parallel run: losses, the full state dict (rank 0), microbatches, counted and planned collectives."""
+    import meshwright as mw
+
+    model, args, kwargs = case(name, **options)
+    parallel = mw.parallelize(
+        model,
+        example_inputs=args,
+        example_kwargs=kwargs,
+        optimizer=make_optimizer(kind),
+        strategy=strategy,
+        microbatches=m,
+        schedule=schedule,
+    )
+    losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
+    plan = parallel.plan
+    stage = plan.stage_of(torch.distributed.get_rank())
+    counts = {f"{phase} {kind}": n for (phase, kind), n in parallel.session.counts.items() if phase != "step"}
+    planned = {} if stage is None else {k: v * plan.microbatches * STEPS for k, v in plan.prediction.stages[stage].collectives.items()}
+    return losses, parallel.full_state_dict(), plan.microbatches, Counter(counts), Counter(planned), plan.stages
+
+
+def compare(results: Any, name: str, kind: str, options: dict[str, Any]) -> None:
+    losses, state, m, *_ = results[0]
+    expected, reference = single_device(name, kind, m, options)
+    for rank, (other, *_rest) in enumerate(results):
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(expected), rtol=1e-4, atol=1e-6, msg=lambda t, r=rank: f"rank {r}: {t}")
+    assert set(state) == set(reference)
+    for key, value in reference.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=2e-5, msg=lambda t, k=key: f"{k}: {t}")
+    for rank, (*_, counts, planned, _stages) in enumerate(results):
+        assert counts == planned, f"rank {rank}: ran {dict(counts)}, planned {dict(planned)}"
+
+
+SHAPES = {
+    "dp4": ({"dp": 4}, 2),
+    "tp4": ({"tp": 4}, 2),
+    "pp4": ({"pp": 4}, 4),
+    "dp2tp2": ({"dp": 2, "tp": 2}, 2),
+    "pp2tp2": ({"pp": 2, "tp": 2}, 4),
+    "pp2dp2": ({"pp": 2, "dp": 2}, 2),
+    "pp2dp2tp2": ({"pp": 2, "dp": 2, "tp": 2}, 2),
+}
+OPTIONS: dict[str, dict[str, Any]] = {"llama": {"kv_heads": 4}, "mixtral": {"kv_heads": 4}}
+MODELS = ["gpt", "llama", "t5", "convnet", "mixtral"]
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("name", MODELS)
+def test_forced_shape_equals_one_device(ranks, name, shape):
+    strategy, m = SHAPES[shape]
+    kind = "adamw" if (MODELS.index(name) + list(SHAPES).index(shape)) % 2 else "sgd"
+    size = strategy.get("pp", 1) * strategy.get("dp", 1) * strategy.get("tp", 1)
+    options = OPTIONS.get(name, {})
+    results = ranks.run(size, "test_parity:run", name, kind, strategy, m, "1f1b", options)
+    assert [len(stage.devices) for stage in results[0][-1]] == [size // strategy.get("pp", 1)] * strategy.get("pp", 1)
+    compare(results, name, kind, options)
