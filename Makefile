@@ -1,0 +1,72 @@
+# `make` lists the commands. They install what they need into .venv, or use another Python as it is: make test PYTHON=python3
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+VENV ?= .venv
+BOOTSTRAP ?= python3
+
+ifdef PYTHON
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.installed
+endif
+
+# A folder in which the package has its own name, whatever this clone is called: mypy and import-linter look for it there.
+NAMED := build/lint/meshwright
+MODULES := $(wildcard *.py) py.typed compiler costmodel runtime
+TREE_PATH := $(abspath build/lint)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test lint format bench rules wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
+
+venv: $(READY)  ## install everything into .venv
+
+# torch is installed first and by its exact version, so that no later step can replace it by another build.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(BOOTSTRAP) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train a small GPT on 4 local ranks by a plan found on the spot
+	$(PYTHON) -m meshwright demo
+
+test: $(READY)  ## run the tests
+	$(PYTHON) -m pytest
+
+lint: $(READY) $(NAMED)  ## style, types, and the one way that imports may point
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	MYPYPATH=$(TREE_PATH) $(PYTHON) -m mypy -p meshwright
+	PYTHONPATH=$(TREE_PATH) $(PYTHON) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+format: $(READY)  ## rewrite the sources in the project's format
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: $(READY)  ## run every benchmark, one after another; results under out/
+	mkdir -p out
+	for script in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(PYTHON) $$script | tee out/$$(basename $$script .py).txt; done
+
+rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
+	$(PYTHON) -m meshwright.compiler.rules.check tests.zoo:ZOO
+
+wheel: $(READY)  ## build the wheel into dist/
+	rm -rf build/lib build/bdist.*
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+.PHONY: $(NAMED)
+$(NAMED):
+	@rm -rf $@ && mkdir -p $@ && for module in $(MODULES); do ln -s ../../../$$module $@/; done
+
+clean:  ## remove what the commands made, .venv aside
+	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
