@@ -1,14 +1,141 @@
-"""Does a plan belong to this model and cluster?"""
+"""Does a plan still hold: by itself, for this model, on this cluster? Every fault is one sentence for people.
+
+by itself     ``Plan.check``: batch, devices, meshes, transfers
+model         the fingerprint, then every name and every label, if they can be compared at all
+cluster       ``Cluster.difference``
+"""
 
 from __future__ import annotations
 
-from .graph import Graph
-from .plan import Plan
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-__all__ = ["require"]
+from ..costmodel.cluster import Cluster
+from .graph import Graph, op_name
+from .plan import Chunk, Plan
+from .rules import pairs_choice
+
+__all__ = ["check_plan", "cluster_faults", "model_faults", "require"]
+
+SHOWN = 8  # faults of one sort that are told one by one
 
 
-def require(plan: Plan, graph: Graph) -> None:
-    """ValueError with the difference unless ``plan`` is for the model that ``graph`` was captured from."""
-    if plan.model != graph.fingerprint():
-        raise ValueError(f"this plan is for another model: {plan.model} against {graph.fingerprint()}")
+def check_plan(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> list[str]:
+    """What no longer holds, a sentence each; empty if the plan can be used. Raises nothing for a faulty plan.
+
+    graph: the captured model, at any batch extent. cluster: the hardware to train on.
+    """
+    faults = plan.check()
+    if graph is not None:
+        faults += model_faults(plan, graph)
+    if cluster is not None:
+        faults += cluster_faults(plan, cluster)
+    return faults
+
+
+def require(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
+    """Raise ValueError with the differences unless the plan holds for this model and cluster."""
+    for rule, faults in (
+        ("the plan does not hold", plan.check()),
+        ("this plan is for another model", [] if graph is None else _other_model(plan, graph)),
+        ("this plan does not hold for the model", [] if graph is None else model_faults(plan, graph)),
+        ("this plan is for another cluster", [] if cluster is None else cluster_faults(plan, cluster)),
+    ):
+        if faults:
+            raise ValueError(f"{rule}: {'; '.join(_limited(faults))}; plan again, or correct the plan")
+
+
+# ---- the model
+
+
+def model_faults(plan: Plan, graph: Graph) -> list[str]:
+    """Where the plan and the graph disagree: another model, ops and parameters that do not exist or are missing, labels that no
+    rule offers."""
+    faults = _other_model(plan, graph)
+    faults += _limited(_unknown_names(plan, graph))
+    if not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:
+        try:
+            small = graph.with_batch(plan.microbatch_size)
+        except ValueError as error:
+            return [f"microbatches of {plan.microbatch_size}: {error}"]
+        faults += _limited(_refused_labels(plan, small))
+    return faults
+
+
+def _other_model(plan: Plan, graph: Graph) -> list[str]:
+    if plan.model == graph.fingerprint():
+        return []
+    here = Counter(op_name(node) for node in graph.ops())
+    return [f"the plan is of model {plan.model}, but got {graph.fingerprint()}: {_op_difference(plan.model_ops, here)}"]
+
+
+def _op_difference(planned: Mapping[str, int], given: Mapping[str, int]) -> str:
+    """Which ops only one of the two has, with counts."""
+    more = {op: count - given.get(op, 0) for op, count in planned.items() if count > given.get(op, 0)}
+    less = {op: count - planned.get(op, 0) for op, count in given.items() if count > planned.get(op, 0)}
+    sides = [("only in the plan", more), ("only in the model", less)]
+    texts = [
+        f"{side}: " + ", ".join(_limited([f"{count} × {op}" for op, count in sorted(ops.items(), key=lambda x: -x[1])]))
+        for side, ops in sides
+        if ops
+    ]
+    return "; ".join(texts) or "the same ops, but other shapes, constants or connections"
+
+
+def _chunks(plan: Plan) -> Iterator[tuple[int, Chunk]]:
+    for index, stage in enumerate(plan.stages):
+        for chunk in stage.chunks:
+            yield index, chunk
+
+
+def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Names in the plan that the graph lacks, and ops and parameters of the graph that the plan lacks."""
+    nodes = graph.by_name()
+    ops = {node.name for node in graph.ops() if op_name(node) != "getitem"}
+    parameters = {node.meta["source"].name for node in graph.placeholders("parameter")}
+    planned_ops: set[str] = set()
+    planned_parameters: set[str] = set()
+    for index, chunk in _chunks(plan):
+        planned_ops |= set(chunk.ops)
+        planned_parameters |= set(chunk.parameters)
+        yield from (f"stage {index} names op {op}, which the model does not have" for op in chunk.ops if op not in ops)
+        for name in chunk.parameters:
+            if name not in parameters:
+                yield f"stage {index} names parameter {name}, which the model does not have"
+        for name in (*chunk.sources, *chunk.receives, *chunk.sends):
+            if name not in nodes:
+                yield f"stage {index} names tensor {name}, which the model does not have"
+    used = {
+        operand.name for node in graph.ops() if node.name in planned_ops for operand in node.all_input_nodes
+    }  # an op that nothing uses may be left out of a plan
+    needed = {result.node for result in graph.results} | used
+    yield from (f"op {op} of the model is in no stage" for op in sorted((ops & needed) - planned_ops))
+    for node in graph.placeholders("parameter"):
+        if node.name in used and node.meta["source"].name not in planned_parameters:
+            yield f"parameter {node.meta['source'].name} of the model is in no stage"
+
+
+def _refused_labels(plan: Plan, small: Graph) -> Iterator[str]:
+    nodes = small.by_name()
+    for index, chunk in _chunks(plan):
+        shape = plan.stages[index].mesh_shape
+        for op, labels in chunk.ops.items():
+            try:
+                pairs_choice(nodes[op], labels, shape)
+            except ValueError as error:
+                yield f"stage {index}: {error}"
+
+
+# ---- the cluster
+
+
+def cluster_faults(plan: Plan, cluster: Cluster) -> list[str]:
+    """How ``cluster`` differs from the one of the plan: "-" lines are the plan's, "+" lines are this one's."""
+    planned = Cluster.from_json(json.dumps(plan.cluster))
+    return [f"the cluster differs: {line}" for line in planned.difference(cluster)]
+
+
+def _limited(faults: Iterator[str] | list[str]) -> list[str]:
+    every = list(faults)
+    return every if len(every) <= SHOWN else [*every[:SHOWN], f"{len(every) - SHOWN} more"]
