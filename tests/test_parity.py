@@ -1,4 +1,9 @@
-"""The parallel run equals the single-device run: loss and every parameter after five steps, for forced shapes and automatic plans."""
+"""The parallel run equals the single-device run: loss and every parameter after five steps, for forced shapes and automatic plans.
+
+fp32 at rtol 1e-4. AdamW divides a gradient by its own size, so where the true gradient is zero it amplifies rounding to steps of lr: eps is
+1e-6 (above the rounding of these gradients), and tensors whose gradient is zero throughout are named below and compared in absolute terms.
+In float64 no such exception is needed, and the same runs agree to 1e-9.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,14 @@ import pytest
 import torch
 from zoo import ZOO
 
-STEPS, BATCH = 5, 8
+STEPS, BATCH, LR = 5, 8, 1e-3
+ZERO_GRADIENT = {"convnet": ("stem.bias", "bn.running_mean")}  # the batch norm behind the bias subtracts it again, and remembers it
 
 
 def make_optimizer(kind: str):
     if kind == "sgd":
         return lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9)
-    return lambda ps: torch.optim.AdamW(ps, lr=1e-3)
+    return lambda ps: torch.optim.AdamW(ps, lr=LR, eps=1e-6)
 
 
 def case(name: str, batch: int = BATCH, **options: Any):
@@ -74,7 +80,9 @@ def compare(results: Any, name: str, kind: str, options: dict[str, Any]) -> None
         torch.testing.assert_close(torch.tensor(other), torch.tensor(expected), rtol=1e-4, atol=1e-6, msg=lambda t, r=rank: f"rank {r}: {t}")
     assert set(state) == set(reference)
     for key, value in reference.items():
-        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=2e-5, msg=lambda t, k=key: f"{k}: {t}")
+        zero = kind == "adamw" and key in ZERO_GRADIENT.get(name, ())
+        atol = 2 * LR * STEPS if zero else 2e-5
+        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=atol, msg=lambda t, k=key: f"{k}: {t}")
     for rank, (*_, counts, planned, _stages) in enumerate(results):
         assert counts == planned, f"rank {rank}: ran {dict(counts)}, planned {dict(planned)}"
 
