@@ -1,0 +1,131 @@
+"""Every example in the README and in docs/ is run, a file in one namespace from top to bottom, in an empty folder.
+
+A fenced block is run by the first words after the fence::
+
+    python                      in the file's namespace
+    python file=train.py        written to that file
+    python ranks=2 file=…       … and run by so many local ranks, as torchrun would
+    console                     every line that starts with "$ meshwright" or "$ python"
+
+Other blocks are text. ``docs/examples/*.py`` are compiled here and run by the documents that show them.
+"""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, the words after it, where its first line stands, and its text."""
+
+    language: str
+    words: dict[str, str]
+    line: int
+    text: str
+
+
+def blocks_of(document: str) -> list[Block]:
+    """The fenced blocks that are run, in order."""
+    found = []
+    for match in FENCE.finditer(document):
+        words = dict(word.split("=", 1) for word in match[2].split() if "=" in word)
+        line = document.count("\n", 0, match.start(3))
+        found.append(Block(match[1], words, line, match[3]))
+    return [block for block in found if block.language in ("python", "console")]
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a console block, continued lines joined."""
+    text = block.text.replace("\\\n", " ")
+    return [line[2:] for line in text.splitlines() if line.startswith(("$ meshwright", "$ python"))]
+
+
+# Runs in a process of its own: one namespace for all plain blocks of a document.
+RUNNER = '''
+import os, re, socket, subprocess, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+from test_docs import blocks_of, commands_of
+
+def on_ranks(script, number):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(number))
+    ranks = [dict(RANK=str(r), LOCAL_RANK=str(r), LOCAL_WORLD_SIZE=str(number)) for r in range(number)]
+    started = [subprocess.Popen([sys.executable, script], env=dict(world, **rank)) for rank in ranks]
+    statuses = [process.wait() for process in started]
+    if any(statuses):
+        sys.exit(f"{{script}}: ranks ended with {{statuses}}")
+
+document, namespace = Path({path!r}), dict(__name__="__main__")
+for block in blocks_of(document.read_text()):
+    where = f"{{document.name}}:{{block.line + 1}}"
+    print("----", where, flush=True)
+    if block.language == "console":
+        for command in commands_of(block):
+            status = subprocess.run(command, shell=True, executable="/bin/bash").returncode
+            if status:
+                sys.exit(f"{{where}}: {{command}} ended with {{status}}")
+        continue
+    if "file" in block.words:
+        Path(block.words["file"]).write_text(block.text)
+    if "ranks" in block.words:
+        on_ranks(block.words["file"], int(block.words["ranks"]))
+    elif "file" not in block.words:
+        exec(compile("\\n" * block.line + block.text, str(document), "exec"), namespace)
+'''
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in DOCUMENTS if blocks_of(p.read_text())], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_the_examples_of_a_document_run(path: Path, tmp_path: Path) -> None:
+    folder, programs = tmp_path / "work", tmp_path / "bin"
+    folder.mkdir()
+    programs.mkdir()
+    for name, words in (("meshwright", "-m meshwright "), ("python", "")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        program.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "docs" / "examples"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+    }
+    script = RUNNER.format(tests=str(ROOT / "tests"), path=str(path))
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=180
+    )
+    print(result.stdout)
+    assert result.returncode == 0, result.stderr[-6000:]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_an_example_is_a_program(path: Path, tmp_path: Path) -> None:
+    py_compile.compile(str(path), cfile=str(tmp_path / "out.pyc"), doraise=True)
+    shown = [document.name for document in DOCUMENTS if path.name in document.read_text()]
+    assert shown, f"no document speaks of {path.name}"
+
+
+def test_links_lead_somewhere() -> None:
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        text = FENCE.sub("", document.read_text())
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
