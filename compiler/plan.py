@@ -22,9 +22,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .explain import explain
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
+
+if TYPE_CHECKING:
+    from .graph import Graph
 
 __all__ = ["PLAN_VERSION", "Chunk", "Plan", "Prediction", "Residency", "Stage", "StagePrediction", "Transfer"]
 
@@ -193,7 +197,7 @@ class Plan:
     @property
     def num_devices(self) -> int:
         """Devices that the plan's cluster has, the idle ones included."""
-        return int(sum(host["num_devices"] for host in self.cluster["hosts"]))
+        return int(sum(host.get("count", 1) * host["num_devices"] for host in self.cluster["hosts"]))
 
     @property
     def microbatch_size(self) -> int:
@@ -203,6 +207,10 @@ class Plan:
     def stage_of(self, device: int) -> int | None:
         """The stage that runs on this device (or rank); None if it is idle."""
         return next((index for index, stage in enumerate(self.stages) if device in stage.devices), None)
+
+    def explain(self, graph: Graph | None = None, width: int = 100) -> str:
+        """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each module."""
+        return explain(self, graph, width)
 
     # ---- the document
 

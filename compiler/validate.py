@@ -50,8 +50,8 @@ def require(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = No
 
 
 def model_faults(plan: Plan, graph: Graph) -> list[str]:
-    """Where the plan and the graph disagree: another model, ops and parameters that do not exist or are missing, labels that no
-    rule offers."""
+    """Where the plan and the graph disagree: another model, ops and parameters that do not exist or are missing, labels
+    that no rule offers."""
     faults = _other_model(plan, graph)
     faults += _limited(_unknown_names(plan, graph))
     if not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:

@@ -1,0 +1,419 @@
+"""A plan as text for a terminal, and its figures as one flat JSON object.
+
+``explain`` lays out, top to bottom: what the plan promises; stages × devices; how every layer is split; the schedule;
+seconds by cause; memory by cause; collectives; what else there was; where the prices come from; notes. ``describe.py``
+finds the words, ``typeset.py`` the columns.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ..costmodel.cluster import Cluster
+from .describe import Group, axis_names, layer_rows, layer_span, merged, op_summary
+from .graph import Graph
+from .schedule import Edge, Simulation, generate, grid, simulate
+from .typeset import (
+    bar,
+    bytes_text,
+    count_text,
+    magnitude_text,
+    rate_text,
+    runs,
+    seconds_text,
+    span_text,
+    table,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["explain", "summary_json"]
+
+_CAUSES = {
+    "compute": "compute",
+    "reshard": "resharding",
+    "internal": "inside ops",
+    "transfer": "between stages",
+    "gradient": "gradients",
+    "optimizer": "optimizer",
+}
+_ONCE = ("gradient", "optimizer")  # per step; the other causes are per microbatch
+
+
+def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
+    """The plan in plain text, at most ``width`` columns (never under 72).
+
+    graph: the captured model, if at hand: layers then also say how each module's work is cut, and stages count their
+    parameters.
+    """
+    width = max(width, 72)
+    simulation = _simulated(plan)
+    sections = [
+        _header(plan, simulation),
+        _titled("Stages", _stages(plan, graph, simulation, width)),
+        _titled("How each layer is split", _layers(plan, graph, width)),
+        _titled(
+            f"Schedule: {plan.schedule}, {count_text(plan.microbatches, 'microbatch')}",
+            _schedule(plan, simulation, width),
+        ),
+        _titled("Seconds of a step, by cause", _seconds(plan)),
+        _titled("Memory of the fullest device, by cause", _memory(plan)),
+        _titled("Collectives", _collectives(plan, width)),
+        _titled("What else there was", _alternatives(plan, width)),
+        _titled("Where the prices come from", _prices(plan, width)),
+        _titled("Notes", _bullets(_notes(plan), width)),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def summary_json(plan: Plan) -> dict[str, Any]:
+    """The plan's figures as plain JSON values: seconds, bytes, fractions; lists in stage order."""
+    passes = dict(plan.provenance.get("passes", {}))
+    prediction = plan.prediction
+    return {
+        "model": plan.model,
+        "cluster": str(plan.cluster.get("name", "")),
+        "num_devices": plan.num_devices,
+        "global_batch": plan.global_batch,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "optimizer": plan.optimizer,
+        "step_s": prediction.step_s,
+        "bound_gap": prediction.bound_gap,
+        "tflops_per_device": _tflops(plan),
+        "replicated_flops_fraction": _replicated(plan),
+        "idle_devices": _idle(plan),
+        "search_s": passes.get("total", 0.0),
+        "capture_s": passes.get("capture", 0.0),
+        "passes": passes,
+        "peak_memory_bytes": [stage.peak_bytes for stage in prediction.stages],
+        "stages": [
+            {
+                "devices": list(stage.devices),
+                "mesh_shape": list(stage.mesh_shape),
+                "axes": list(axis_names(stage)),
+                "layers": [plan.layers[k] for chunk in stage.chunks for k in range(*chunk.layers)],
+                "forward_s": predicted.forward_s,
+                "backward_s": predicted.backward_s,
+                "step_s": predicted.step_s,
+                "seconds": dict(predicted.seconds),
+                "memory_bytes": dict(predicted.memory_bytes),
+                "collectives": dict(predicted.collectives),
+            }
+            for stage, predicted in zip(plan.stages, prediction.stages)
+        ],
+        "alternatives": [dict(row) for row in prediction.alternatives],
+        "notes": list(prediction.notes),
+    }
+
+
+# ---- figures
+
+
+def _tflops(plan: Plan) -> float:
+    step_s = plan.prediction.step_s
+    return plan.prediction.flops / step_s / plan.num_devices / 1e12 if step_s else 0.0
+
+
+def _replicated(plan: Plan) -> float:
+    total = plan.prediction.flops + plan.prediction.replicated_flops
+    return plan.prediction.replicated_flops / total if total else 0.0
+
+
+def _idle(plan: Plan) -> int:
+    return plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
+
+
+def _simulated(plan: Plan) -> Simulation:
+    """The schedule on the clock with the plan's own seconds; a stage's transfers are divided evenly among its edges."""
+    stages = plan.prediction.stages
+    incoming: dict[int, set[Edge]] = {}
+    for transfer in plan.transfers:
+        incoming.setdefault(transfer.target, set()).add((transfer.source, transfer.target))
+    edges = {
+        edge: stages[target].seconds.get("transfer", 0.0) / 2 / len(found)
+        for target, found in incoming.items()
+        for edge in found
+    }
+    return simulate(
+        generate(plan.schedule, len(stages), plan.microbatches),
+        [stage.forward_s for stage in stages],
+        [stage.backward_s for stage in stages],
+        edges,
+        [stage.step_s for stage in stages],
+    )
+
+
+# ---- sections
+
+
+def _header(plan: Plan, simulation: Simulation) -> list[str]:
+    prediction = plan.prediction
+    cluster = _cluster(plan)
+    devices = " + ".join(
+        f"{sum(host.num_devices for host in run)} × {name}"
+        for name, run in runs(cluster.hosts, lambda host: host.device.name)
+    )
+    passes = plan.provenance.get("passes", {})
+    slow = sorted(((s, name) for name, s in passes.items() if name != "total"), reverse=True)[:3]
+    asked = " for the shape that was asked for" if plan.provenance.get("strategy") else ""
+    facts = [
+        (
+            "model",
+            f"{plan.model}, {count_text(len(plan.layers), 'layer')}, {count_text(sum(plan.model_ops.values()), 'op')}",
+        ),
+        ("cluster", f"{cluster.name}: {devices}"),
+        (
+            "batch",
+            f"{plan.global_batch:,} = {count_text(plan.microbatches, 'microbatch')}"
+            f" × {count_text(plan.microbatch_size, 'sample')}",
+        ),
+        (
+            "step",
+            f"{seconds_text(prediction.step_s)} predicted: {rate_text(plan.global_batch / prediction.step_s)} samples/s, "
+            f"{_tflops(plan):.3g} TFLOPS per device",
+        ),
+        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
+        (
+            "schedule",
+            f"{plan.schedule}, {count_text(len(plan.stages), 'stage')}, {100 * simulation.bubble_fraction:.0f} % bubble; "
+            f"optimizer {plan.optimizer}",
+        ),
+    ]
+    if passes:
+        parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in slow)
+        facts.append(("search", f"{seconds_text(passes.get('total', 0.0))} ({parts})"))
+    return ["Plan", *(f"  {name.ljust(9)} {text}" for name, text in facts)]
+
+
+def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int) -> list[str]:
+    cluster = _cluster(plan)
+    counts = _parameter_counts(plan, graph)
+    head = [
+        "",
+        "devices",
+        "mesh",
+        "layers",
+        *(["parameters"] if counts else []),
+        "forward",
+        "backward",
+        "busy",
+        "memory per device",
+    ]
+    rows = []
+    for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
+        limit = min(cluster.device(device).memory_bytes for device in stage.devices)
+        first, end = stage.chunks[0].layers[0], stage.chunks[-1].layers[1]
+        busy = plan.microbatches * (predicted.forward_s + predicted.backward_s) + predicted.step_s
+        span = layer_span(plan.layers[first], plan.layers[end - 1])
+        rows.append(
+            [
+                str(index),
+                span_text(stage.devices),
+                "×".join(map(str, stage.mesh_shape)) or "1",
+                f"{span} ({end - first})" if end - first > 1 else span,
+                *([magnitude_text(counts[index])] if counts else []),
+                seconds_text(predicted.forward_s),
+                seconds_text(predicted.backward_s),
+                f"{100 * busy / simulation.makespan_s:.0f} %" if simulation.makespan_s else "",
+                f"{bar(predicted.peak_bytes / limit)} {predicted.peak_bytes / 2**30:.3g} of {bytes_text(limit)}",
+            ]
+        )
+    lines = table(head, rows, "<<<<" + (">" if counts else "") + ">>><", width, shrink=3)
+    return [*lines, *wrapped("forward and backward are of one microbatch", width, "  ")]
+
+
+def _parameter_counts(plan: Plan, graph: Graph | None) -> list[int]:
+    """Elements of each stage's parameters, every copy counted once per stage; empty without the graph."""
+    if graph is None:
+        return []
+    numel = {node.meta["source"].name: node.meta["type"].numel for node in graph.placeholders("parameter")}
+    return [sum(numel.get(name, 0) for chunk in stage.chunks for name in chunk.parameters) for stage in plan.stages]
+
+
+def _layers(plan: Plan, graph: Graph | None, width: int) -> list[str]:
+    """Per stage, or per run of stages with the same mesh and the same split of equal layers."""
+    blocks: list[tuple[int, int, str, list[Group]]] = []  # first and last stage, mesh, layers
+    for index, stage in enumerate(plan.stages):
+        mesh = " × ".join(f"{size} {name}" for size, name in zip(stage.mesh_shape, axis_names(stage)))
+        groups = layer_rows(plan, index, graph) if mesh else []
+        together = merged(blocks[-1][3], groups) if blocks and blocks[-1][2] == mesh else None
+        if together is None:
+            blocks.append((index, index, mesh, groups))
+        else:
+            blocks[-1] = (blocks[-1][0], index, mesh, together)
+    lines: list[str] = []
+    for begin, last, mesh, groups in blocks:
+        title = f"  stage {span_text(range(begin, last + 1))}: "
+        lines.append(title + (f"mesh {mesh}" if mesh else "one device each, nothing is split"))
+        column = min(
+            max((len(n) for g in groups for rows in g.rows for row in rows for n in _names(row.names)), default=0), 30
+        )
+        for group in groups:
+            lines += _group_lines(group, column, width, "" if begin == last else " per stage")
+        if graph is None and mesh:
+            for family, cuts in op_summary(plan.stages[begin]):
+                text = "; ".join(f"{what} ({count}×)" for what, count in cuts)
+                lines += wrapped(text, width, f"    {family} work: ", "      ")
+    return lines
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    """Names joined to texts of at most 30 characters."""
+    return textwrap.wrap(", ".join(names), 30, break_long_words=False)
+
+
+def _group_lines(group: Group, column: int, width: int, each: str) -> Iterable[str]:
+    repeated = f"  (×{group.count}{each})" if group.count > 1 else ""
+    for title, rows in zip(group.titles, group.rows):
+        if len(rows) == 1 and rows[0].names == (title.rpartition(".")[2],) and not repeated:
+            yield from _columns([title], rows[0].work, rows[0].weights, max(column + 2, len(title)), width, "    ")
+            continue
+        yield f"    {title}{repeated}"
+        for row in rows:
+            yield from _columns(_names(row.names), row.work, row.weights, column, width, "      ")
+
+
+def _columns(names: list[str], work: str, weights: str, column: int, width: int, indent: str) -> Iterable[str]:
+    texts = [f"work: {work}"] if work else []
+    texts += [f"weight: {weights}" if work else weights] if weights else []
+    room = max(20, width - len(indent) - column - 2)
+    right = [line for text in texts for line in textwrap.wrap(text, room, subsequent_indent="  ")]
+    for k in range(max(len(names), len(right))):
+        name = names[k] if k < len(names) else ""
+        yield f"{indent}{name.ljust(column)}  {right[k] if k < len(right) else ''}".rstrip()
+
+
+def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
+    if len(plan.stages) == 1:
+        return ["  one stage: every microbatch forward and backward in turn, then the update"]
+    schedule = generate(plan.schedule, len(plan.stages), plan.microbatches)
+    picture = grid(schedule, simulation, width - 2).splitlines()
+    legend = "large digits: forward of that microbatch (mod 10), small: backward, · idle, = end-of-step work"
+    return [*(f"  {line}" for line in picture), *wrapped(legend, width, "  ")]
+
+
+def _seconds(plan: Plan) -> list[str]:
+    rows = []
+    used = [c for c in _CAUSES if any(stage.seconds.get(c) for stage in plan.prediction.stages)]
+    for stage in plan.prediction.stages:
+        found = [stage.seconds.get(c, 0.0) * (1 if c in _ONCE else plan.microbatches) for c in used]
+        # a transfer runs beside compute: the stage itself is busy with the rest only
+        busy = plan.microbatches * (stage.forward_s + stage.backward_s) + stage.step_s
+        rows.append([*found, max(0.0, plan.prediction.step_s - busy)])
+    lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text)
+    if "transfer" in used:
+        lines.append("  what goes between stages travels beside the rest; waiting is what the rest leaves of the step")
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    causes = list(dict.fromkeys(c for stage in plan.prediction.stages for c in stage.memory_bytes))
+    rows = [[*(stage.memory_bytes.get(c, 0.0) for c in causes), stage.peak_bytes] for stage in plan.prediction.stages]
+    return _by_stage([*causes, "together"], rows, bytes_text)
+
+
+def _by_stage(head: Sequence[str], rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> list[str]:
+    """A row per stage; neighbours whose rows read alike are one row."""
+    cells = [[text(value) for value in row] for row in rows]
+    merged = []
+    for key, run in groupby(enumerate(cells), key=lambda pair: pair[1]):
+        numbers = [index for index, _ in run]
+        merged.append([span_text(numbers), *key])
+    return table(["stage", *head], merged, "<" + ">" * len(head), 10_000)
+
+
+def _collectives(plan: Plan, width: int) -> list[str]:
+    rows: list[tuple[int, str]] = []
+    for index, stage in enumerate(plan.prediction.stages):
+        counts = sorted(stage.collectives.items(), key=lambda item: (item[0].split()[0] != "forward", item[0]))
+        each = ", ".join(
+            f"{count} × {name.replace('_', '-')}" for name, count in counts if not name.startswith("step ")
+        )
+        once = ", ".join(
+            f"{count} × {name.removeprefix('step ').replace('_', '-')}"
+            for name, count in counts
+            if name.startswith("step ")
+        )
+        rows.append((index, f"{each or 'none'} per microbatch" + (f"; {once} per step" if once else "")))
+    lines: list[str] = []
+    for text, run in runs(rows, lambda row: row[1]):
+        lines += wrapped(text, width, f"  stage {span_text([index for index, _ in run])}: ", "    ")
+    return lines
+
+
+def _alternatives(plan: Plan, width: int) -> list[str]:
+    others = plan.prediction.alternatives
+    if not others:
+        return []
+    chosen = ["this plan", seconds_text(plan.prediction.step_s), "1.00×", str(plan.microbatches), ""]
+    rows = [chosen]
+    for other in others:
+        step_s = other.get("step_s")
+        rows.append(
+            [
+                f"pure {other['name']}",
+                "–" if step_s is None else seconds_text(step_s),
+                "–" if step_s is None else f"{step_s / plan.prediction.step_s:.2f}×",
+                str(other.get("microbatches", "–")),
+                str(other.get("why", "")),
+            ]
+        )
+    return table(["", "step", "against", "microbatches", "why"], rows, "<>>><", width, shrink=4)
+
+
+def _prices(plan: Plan, width: int) -> list[str]:
+    lines: list[str] = []
+    cluster = _cluster(plan)
+    seen: set[str] = set()
+    for host in cluster.hosts:
+        device = host.device
+        if device.name in seen:
+            continue
+        seen.add(device.name)
+        kinds = list(dict.fromkeys(curve.kind for curve in device.curves))
+        if kinds:
+            text = f"measured: {', '.join(kinds)}, memory rate and launch; everything else: roofline from these rates"
+        else:
+            text = "nothing measured: roofline from data sheet constants"
+        lines += wrapped(text, width, f"  {device.name}: ", "    ")
+    links = [host.link for host in cluster.hosts] + ([cluster.link] if len(cluster.hosts) > 1 else [])
+    for link in dict.fromkeys(links):
+        kind = "measured" if "measured" in link.source else "published and assumed constants"
+        lines += wrapped(
+            f"{kind}, {link.bytes_per_s / 1e9:.4g} GB/s, {link.alpha_s * 1e6:.3g} µs", width, f"  {link.name}: ", "    "
+        )
+    return lines
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = list(plan.prediction.notes)
+    idle = _idle(plan)
+    if idle and not any("idle" in note for note in notes):
+        notes.append(f"{idle} of {plan.num_devices} devices stay idle")
+    if _replicated(plan) >= 0.0005:
+        notes.append(f"{100 * _replicated(plan):.1f} % of all FLOPs are done by several devices alike")
+    if forced := plan.provenance.get("strategy"):
+        notes.append("the shape was asked for: " + ", ".join(f"{key} {size}" for key, size in forced.items()))
+    return notes
+
+
+# ---- text
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [title, *lines] if lines else []
+
+
+def _bullets(texts: Sequence[str], width: int) -> list[str]:
+    return [line for text in texts for line in wrapped(text, width, "  - ", "    ")]
+
+
+def _cluster(plan: Plan) -> Cluster:
+    return Cluster.from_json(json.dumps(plan.cluster))
