@@ -69,7 +69,7 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Where the prices come from", _prices(plan, width)),
         _titled("Notes", _bullets(_notes(plan), width)),
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def summary_json(plan: Plan) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _header(plan: Plan, simulation: Simulation) -> list[str]:
         for name, run in runs(cluster.hosts, lambda host: host.device.name)
     )
     passes = plan.provenance.get("passes", {})
-    slow = sorted(((s, name) for name, s in passes.items() if name != "total"), reverse=True)[:3]
+    slow = sorted(((s, name) for name, s in passes.items() if name not in ("total", "capture")), reverse=True)[:3]
     asked = " for the shape that was asked for" if plan.provenance.get("strategy") else ""
     facts = [
         (
@@ -188,24 +188,14 @@ def _header(plan: Plan, simulation: Simulation) -> list[str]:
     ]
     if passes:
         parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in slow)
-        facts.append(("search", f"{seconds_text(passes.get('total', 0.0))} ({parts})"))
+        before = f"; capture {seconds_text(passes['capture'])}" if "capture" in passes else ""
+        facts.append(("search", f"{seconds_text(passes.get('total', 0.0))} ({parts}){before}"))
     return ["Plan", *(f"  {name.ljust(9)} {text}" for name, text in facts)]
 
 
 def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int) -> list[str]:
     cluster = _cluster(plan)
-    counts = _parameter_counts(plan, graph)
-    head = [
-        "",
-        "devices",
-        "mesh",
-        "layers",
-        *(["parameters"] if counts else []),
-        "forward",
-        "backward",
-        "busy",
-        "memory per device",
-    ]
+    head = ["", "devices", "mesh", "layers", "forward", "backward", "busy", "memory per device"]
     rows = []
     for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
         limit = min(cluster.device(device).memory_bytes for device in stage.devices)
@@ -218,15 +208,17 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
                 span_text(stage.devices),
                 "×".join(map(str, stage.mesh_shape)) or "1",
                 f"{span} ({end - first})" if end - first > 1 else span,
-                *([magnitude_text(counts[index])] if counts else []),
                 seconds_text(predicted.forward_s),
                 seconds_text(predicted.backward_s),
                 f"{100 * busy / simulation.makespan_s:.0f} %" if simulation.makespan_s else "",
                 f"{bar(predicted.peak_bytes / limit)} {predicted.peak_bytes / 2**30:.3g} of {bytes_text(limit)}",
             ]
         )
-    lines = table(head, rows, "<<<<" + (">" if counts else "") + ">>><", width, shrink=3)
-    return [*lines, *wrapped("forward and backward are of one microbatch", width, "  ")]
+    lines = table(head, rows, "<<<<>>><", width, shrink=3)
+    lines += wrapped("forward and backward are of one microbatch", width, "  ")
+    if counts := _parameter_counts(plan, graph):
+        lines += wrapped("parameters: " + ", ".join(map(magnitude_text, counts)), width, "  ", "    ")
+    return lines
 
 
 def _parameter_counts(plan: Plan, graph: Graph | None) -> list[int]:

@@ -1,0 +1,294 @@
+"""The command line: ``meshwright demo | plan | show | check | models``.
+
+Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
+1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from torch import nn
+
+    from .compiler.plan import Plan
+    from .costmodel.cluster import Cluster
+
+__all__ = ["main"]
+
+BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's); the exit status."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return int(arguments.run(arguments) or 0)
+    except SystemExit as done:  # argparse: --help and --version with 0, usage errors with 2
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of stdout went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("MESHWRIGHT_DEBUG"):
+            raise
+        from .compiler.driver import InfeasibleError
+
+        if isinstance(error, InfeasibleError):
+            return _fail(str(error), INFEASIBLE)
+        if isinstance(error, ValueError | OSError):
+            return _fail(str(error), BAD_INPUT)
+        return _fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
+
+
+def _fail(message: str, status: int) -> int:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = " ".join(lines) if sum(map(len, lines)) < 2000 else lines[0]
+    print(f"meshwright: {text}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from . import __version__
+
+    parser = _Parser(prog="meshwright", description="Find, read and check plans to train PyTorch models in parallel.")
+    parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    target_help = "package.module:callable that returns (model, args) or (model, args, kwargs), or a built-in name"
+    cluster_help = "preset:hosts (p3.16xlarge:8), local:ranks, or a cluster file"
+
+    demo = commands.add_parser("demo", help="train a small GPT on local ranks by a plan found on the spot")
+    demo.add_argument("--ranks", type=_positive, default=4, metavar="N", help="local ranks (default 4)")
+    demo.add_argument("--steps", type=_positive, default=None, metavar="N", help="training steps")
+    demo.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="find the best plan for a model on a cluster")
+    plan.add_argument("target", metavar="TARGET", help=target_help)
+    plan.add_argument("--cluster", required=True, metavar="CLUSTER", help=cluster_help)
+    plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
+    plan.add_argument("--microbatches", type=_positive, metavar="M", help="force their number")
+    plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2")
+    plan.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="pipeline schedule")
+    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")
+    plan.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    plan.set_defaults(run=_plan)
+
+    show = commands.add_parser("show", help="explain a plan file")
+    show.add_argument("plan", type=Path, metavar="PLAN")
+    show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    show.set_defaults(run=_show)
+
+    check = commands.add_parser("check", help="say what no longer holds in a plan file")
+    check.add_argument("plan", type=Path, metavar="PLAN")
+    check.add_argument("--target", metavar="TARGET", help=target_help)
+    check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
+    check.set_defaults(run=_check)
+
+    models = commands.add_parser("models", help="list the built-in targets")
+    models.set_defaults(run=_models)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of 1 or more, but got {text!r}")
+    return int(text)
+
+
+# ---- commands
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    if arguments.json is not None:
+        _writable(arguments.json)
+    from . import demo
+
+    demo.run(arguments.ranks, arguments.steps, arguments.json)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.output is not None:
+        _writable(arguments.output)
+    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
+        progress("importing", 0.0)
+        from . import api
+        from .compiler.explain import summary_json
+        from .costmodel.cluster import Cluster
+
+        cluster = Cluster.parse(arguments.cluster)
+        progress("building", 0.0)
+        target = _target(arguments.target)
+        progress("capture", 0.0)
+        found = api.plan(
+            target.model,
+            cluster,
+            example_inputs=target.args,
+            example_kwargs=target.kwargs,
+            global_batch=arguments.global_batch or target.global_batch,
+            microbatches=arguments.microbatches,
+            strategy=arguments.strategy,
+            schedule=arguments.schedule,
+            optimizer=arguments.optimizer,
+            progress=progress,
+        )
+    if arguments.output is not None:
+        found.save(arguments.output)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    print(json.dumps(summary_json(found)) if arguments.json else found.explain(width=_width()))
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from .compiler.explain import summary_json
+
+    plan = _load(arguments.plan)
+    print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=_width()))
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from .compiler.validate import check_plan
+
+    plan = _load(arguments.plan)
+    graph = cluster = None
+    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        if arguments.cluster is not None:
+            cluster = _cluster(arguments.cluster)
+        if arguments.target is not None:
+            from .compiler.capture import capture
+
+            progress("building", 0.0)
+            target = _target(arguments.target)
+            progress("capture", 0.0)
+            graph = capture(target.model, target.args, target.kwargs)
+        progress("check", 0.0)
+        faults = check_plan(plan, graph, cluster)
+    for fault in faults:
+        print(fault)
+    if faults:
+        return _fail(
+            f"{arguments.plan} no longer holds: {len(faults)} fault{'s' if len(faults) > 1 else ''}", BAD_INPUT
+        )
+    tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if cluster else [])]
+    print(f"{arguments.plan} holds {' and '.join(tested)}")
+    return 0
+
+
+def _models(_: argparse.Namespace) -> None:
+    from .models import names
+
+    listed = names()
+    width = max(map(len, listed))
+    for name, description in listed.items():
+        print(f"{name.ljust(width)}  {description}")
+
+
+# ---- inputs
+
+
+@dataclass(frozen=True)
+class _Target:
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    global_batch: int | None
+
+
+def _target(name: str) -> _Target:
+    """The model and example inputs that a TARGET names; ValueError says what is wrong with it."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        from . import models
+
+        built = models.build(name)
+        return _Target(built.model, built.args, built.kwargs, built.global_batch)
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module_name), attribute)()
+    except Exception as error:
+        raise ValueError(f"target {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return _unpacked(name, made)
+
+
+def _unpacked(name: str, made: Any) -> _Target:
+    from torch import nn
+
+    wanted = "a target returns (model, example inputs) or (model, args, kwargs)"
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueError(f"{wanted}, but {name!r} returned {got}")
+    args, kwargs = made[1], made[2] if len(made) == 3 else {}
+    if isinstance(args, dict) and len(made) == 2:
+        args, kwargs = (), args
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{wanted}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    return _Target(made[0], args, dict(kwargs), None)
+
+
+def _load(path: Path) -> Plan:
+    from .compiler.plan import Plan
+
+    return Plan.load(path)
+
+
+def _cluster(text: str) -> Cluster:
+    from .costmodel.cluster import Cluster
+
+    return Cluster.parse(text)
+
+
+def _writable(path: Path) -> None:
+    """ValueError unless a file can be written there: said before the work, not after it."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
+        )
+
+
+# ---- the terminal
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, 120)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr that is gone afterwards; nothing where stderr is no terminal. Gives progress(pass, fraction)."""
+    if not sys.stderr.isatty():
+        yield lambda name, fraction: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(name: str, fraction: float) -> None:
+            bar.update(task, description=name, total=1.0 if fraction > 0 else None, completed=min(fraction, 1.0))
+
+        yield report
