@@ -1,0 +1,71 @@
+"""Interleaved measurement of several ways to take the same training step, on the ranks of one process group.
+
+In every round each contender runs a few steps, in an order that rotates from round to round, so that whatever else the
+machine does falls on all of them. A round's time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Contender", "Rounds", "contest"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``step`` takes one training step; ``loss`` turns what the last step returned into the global loss on every rank
+    (collective, not timed)."""
+
+    name: str
+    step: Callable[[], Any]
+    loss: Callable[[Any], float]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """warmup: untimed steps of each contender; then ``rounds`` rounds of ``steps`` steps each."""
+
+    warmup: int = 3
+    rounds: int = 20
+    steps: int = 2
+
+
+def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any]]:
+    """Per contender: its "name", "note", seconds per step of every round ("step_s"), "median_s", "min_s", "loss"."""
+    last: dict[str, Any] = {}
+    for contender in contenders:
+        for _ in range(plan.warmup):
+            last[contender.name] = contender.step()
+    seconds = torch.zeros(len(contenders), plan.rounds, dtype=torch.float64)
+    for index in range(plan.rounds):
+        for turn in range(len(contenders)):
+            which = (turn + index) % len(contenders)
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(plan.steps):
+                last[contenders[which].name] = contenders[which].step()
+            seconds[which, index] = (time.perf_counter() - started) / plan.steps
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    results = []
+    for contender, row in zip(contenders, seconds.tolist(), strict=True):
+        loss = contender.loss(last[contender.name])
+        results.append(
+            {
+                "name": contender.name,
+                "note": contender.note,
+                "median_s": median(row),
+                "min_s": min(row),
+                "loss": loss,
+                "step_s": row,
+                "rounds": asdict(plan),
+            }
+        )
+    return results
