@@ -57,6 +57,8 @@ def assemble_stage(
         restriction=replace(composer.restriction, pinned=dict(labels)),
         _tables={},
         _states={},
+        _entries={},
+        _sections={},
     ).section(first, end, [into], [out])
     chosen_section, chosen = pinned, solve_section(pinned, in_flight)
     problem = chosen_section.problem(in_flight)

@@ -65,15 +65,24 @@ class Composer:
     byte_weight: float = 0.0  # seconds per byte (λ)
     in_flight: float = 1.0  # microbatches whose saved bytes λ counts
     _tables: dict[str, LayerTable] = field(default_factory=dict)
-    _states: dict[int, list[State]] = field(default_factory=dict)
+    _states: dict[tuple, list[State]] = field(default_factory=dict)
+    _entries: dict[tuple, np.ndarray] = field(default_factory=dict)
+    _sections: dict[str, Section] = field(default_factory=dict)  # by layer class; λ does not touch them, so leaner copies share them
 
     # ---- boundary states
 
     def states(self, boundary: int) -> list[State]:
         """The states of the tensors that cross before layer ``boundary``."""
-        if boundary not in self._states:
-            self._states[boundary] = self._enumerate(self.layering.crossing[boundary])
-        return self._states[boundary]
+        key = self._border(boundary)
+        if key not in self._states:
+            self._states[key] = self._enumerate(self.layering.crossing[boundary])
+        return self._states[key]
+
+    def _border(self, boundary: int) -> tuple:
+        """What states and their prices depend on."""
+        nodes, tensors = self.graph.by_name(), self.layering.crossing[boundary]
+        grad = self.layering.needs_grad
+        return tuple((nodes[t].meta["type"], self.layering.batch_dims[t][0], t in grad) for t in tensors)
 
     def _enumerate(self, tensors: Sequence[str]) -> list[State]:
         if not tensors:
@@ -128,7 +137,10 @@ class Composer:
 
     def _build(self, layer: int) -> LayerTable:
         into, out = self.states(layer), self.states(layer + 1)
-        section = self.section(layer, layer + 1, into, out)
+        key = self.layering.layers[layer].class_key
+        if key not in self._sections:
+            self._sections[key] = self.section(layer, layer + 1, into, out)
+        section = self._sections[key]
         entry, leave = section.index("entry"), section.index("exit")
         entering, leaving = self.layering.crossing[layer], self.layering.crossing[layer + 1]
         kept = [("entry", name) for name in entering if name in entry]
@@ -197,6 +209,12 @@ class Composer:
 
     def entry_seconds(self, boundary: int) -> np.ndarray:
         """[states] seconds to receive the crossing tensors in each state and to send their cotangents back."""
+        key = self._border(boundary)
+        if key not in self._entries:
+            self._entries[key] = self._price_entry(boundary)
+        return self._entries[key]
+
+    def _price_entry(self, boundary: int) -> np.ndarray:
         states = self.states(boundary)
         if not self.layering.crossing[boundary]:
             return np.zeros(len(states))

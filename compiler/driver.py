@@ -244,7 +244,8 @@ def _search_at(search: _Search, m: int, strategy: Strategy | None) -> _Candidate
         graph = search.graph.with_batch(search.global_batch // m)
     except ValueError:
         return None
-    options = _options(search.cluster, strategy)
+    plain = _options(search.cluster, strategy)
+    options = list(plain)
     composers = [_composer(search, graph, m, option) for option in options]
     with search.timed("compose"):
         costs = [composer.intervals() for composer in composers]
@@ -257,11 +258,12 @@ def _search_at(search: _Search, m: int, strategy: Strategy | None) -> _Candidate
     limit = min(_limits(search.cluster))
     quickest = min((float(c.seconds[0, -1]) for c in costs if isfinite(c.seconds[0, -1])), default=0.0)
     for factor in (0.3, 3.0, 30.0):
-        for option in _options(search.cluster, strategy):
+        for index, option in enumerate(plain):
             if option.num_devices == 1:
                 continue
             lean = replace(option, byte_weight=factor * quickest / limit)
-            composer = _composer(search, graph, m, lean)
+            base = composers[index]
+            composer = replace(base, byte_weight=lean.byte_weight, _tables={})
             with search.timed("compose"):
                 costs.append(composer.intervals())
             options.append(lean)
@@ -367,7 +369,7 @@ def _finish(search: _Search, best: _Candidate) -> Plan:
         for index, stage in enumerate(pipeline.stages):
             option = best.options[stage.option]
             pricer = MeshPricer(cluster, stage.device_offset, option.shape, search.optimizer)
-            composer = replace(best.composers[stage.option], pricer=pricer, _tables={}, _states={})
+            composer = replace(best.composers[stage.option], pricer=pricer, _tables={}, _states={}, _entries={}, _sections={})
             labels, boundary = states[index]
             device = cluster.device(stage.device_offset)
             limit = min(_limits(cluster)[stage.device_offset : stage.device_offset + option.num_devices])

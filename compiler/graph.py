@@ -98,6 +98,7 @@ class Graph:
     output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, for graphs that have "output" results
     training: bool = True
     origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
+    _names: dict[str, Node] | None = field(default=None, repr=False)
 
     # ---- reading
 
@@ -110,8 +111,10 @@ class Graph:
         return self.by_name()[name]
 
     def by_name(self) -> dict[str, Node]:
-        """All nodes by name."""
-        return {node.name: node for node in self}
+        """All nodes by name. Found once: a graph does not change after capture."""
+        if self._names is None:
+            self._names = {node.name: node for node in self}
+        return self._names
 
     def placeholders(self, *kinds: str) -> list[Node]:
         """Placeholders of these source kinds (all, without arguments), in order."""

@@ -51,7 +51,7 @@ class Layering:
     floating: tuple[str, ...]
     static: frozenset[str]
     needs_grad: frozenset[str]
-    pruner: Pruner
+    pruner: Pruner  # and a cache of what it keeps
     batch_dims: Mapping[str, tuple[int | None, ...]]  # node → which dim of each output scales with the batch
 
     def ops_of(self, graph: Graph, first: int, end: int) -> list[Node]:

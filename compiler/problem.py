@@ -20,7 +20,7 @@ from .graph import Graph, TensorType, op_name, tensor_operands, types_of
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
-from .rules import MeshChoice, mesh_choices, rule_for
+from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .spec import P, Pair, R, S, Spec, local_shape, parse_pair
 
 __all__ = ["Restriction", "Section", "boundary_states", "build_section"]
@@ -209,13 +209,13 @@ class _Builder:
         return len(self.rows) - 1
 
     def _choices(self, node: Node) -> list[MeshChoice]:
-        choices = mesh_choices(node, self.mesh)
         pinned = (self.restriction.pinned or {}).get(node.name)
         if pinned is not None:
-            return [c for c in choices if label(c) == pinned] or choices
+            labels = tuple(pinned.split(",")) if pinned else ()
+            return [pairs_choice(node, labels, self.mesh)]
         if node.name in self.layering.static:
-            return choices[:1]
-        kept = self.layering.pruner.keep(node, choices)
+            return mesh_choices(node, self.mesh, 1)
+        kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         allowed = [c for c in kept if self._allowed(node, c)] or choices[:1]
         if rule_for(node).cost_kind in SPLIT_WORK:  # a forced tensor axis is used wherever an op can use it
             for axis, role in enumerate(self.restriction.roles):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from .graph import Graph, op_name, tensor_operands, types_of
-from .rules import MeshChoice, rule_for
+from .rules import MeshChoice, mesh_choices, rule_for
 from .rules.base import AxisChoice
 
 __all__ = ["Pruner"]
@@ -33,6 +33,7 @@ class Pruner:
 
     def __init__(self, graph: Graph) -> None:
         self.live: set[tuple[str, int, int]] = set()  # (op, output, dim)
+        self._kept: dict[tuple[str, int, tuple[int, ...]], list[MeshChoice]] = {}
         waiting: dict[tuple[str, int, int], list[frozenset[tuple[str, int, int]]]] = defaultdict(list)
         stack: list[tuple[str, int, int]] = []
         for node in graph.ops():
@@ -68,8 +69,15 @@ class Pruner:
         ]
         return cuts + [(node.name, k, pair[0].dim) for k, pair in enumerate(choice.outputs) if pair[0].is_shard]
 
+    def choices(self, node: Node, batch: int, mesh_shape: tuple[int, ...]) -> list[MeshChoice]:
+        """The choices of ``node`` (of the graph at ``batch``) on a mesh that are worth offering, "whole" first. Cached."""
+        key = (node.name, batch, mesh_shape)
+        if key not in self._kept:
+            self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))
+        return self._kept[key]
+
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
-        """The choices of ``node`` that are worth offering, "whole" always among them."""
+        """Those of ``choices`` that are worth offering."""
         if rule_for(node).cost_kind in DEEP:
             return [c for c in choices if not any(SEQUENCE.fullmatch(label) for label in c.labels)]
         small = types_of(node)[0].numel <= SMALL
