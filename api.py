@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +16,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .compiler.capture import capture
-from .compiler.driver import Strategy, make_plan, parse_strategy
+from .compiler.driver import InfeasibleError, Strategy, make_plan, parse_strategy
 from .compiler.evaluation import plan_evaluation
-from .compiler.example import flat_inputs
-from .compiler.graph import Graph
+from .compiler.example import batch_dims_of, flat_inputs
+from .compiler.graph import Graph, Source, TensorType
 from .compiler.lower import lower
 from .compiler.plan import Plan
 from .compiler.program import ChunkProgram
 from .compiler.spec import Pair
 from .compiler.validate import require
 from .costmodel.cluster import Cluster, Mesh
+from .runtime.agreement import alike
+from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.launch import ensure_initialized
 from .runtime.stage import Session
 from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
@@ -127,10 +130,17 @@ def parallelize(
     by default the machine that the ranks are on. Without example inputs the plan is made at the first ``train_step``. ``plan`` takes a saved
     plan and solves nothing. optimizer: local parameters → a torch optimizer. data: "global" (every rank passes the whole batch) or
     "local" (its part: see ``Parallel.data_index``). Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole
-    tensor at a time, or ``state_dict`` gives them. Other arguments as in ``plan``.
+    tensor at a time, or ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
+    if plan is not None and (strategy is not None or plan.microbatches != (microbatches or plan.microbatches)):
+        raise ValueError(
+            f"a given plan decides the shape and has {plan.microbatches} microbatches, but got strategy={strategy!r} and "
+            f"microbatches={microbatches!r} beside it; leave them out, or leave out plan="
+        )
+    if plan is not None and global_batch not in (None, plan.global_batch):
+        raise ValueError(f"the given plan is for a global batch of {plan.global_batch}, but got global_batch={global_batch}; leave it out")
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
@@ -180,7 +190,10 @@ class Parallel:
         self._session: Session | None = None
         self._graph: Graph | None = None
         self._training = True
-        self._evaluations: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
+        self._first = False  # whether the first batch stands for the example inputs
+        self._dims: dict[str, int | None] = {}  # of the training inputs
+        self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
+        self._forwards: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
         self._measured: list[float] = []
 
     # ---- binding
@@ -188,17 +201,50 @@ class Parallel:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
         """Capture, plan (or check the given plan), lower, and place the weights, for inputs like these."""
         started = time.perf_counter()
-        graph = capture(self._model, args, kwargs, targets, self._loss_fn, self._batch_dims)
-        capture_s = time.perf_counter() - started
         inputs = flat_inputs(args, kwargs, targets)
-        found: Plan | str | None = None
-        if dist.get_rank() == 0:  # one rank decides, so that measured prices cannot make ranks disagree
+        with alike():
+            graph = capture(self._model, args, kwargs, targets, self._loss_fn, self._batch_dims)
+        capture_s = time.perf_counter() - started
+        decided = self._agreed(graph, capture_s, inputs)
+        with alike():
+            if decided.model != graph.fingerprint():
+                raise ValueError(
+                    f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} on rank 0; "
+                    "build it alike on all ranks"
+                )
+            small = graph.with_batch(decided.microbatch_size)
+            stage = decided.stage_of(dist.get_rank())
+            programs = [] if stage is None else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
+            weights = self._weights(graph)
+        self._session = Session(
+            decided,
+            programs,
+            _model_info(graph, self._model),
+            weights,
+            init=self._init,
+            optimizer=self._factory,
+            seed=self._seed,
+            clip_grad_norm=self._clip,
+            data=self._data,
+        )
+        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
+        self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
+
+    def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
+        """Rank 0's plan, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises."""
+        found: Plan | None = None
+        told: Any = None
+        fault: Exception | None = None
+        if dist.get_rank() == 0:
             try:
                 found = self._decide(graph, capture_s, inputs)
-            except ValueError as error:
-                found = f"{type(error).__name__}\n{error}"
-        shared = [found.to_json() if isinstance(found, Plan) else found]
+                told = found.to_json()
+            except Exception as error:
+                fault, told = error, f"{type(error).__name__}\n{error}"
+        shared = [told]
         dist.broadcast_object_list(shared, src=0)
+        if fault is not None:
+            raise fault
         if isinstance(shared[0], str):
             _raise_as(shared[0])
         decided = Plan.from_json(shared[0])
@@ -207,26 +253,32 @@ class Parallel:
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} and "
                 f"{dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
             )
-        small = graph.with_batch(decided.microbatch_size)
-        stage = decided.stage_of(dist.get_rank())
-        programs = [] if stage is None else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
-        self._graph, self._plan = graph, decided
-        self._session = Session(
-            decided,
-            programs,
-            _model_info(graph, self._model),
-            self._model if self._state is None else self._state,
-            init=self._init,
-            optimizer=self._factory,
-            seed=self._seed,
-            clip_grad_norm=self._clip,
-            data=self._data,
-        )
+        return decided
+
+    def _weights(self, graph: Graph) -> nn.Module | dict[str, torch.Tensor]:
+        """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name that is not the
+        model's."""
+        if self._state is None:
+            return self._model
+        nodes = graph.placeholders("buffer")
+        hidden = {node.meta["source"].name for node in nodes if not node.meta["source"].persistent}
+        buffers = {name: x for name, x in self._model.named_buffers() if name in hidden}
+        known = set(self._model.state_dict())
+        if unknown := [name for name in self._state if name not in known]:
+            raise ValueError(
+                f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; is it of another model?"
+            )
+        return {**buffers, **self._state}
 
     def _decide(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         if self._plan is not None:
-            require(self._plan, graph)
+            require(self._plan, graph, self._cluster)
             return self._plan
+        if self._data == "local" and self._global_batch is None and self._session is None and self._first:
+            raise ValueError(
+                "under data='local' a rank's first batch is not the global one, but got neither global_batch nor example_inputs; "
+                "pass one of them to parallelize"
+            )
         cluster = self._cluster or Cluster.local(dist.get_world_size())
         batch = self._global_batch or _batch_of(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
@@ -253,8 +305,22 @@ class Parallel:
         """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every rank."""
         targets = targets if isinstance(targets, tuple) else (targets,)
         if self._session is None:
+            self._first = True
             self.bind(inputs, kwargs, targets)
-        return self.session.forward_backward(flat_inputs(inputs, kwargs, targets))
+        flat = flat_inputs(inputs, kwargs, targets)
+        self._check_names(flat)
+        return self.session.forward_backward(flat)
+
+    def _check_names(self, flat: Mapping[str, Any]) -> None:
+        """ValueError unless these are the inputs that were captured."""
+        if flat.keys() != self._dims.keys():
+            raise ValueError(f"the model was captured with inputs {', '.join(self._dims)}, but got {', '.join(flat) or 'none'}; pass the same")
+        for name, value in self._fixed.items():
+            if isinstance(flat[name], torch.Tensor) or flat[name] != value:
+                raise ValueError(
+                    f"an input that is no tensor keeps the value that it was captured with, but got {flat[name]!r} for {name!r}, which "
+                    f"was {value!r}; pass it as a tensor, or parallelize again"
+                )
 
     def optimizer_step(self) -> None:
         """Clip (if asked to) and update; clears the gradients at the next ``forward_backward``."""
@@ -302,10 +368,10 @@ class Parallel:
             **{key: value for key, value in self.session.timings.items() if key != "actions"},
         }
 
-    # ---- evaluation
+    # ---- outputs
 
     def train(self, mode: bool = True) -> Parallel:
-        """Select the training capture (``mode=False``: evaluation)."""
+        """Select the training capture for ``parallel(x)`` (``mode=False``: evaluation)."""
         self._training = mode
         return self
 
@@ -314,25 +380,47 @@ class Parallel:
         return self.train(False)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's whole output on every rank, without gradients, in evaluation mode. Call ``eval()`` first."""
-        if self._training:
-            raise ValueError("parallel(x) gives outputs in evaluation mode, but got a model in training mode; call eval() first")
+        """The model's whole output on every rank, without gradients; any batch size, the whole batch on every rank.
+
+        In training mode dropout draws as in the first microbatch of the next step and batch norm uses the batch's statistics;
+        running statistics stay as they are. Weights and buffers are those of training so far.
+        """
         session, flat = self.session, flat_inputs(inputs, kwargs, ())
-        tensors = {name: x for name, x in flat.items() if isinstance(x, torch.Tensor)}
-        key = tuple((name, tuple(x.shape[1:]), x.dtype) for name, x in tensors.items())
-        if key not in self._evaluations:
-            dims = None if not isinstance(self._batch_dims, Mapping) else {n: d for n, d in self._batch_dims.items() if n in flat}
-            self._evaluations[key] = (capture(self._model, inputs, kwargs, (), None, dims, training=False), {})
-        graph, bound = self._evaluations[key]
-        batch = _batch_of(graph, flat)
-        if batch not in bound:
-            small = graph.with_batch(batch)
-            evaluated = plan_evaluation(small, self.plan, Cluster.from_json(json.dumps(self.plan.cluster)), self._buffers())
-            stage = evaluated.stage_of(dist.get_rank())
-            bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
-        outputs = session.forward(flat, *bound[batch])
-        leaves = [outputs.get(str(i)) for i in range(graph.output_spec.num_leaves)]
+        graph, evaluated, programs = self._forward_of(inputs, kwargs, flat)
+        outputs = session.forward(flat, evaluated, programs)
+        nodes, leaves = graph.by_name(), [None] * graph.output_spec.num_leaves
+        for result in graph.results:
+            if result.kind == "output":
+                source = nodes[result.node].meta.get("source")
+                value = outputs.get(result.name) if source is None else self._given(source, flat, graph)
+                leaves[int(result.name)] = value  # type: ignore[call-overload]
         return pytree.tree_unflatten(leaves, graph.output_spec)
+
+    def _forward_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any]) -> tuple[Graph, Plan, list[ChunkProgram]]:
+        """The output graph for inputs like these, at their batch, with its plan and this rank's programs; made once."""
+        given = {name: dim for name, dim in self._dims.items() if isinstance(flat.get(name), torch.Tensor)}
+        dims = batch_dims_of(flat, given)
+        key = (self._training, *((name, _kind(x, dims[name])) for name, x in flat.items()))
+        if key not in self._forwards:
+            with alike():
+                captured = capture(self._model, args, kwargs, (), None, given, training=self._training, outputs=True)
+            self._forwards[key] = (captured, {})
+        graph, bound = self._forwards[key]
+        batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)
+        if batch not in bound:
+            with alike():
+                small = graph.with_batch(batch)
+                cluster = Cluster.from_json(json.dumps(self.plan.cluster))
+                evaluated = plan_evaluation(small, self.plan, cluster, self._buffers())
+                stage = evaluated.stage_of(dist.get_rank())
+                bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
+        return (graph, *bound[batch])
+
+    def _given(self, source: Source, flat: Mapping[str, Any], graph: Graph) -> Any:
+        """An output that the model only passes on."""
+        if source.kind == "input":
+            return flat[source.name]
+        return graph.constants[source.name].clone() if source.kind == "constant" else self.session.state.whole(source.name)
 
     def _buffers(self) -> dict[str, dict[int, Pair]]:
         assert self._graph is not None
@@ -358,13 +446,26 @@ class Parallel:
         """Original names → whole CPU tensors on rank 0, empty elsewhere; loads into the original model."""
         return self.session.full_state_dict()
 
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan. Collective."""
+        save_checkpoint(self.session, path)
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
+        load_checkpoint(self.session, path)
+
 
 def _raise_as(text: str) -> None:
     """Raise what rank 0 raised, on every rank."""
-    from .compiler.driver import InfeasibleError
-
     kind, _, message = text.partition("\n")
-    raise (InfeasibleError if kind == "InfeasibleError" else ValueError)(message)
+    raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(kind, RuntimeError)(message)
+
+
+def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
+    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return (repr(leaf),)
+    return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))
 
 
 def _optimizer_name(factory: OptimizerFactory) -> str:
@@ -376,8 +477,6 @@ def _optimizer_name(factory: OptimizerFactory) -> str:
 
 def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:
     """Every tensor of the model; those that the graph does not use come from the model itself."""
-    from .compiler.graph import TensorType
-
     parameters: dict[str, ParameterInfo] = {}
     buffers: dict[str, BufferInfo] = {}
     for node in graph.placeholders("parameter", "buffer"):

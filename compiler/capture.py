@@ -48,6 +48,7 @@ def capture(
     batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
     training: bool = True,
     *,
+    outputs: bool = False,
     extent: int = CAPTURE_BATCH,
 ) -> Graph:
     """The graph of ``model`` on inputs like these, at the batch extent ``CAPTURE_BATCH`` (``extent`` is for tests).
@@ -59,22 +60,24 @@ def capture(
     training: the result is the loss, ``loss_fn(output, *targets)`` if given, else a scalar output, ``.loss``,
     ``["loss"]`` or the first element; buffers that the forward updates are results too. A model whose root is in eval
     mode is captured after ``train()``; one in training mode keeps the mode of each submodule (so a frozen batch norm
-    stays frozen). Without training: every tensor of the output, under ``eval()``. Modes, weights and settings of the
-    model are as before when this returns or raises.
+    stays frozen). Without training: every tensor of the output, under ``eval()``. outputs: with training too the result
+    is the output, without loss and new buffer values. Modes, weights and settings of the model are as before when this
+    returns or raises.
 
     Raises CaptureError (a ValueError) that names the line of the model and what to change.
     """
     kwargs = dict(example_kwargs or {})
-    if training and loss_fn is None and example_targets:
+    wants_loss = training and not outputs
+    if wants_loss and loss_fn is None and example_targets:
         raise CaptureError(
             "targets are the arguments of `loss_fn`, but got targets and no loss_fn; "
             "pass loss_fn=, or make them inputs of the model"
         )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = fake_inputs(
-        fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if training else (), batch_dims, extent
+        fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
     )
-    wrapper = _Wrapper(model, loss_fn, training)
+    wrapper = _Wrapper(model, loss_fn, wants_loss)
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(modes(model, training))
@@ -86,7 +89,7 @@ def capture(
             program = program.run_decompositions({})
         except Exception as error:
             raise blame(error) from error
-        graph = _Translator(program, names, inputs, training, extent).graph()
+        graph = _Translator(program, names, inputs, training, wants_loss, extent).graph()
     graph = rewrite(graph)
     graph.check()
     return graph
@@ -95,11 +98,11 @@ def capture(
 class _Wrapper(nn.Module):
     """The model followed by its loss (training), or the model alone (eval)."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, training: bool) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, wants_loss: bool) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = [loss_fn]  # in a list, so that a loss_fn that is a module is not registered beside the model
-        self.wants_loss = training
+        self.wants_loss = wants_loss
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
         output = self.model(*args, **kwargs)
@@ -172,8 +175,11 @@ def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
 class _Translator:
     """One exported program → Graph, before any rewrite."""
 
-    def __init__(self, program: Any, names: Names, inputs: Inputs, training: bool, extent: int) -> None:
-        self.program, self.names, self.inputs, self.training, self.extent = program, names, inputs, training, extent
+    def __init__(
+        self, program: Any, names: Names, inputs: Inputs, training: bool, wants_loss: bool, extent: int
+    ) -> None:
+        self.program, self.names, self.inputs, self.extent = program, names, inputs, extent
+        self.training, self.wants_loss = training, wants_loss
         self.nodes = {node.name: node for node in program.graph.nodes}
         self.fx = torch.fx.Graph()
         self.env: dict[Node, Node] = {}
@@ -194,7 +200,7 @@ class _Translator:
             tuple(Result(kind, name, self.env[node].name) for kind, name, node in results),
             self.extent,
             self.constants,
-            None if self.training else self.program.call_spec.out_spec,
+            None if self.wants_loss else self.program.call_spec.out_spec,
             self.training,
         )
 
@@ -274,9 +280,7 @@ class _Translator:
             if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
                 node = self.nodes.get(getattr(spec.arg, "name", ""))
                 if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                    results.append(
-                        ("loss" if self.training else "output", "loss" if self.training else str(index), node)
-                    )
+                    results.append(("loss", "loss", node) if self.wants_loss else ("output", str(index), node))
                 elif getattr(spec.arg, "value", None) is not None:
                     raise CaptureError(
                         f"outputs are tensors or None, but got {spec.arg.value!r} at place {index}; "
@@ -291,7 +295,7 @@ class _Translator:
                 raise CaptureError(
                     f"inputs and parameters are not changed in place, but forward changes {what}; work on a clone()"
                 )
-        return results + updates
+        return results + updates if self.wants_loss or not self.training else results
 
 
 def _unwrapped(name: str) -> str:

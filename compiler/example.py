@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["Inputs", "fake_inputs", "flat_inputs"]
+__all__ = ["Inputs", "batch_dims_of", "fake_inputs", "flat_inputs"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,14 @@ def flat_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[An
     """Source name → leaf, as capture names them."""
     paths, _ = pytree.tree_flatten_with_path((args, kwargs, targets))
     return {_source_name(path): leaf for path, leaf in paths}
+
+
+def batch_dims_of(
+    inputs: Mapping[str, Any], overrides: Mapping[str, int | None] | Sequence[int | None] | None
+) -> dict[str, int | None]:
+    """Source name → which dim of that input is the batch (None: none), for ``flat_inputs`` and ``batch_dims`` of
+    ``capture``; ValueError if they do not fit."""
+    return dict(zip(inputs, _batch_dims(tuple(inputs), tuple(inputs.values()), overrides), strict=True))
 
 
 def _source_name(path: Sequence[Any]) -> str:

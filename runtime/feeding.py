@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan
 from ..compiler.spec import Spec
+from .agreement import agree
 from .crossmesh import Layout, cut
 from .groups import DistributedComm, coordinates
 
@@ -71,7 +72,7 @@ class Feeder:
                 box = Layout(here.devices, here.mesh_shape, use.spec).box(use.type.shape, rank)
                 boxes = [self._at(use, box, index) for index in range(self.microbatches)]
                 self.plans.append((use.position, use.name, boxes))
-        self._same_data_checked = not self.local
+        self._compared = False  # whether the ranks have compared what they pass
 
     def _at(self, use: InputUse, box: tuple[tuple[int, int], ...], microbatch: int) -> tuple[tuple[int, int], ...]:
         """This rank's block of microbatch ``microbatch`` inside the tensor that the caller passes."""
@@ -118,7 +119,23 @@ class Feeder:
         return count, index
 
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """ValueError if an input is missing, or has another shape or dtype than the plan's."""
+        """ValueError if an input is missing, or has another shape or dtype than the plan's.
+
+        Collective the first time: then the ranks also compare a hash of the data, and fail together.
+        """
+        if self._compared:
+            self._check_types(inputs)
+            return
+        fault: ValueError | None = None
+        try:
+            self._check_types(inputs)
+        except ValueError as error:
+            fault = error
+        agree(fault)
+        self._check_same_data(inputs)
+        self._compared = True
+
+    def _check_types(self, inputs: Mapping[str, Any]) -> None:
         for name, (shape, dtype, batch_dim) in self.expected.items():
             x = inputs.get(name)
             if not isinstance(x, torch.Tensor):
@@ -138,9 +155,6 @@ class Feeder:
                 raise ValueError(
                     f"input {name!r} was planned with shape {list(shape)}, but got {list(x.shape)}; plan again"
                 )
-        if not self._same_data_checked:
-            self._check_same_data(inputs)
-            self._same_data_checked = True
 
     def _check_same_data(self, inputs: Mapping[str, Any]) -> None:
         digest = None
@@ -157,6 +171,11 @@ class Feeder:
                 continue
             index, value = entry
             other, expected = first.setdefault(index, (rank, value))
+            if expected != value and not self.local:
+                raise ValueError(
+                    f"every rank passes the whole batch, but got different data on ranks {other} and {rank}; "
+                    "seed the loaders alike, or use data='local' for parts of the batch"
+                )
             if expected != value:
                 raise ValueError(
                     f"ranks that share a data_index must pass equal data, but got different data on ranks {other} "

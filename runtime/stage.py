@@ -24,6 +24,7 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.spec import R, spec_text
+from .agreement import alike
 from .crossmesh import Layout, cut, wire
 from .executor import Executor
 from .facts import Facts, exchange, facts_of
@@ -113,7 +114,8 @@ class Session:
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
-            self.optimizer = make_optimizer(optimizer, trained, plan)
+            with alike():  # a factory may fail on the parameters of one stage only
+                self.optimizer = make_optimizer(optimizer, trained, plan)
 
     def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
         if self.program is None or self.stage is None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan
 from ..compiler.spec import Spec
+from .agreement import agree
 from .crossmesh import Layout, cut, transfer_now, wire
 from .gradients import holders, parameter_layout
 from .groups import DistributedComm
@@ -137,6 +138,7 @@ class State:
         for name, kind in self.types():
             if name in shapes and shapes[name] != kind.shape:
                 raise ValueError(f"{name!r} has shape {list(kind.shape)} in the plan, but got {list(shapes[name])}")
+        fault: Exception | None = None  # of init, on this rank: told to all ranks after the last broadcast
         for (name, kind), alias in zip(self.types(), found, strict=True):
             needed = self.stage in self.homes.get(name, ()) or (self.rank == 0 and not self.homes.get(name))
             if alias is not None:
@@ -144,11 +146,15 @@ class State:
                 if self.rank == 0:
                     whole.copy_(given[alias].detach())
                 dist.broadcast(wire(whole), 0)
-            elif needed:
+            elif needed and fault is None:
                 assert init is not None
-                whole = _initial(name, kind, init, seed).to(self.device)
-            if needed:
+                try:
+                    whole = _initial(name, kind, init, seed).to(self.device)
+                except Exception as error:
+                    fault = error
+            if needed and fault is None:
                 self._keep(name, whole)
+        agree(fault)
 
     def _keep(self, name: str, whole: torch.Tensor) -> None:
         if not self.homes.get(name):
