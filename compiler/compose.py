@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from .eliminate import Table, eliminate
-from .graph import Graph
+from .graph import Graph, op_name, types_of
 from .intra_op import Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
@@ -42,6 +42,7 @@ class LayerTable:
     section: Section
     table: Table
     kept: tuple[tuple[str, str], ...]  # (kind, tensor) per axis of the table
+    layer: int  # whose names the section and ``kept`` use
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,7 @@ class Intervals:
     seconds: np.ndarray
     resident: np.ndarray
     saved: np.ndarray
+    transient: np.ndarray
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Composer:
     _tables: dict[str, LayerTable] = field(default_factory=dict)
     _states: dict[tuple, list[State]] = field(default_factory=dict)
     _entries: dict[tuple, np.ndarray] = field(default_factory=dict)
-    _sections: dict[str, Section] = field(default_factory=dict)  # by layer class; λ does not touch them, so leaner copies share them
+    _sections: dict[str, tuple[int, Section]] = field(default_factory=dict)  # by layer class: a layer and its section; λ does not touch them, so leaner copies share them
 
     # ---- boundary states
 
@@ -136,11 +138,11 @@ class Composer:
         )
 
     def _build(self, layer: int) -> LayerTable:
-        into, out = self.states(layer), self.states(layer + 1)
         key = self.layering.layers[layer].class_key
         if key not in self._sections:
-            self._sections[key] = self.section(layer, layer + 1, into, out)
-        section = self._sections[key]
+            self._sections[key] = layer, self.section(layer, layer + 1, self.states(layer), self.states(layer + 1))
+        layer, section = self._sections[key]
+        into, out = self.states(layer), self.states(layer + 1)
         entry, leave = section.index("entry"), section.index("exit")
         entering, leaving = self.layering.crossing[layer], self.layering.crossing[layer + 1]
         kept = [("entry", name) for name in entering if name in entry]
@@ -158,7 +160,7 @@ class Composer:
         arrays = []
         for array, missing in ((table.cost, np.inf), (resident, 0.0), (saved, 0.0)):
             arrays.append(np.where(index[1], array[index[0]] if kept else np.full(index[1].shape, float(array)), missing))
-        return LayerTable(*arrays, section, table, tuple(kept))
+        return LayerTable(*arrays, section, table, tuple(kept), layer)
 
     def _weighted(self, section: Section, resident_price: float, saved_price: float) -> Problem:
         """The section with bytes priced into its seconds: λ plus what is added to read bytes off."""
@@ -204,6 +206,22 @@ class Composer:
                 row = np.array([position[state[t]] for state in out])
                 arrays.append(np.broadcast_to(row[None, :], compatible.shape))
         return tuple(arrays), compatible
+
+    def transient_bytes(self) -> np.ndarray:
+        """[layers] the largest op's operands and outputs, twice (value and cotangent), cut evenly over the mesh: a floor of the peak
+        beside what is kept."""
+        nodes = self.graph.by_name()
+        found: dict[str, float] = {}
+        for layer in self.layering.layers:
+            if layer.class_key not in found:
+                sizes = [
+                    sum(t.nbytes for t in types_of(node))
+                    + sum(types_of(o)[0].nbytes for o in node.all_input_nodes if o.op != "placeholder")
+                    for node in map(nodes.__getitem__, layer.ops)
+                    if op_name(node) != "getitem"
+                ]
+                found[layer.class_key] = 2.0 * max(sizes) / self.pricer.num_devices
+        return np.array([found[layer.class_key] for layer in self.layering.layers])
 
     # ---- intervals
 
@@ -254,7 +272,10 @@ class Composer:
         seconds = result[0] - self.byte_weight * np.where(
             np.isfinite(result[0]), result[1] + self.in_flight * result[2], 0.0
         )
-        return Intervals(seconds, result[1], result[2])
+        peak, transient = self.transient_bytes(), np.zeros((num, num + 1))
+        for first in range(num):
+            transient[first, first + 1 :] = np.maximum.accumulate(peak[first:])
+        return Intervals(seconds, result[1], result[2], transient)
 
     def path(self, first: int, end: int) -> list[int]:
         """The boundary states (indices) of the best way through layers [first, end): end - first + 1 of them."""
@@ -273,27 +294,19 @@ class Composer:
 
     def choices(self, first: int, end: int) -> tuple[dict[str, str], list[State]]:
         """({op or parameter node → label}, boundary states) of the best way; layers of one class share a table by position."""
-        from_class = {layer.class_key: layer for layer in reversed(self.layering.layers)}
         path = self.path(first, end)
+        layers = self.layering.layers
         labels: dict[str, str] = {}
         for layer, into, out in zip(range(first, end), path, path[1:]):
             table = self.table(layer)
-            like = from_class[self.layering.layers[layer].class_key]
-            states = self.states(layer)[into], self.states(layer + 1)[out]
-            entering, leaving = self.layering.crossing[layer], self.layering.crossing[layer + 1]
-            chosen = self._assignment(table, like, states)
-            translate = dict(zip(like.ops, self.layering.layers[layer].ops, strict=True))
-            for name, text in chosen.items():
-                if name in translate:
-                    labels[translate[name]] = text
-            assert len(entering) == len(states[0])
-            assert len(leaving) == len(states[1])
+            chosen = self._assignment(table, (self.states(layer)[into], self.states(layer + 1)[out]))
+            translate = dict(zip(layers[table.layer].ops, layers[layer].ops, strict=True))
+            labels.update((translate[name], text) for name, text in chosen.items() if name in translate)
         return labels, [self.states(first + k)[s] for k, s in enumerate(path)]
 
-    def _assignment(self, table: LayerTable, like: object, states: tuple[State, State]) -> dict[str, str]:
-        layers = self.layering.layers
-        at = next(i for i, layer in enumerate(layers) if layer is like)
-        entering, leaving = self.layering.crossing[at], self.layering.crossing[at + 1]
+    def _assignment(self, table: LayerTable, states: tuple[State, State]) -> dict[str, str]:
+        """Op → labels, by the names of the layer that the table was built from."""
+        entering, leaving = self.layering.crossing[table.layer], self.layering.crossing[table.layer + 1]
         kept = []
         for (kind, name), operator in zip(table.kept, table.table.keep):
             pair = states[0][entering.index(name)] if kind == "entry" else states[1][leaving.index(name)]

@@ -159,10 +159,7 @@ def make_plan(
             f"dp cuts every microbatch evenly, but got dp {strategy.dp if strategy else 1} and a microbatch of {size} samples; "
             "use fewer microbatches or a larger global_batch"
         )
-    best = _best(search, counts, strategy, refine=microbatches is None)
-    if best is None:
-        raise _infeasible(search)
-    plan = _finish(search, best)
+    plan = _first_that_fits(search, _candidates(search, counts, strategy, refine=microbatches is None))
     others: list[dict[str, Any]] = []
     if alternatives and cluster.num_devices > 1 and strategy is None:
         with search.timed("alternatives"):
@@ -215,7 +212,8 @@ def _usable(global_batch: int, strategy: Strategy | None) -> list[int]:
     return divisors
 
 
-def _best(search: _Search, counts: Sequence[int], strategy: Strategy | None, refine: bool) -> _Candidate | None:
+def _candidates(search: _Search, counts: Sequence[int], strategy: Strategy | None, refine: bool) -> list[_Candidate]:
+    """A pipeline for each of these microbatch counts (and the neighbours of the best), fastest first."""
     tried: dict[int, _Candidate | None] = {}
 
     def attempt(m: int) -> None:
@@ -223,19 +221,29 @@ def _best(search: _Search, counts: Sequence[int], strategy: Strategy | None, ref
             search.progress("search", len(tried) / (len(counts) + 2))
             tried[m] = _search_at(search, m, strategy)
 
-    def best() -> _Candidate | None:
-        found = [c for c in tried.values() if c is not None]
-        return min(found, key=lambda c: c.pipeline.objective_s, default=None)
+    def ranked() -> list[_Candidate]:
+        return sorted((c for c in tried.values() if c is not None), key=lambda c: c.pipeline.objective_s)
 
     for m in counts:
         attempt(m)
     if refine:
-        divisors = _usable(search.global_batch, strategy)
-        center = best()
-        at = divisors.index(center.microbatches) if center else len(divisors) - 1
+        divisors, found = _usable(search.global_batch, strategy), ranked()
+        at = divisors.index(found[0].microbatches) if found else len(divisors) - 1
         for m in {divisors[max(0, at - 1)], divisors[min(len(divisors) - 1, at + 1)]}:
             attempt(m)
-    return best()
+    return ranked()
+
+
+def _first_that_fits(search: _Search, candidates: Sequence[_Candidate]) -> Plan:
+    """The plan of the fastest candidate that still fits when its stages are assembled. Raises InfeasibleError if none does."""
+    if not candidates:
+        raise _infeasible(search)
+    for candidate in candidates[:-1]:
+        try:
+            return _finish(search, candidate)
+        except InfeasibleError:
+            continue
+    return _finish(search, candidates[-1])
 
 
 def _search_at(search: _Search, m: int, strategy: Strategy | None) -> _Candidate | None:
@@ -290,7 +298,6 @@ def _stages(
     limited: bool = True,
 ) -> inter_op.Pipeline | inter_op.Infeasible:
     cluster = search.cluster
-    shape = (len(options), *costs[0].seconds.shape)
     with search.timed("stages"):
         table = inter_op.StageTable(
             num_layers=len(search.layering.layers),
@@ -299,7 +306,7 @@ def _stages(
             seconds=np.stack([c.seconds for c in costs]),
             resident_bytes=np.stack([c.resident for c in costs]),
             saved_bytes=np.stack([c.saved for c in costs]),
-            transient_bytes=np.zeros(shape),
+            transient_bytes=np.stack([c.transient for c in costs]),
             admissible=np.array([_admissible(cluster, o.num_devices) for o in options]),
             limit_bytes=np.array(_limits(cluster)) if limited else np.full(cluster.num_devices, 1e30),
         )
@@ -491,14 +498,14 @@ def _alternatives(search: _Search, plan: Plan) -> list[dict[str, Any]]:
         usable = _usable(search.global_batch, strategy)
         counts = sorted({m for m in usable if m == plan.microbatches} | set(_microbatch_counts(search.global_batch, strategy)[:4]))
         try:
-            found = _best(inner, counts, strategy, refine=False)
-            if found is None:
-                row["why"] = f"does not fit: {min(m.missing_bytes for m in inner.misses) / 2**30:.2f} GiB per device missing" if inner.misses else "no batch split"
+            found = _candidates(inner, counts, strategy, refine=False)
+            if found:
+                other = _first_that_fits(inner, found)
+                row |= {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
+            elif inner.misses:
+                row["why"] = f"does not fit: {min(m.missing_bytes for m in inner.misses) / 2**30:.2f} GiB per device missing"
             else:
-                other = _finish(inner, found)
-                row["step_s"] = other.prediction.step_s
-                row["microbatches"] = other.microbatches
-                row["why"] = _why(plan, other)
+                row["why"] = f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
         except ValueError as error:
             row["why"] = str(error)
         out.append(row)

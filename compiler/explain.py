@@ -38,8 +38,8 @@ __all__ = ["explain", "summary_json"]
 _CAUSES = {
     "compute": "compute",
     "reshard": "resharding",
-    "internal": "inside ops",
-    "transfer": "between stages",
+    "internal": "in ops",
+    "transfer": "transfer",
     "gradient": "gradients",
     "optimizer": "optimizer",
 }
@@ -47,15 +47,15 @@ _ONCE = ("gradient", "optimizer")  # per step; the other causes are per microbat
 
 
 def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
-    """The plan in plain text, at most ``width`` columns (never under 72).
+    """The plan in plain text, at most ``width`` columns (never under 80).
 
     graph: the captured model, if at hand: layers then also say how each module's work is cut, and stages count their
     parameters.
     """
-    width = max(width, 72)
+    width = max(width, 80)
     simulation = _simulated(plan)
     sections = [
-        _header(plan, simulation),
+        _header(plan, simulation, width),
         _titled("Stages", _stages(plan, graph, simulation, width)),
         _titled("How each layer is split", _layers(plan, graph, width)),
         _titled(
@@ -153,7 +153,7 @@ def _simulated(plan: Plan) -> Simulation:
 # ---- sections
 
 
-def _header(plan: Plan, simulation: Simulation) -> list[str]:
+def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     prediction = plan.prediction
     cluster = _cluster(plan)
     devices = " + ".join(
@@ -176,21 +176,23 @@ def _header(plan: Plan, simulation: Simulation) -> list[str]:
         ),
         (
             "step",
-            f"{seconds_text(prediction.step_s)} predicted: {rate_text(plan.global_batch / prediction.step_s)} samples/s, "
-            f"{_tflops(plan):.3g} TFLOPS per device",
+            f"{seconds_text(prediction.step_s)} predicted:"
+            f" {rate_text(plan.global_batch / prediction.step_s)} samples/s,"
+            f" {_tflops(plan):.3g} TFLOPS per device",
         ),
         ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
         (
             "schedule",
-            f"{plan.schedule}, {count_text(len(plan.stages), 'stage')}, {100 * simulation.bubble_fraction:.0f} % bubble; "
-            f"optimizer {plan.optimizer}",
+            f"{plan.schedule}, {count_text(len(plan.stages), 'stage')},"
+            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
         ),
     ]
     if passes:
         parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in slow)
         before = f"; capture {seconds_text(passes['capture'])}" if "capture" in passes else ""
         facts.append(("search", f"{seconds_text(passes.get('total', 0.0))} ({parts}){before}"))
-    return ["Plan", *(f"  {name.ljust(9)} {text}" for name, text in facts)]
+    lines = [line for name, text in facts for line in wrapped(text, width, f"  {name.ljust(9)} ", " " * 12)]
+    return ["Plan", *lines]
 
 
 def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int) -> list[str]:
@@ -211,7 +213,7 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
                 seconds_text(predicted.forward_s),
                 seconds_text(predicted.backward_s),
                 f"{100 * busy / simulation.makespan_s:.0f} %" if simulation.makespan_s else "",
-                f"{bar(predicted.peak_bytes / limit)} {predicted.peak_bytes / 2**30:.3g} of {bytes_text(limit)}",
+                _of_limit(predicted.peak_bytes, limit, width >= 96),
             ]
         )
     lines = table(head, rows, "<<<<>>><", width, shrink=3)
@@ -219,6 +221,14 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
     if counts := _parameter_counts(plan, graph):
         lines += wrapped("parameters: " + ", ".join(map(magnitude_text, counts)), width, "  ", "    ")
     return lines
+
+
+def _of_limit(used: float, limit: float, wide: bool) -> str:
+    return (
+        f"{bar(used / limit)} {used / 2**30:.3g} of {bytes_text(limit)}"
+        if wide
+        else f"{used / 2**30:.3g}/{bytes_text(limit)}"
+    )
 
 
 def _parameter_counts(plan: Plan, graph: Graph | None) -> list[int]:
@@ -301,14 +311,15 @@ def _seconds(plan: Plan) -> list[str]:
         rows.append([*found, max(0.0, plan.prediction.step_s - busy)])
     lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text)
     if "transfer" in used:
-        lines.append("  what goes between stages travels beside the rest; waiting is what the rest leaves of the step")
+        lines.append("  transfers travel beside the rest; waiting is what the rest leaves of the step")
     return lines
 
 
 def _memory(plan: Plan) -> list[str]:
     causes = list(dict.fromkeys(c for stage in plan.prediction.stages for c in stage.memory_bytes))
     rows = [[*(stage.memory_bytes.get(c, 0.0) for c in causes), stage.peak_bytes] for stage in plan.prediction.stages]
-    return _by_stage([*causes, "together"], rows, bytes_text)
+    names = [{"parameters": "weights", "framework": "runtime"}.get(cause, cause) for cause in causes]
+    return _by_stage([*names, "total"], rows, bytes_text)
 
 
 def _by_stage(head: Sequence[str], rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> list[str]:

@@ -53,6 +53,12 @@ class Layering:
     needs_grad: frozenset[str]
     pruner: Pruner  # and a cache of what it keeps
     batch_dims: Mapping[str, tuple[int | None, ...]]  # node → which dim of each output scales with the batch
+    batch: int  # the extent at which FLOPs are given
+
+    @property
+    def total_flops(self) -> float:
+        """Forward FLOPs of all layers."""
+        return sum(layer.flops for layer in self.layers)
 
     def ops_of(self, graph: Graph, first: int, end: int) -> list[Node]:
         """Ops of layers [first, end) with the floating ops that they need, in program order."""
@@ -92,7 +98,7 @@ def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
         key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
     order = tuple(node.name for node in graph.ops() if node.name in floating)
-    return Layering(tuple(layers), tuple(crossing), order, static, needs_grad, Pruner(_small(capture)), _batch_dims(capture))
+    return Layering(tuple(layers), tuple(crossing), order, static, needs_grad, Pruner(_small(capture)), _batch_dims(capture), graph.batch)
 
 
 def _small(capture: Graph) -> Graph:

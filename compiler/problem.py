@@ -216,10 +216,10 @@ class _Builder:
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
         kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
-        allowed = [c for c in kept if self._allowed(node, c)] or choices[:1]
-        if rule_for(node).cost_kind in SPLIT_WORK:  # a forced tensor axis is used wherever an op can use it
-            for axis, role in enumerate(self.restriction.roles):
-                if role == "tensor":
+        allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
+        if rule_for(node).cost_kind in SPLIT_WORK:  # repeating heavy work on several devices is worse than leaving them idle
+            for axis in range(len(self.mesh)):
+                if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
         return allowed
 
@@ -247,7 +247,12 @@ class _Builder:
     def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
         # a static op runs once per stage however many layers use it, so no layer pays for it; ``assemble`` does, once
         static = node.name in self.layering.static
-        seconds = np.array([0.0 if static else self.pricer.op(node, c, self.grad).seconds for c in choices])
+        prices = [self.pricer.op(node, c, self.grad) for c in choices]
+        seconds = np.array([0.0 if static else price.seconds for price in prices])
+        if not self.restriction.roles and self.restriction.pinned is None:
+            # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
+            allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
+            seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
         saved = np.zeros(len(choices))
         if node.name in self.grad:
             extra = rule_for(node).temporary_bytes(node)
