@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -88,12 +89,33 @@ def data_parallel(name: str, size: dict[str, int], rounds: Rounds) -> list[dict[
 # ---- tensor parallel
 
 
+def _block_plan(entry: str) -> dict[str, Any]:
+    columns, sequence = ColwiseParallel(), entry == "sequence"
+    rows = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+    plan: dict[str, Any] = {
+        "attention.query": columns,
+        "attention.key": columns,
+        "attention.value": columns,
+        "attention.out": rows,
+        "feed_forward.up": columns,
+        "feed_forward.down": rows,
+    }
+    if entry != "each":
+        layout = Shard(1) if sequence else Replicate()
+        plan["attention"] = PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
+    if sequence:
+        plan["feed_forward"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan["norm1"] = plan["norm2"] = SequenceParallel()
+    return plan
+
+
 def dtensor(case: Case, entry: str, head: str) -> Contender:
     """``parallelize_module`` by the usual plan: columns for q, k, v and up, rows for out and down.
 
-    entry: "each" (every column-parallel linear takes a replicated input by itself) or "once" (the attention's input
-    becomes a DTensor once, so that its three gradients are summed before one all-reduce). head: "parallel" (cut over
-    the vocabulary, with ``loss_parallel``), "gathered" (cut, then gathered logits) or "replicated".
+    entry: "each" (every column-parallel linear takes a replicated input by itself), "once" (the attention's input
+    becomes a DTensor once, so that its three gradients are summed before one all-reduce) or "sequence" (the stream and
+    the norms are cut along the sequence). head: "parallel" (cut over the vocabulary, with ``loss_parallel``),
+    "gathered" (cut, then gathered logits) or "replicated".
     """
     model = copy.deepcopy(case.model)
     assert isinstance(model, GPT)
@@ -103,23 +125,19 @@ def dtensor(case: Case, entry: str, head: str) -> Contender:
         assert isinstance(block.attention, Attention)
         block.attention.heads //= world
         block.attention.kv_heads //= world
-        plan: dict[str, Any] = {
-            "attention.query": ColwiseParallel(),
-            "attention.key": ColwiseParallel(),
-            "attention.value": ColwiseParallel(),
-            "attention.out": RowwiseParallel(),
-            "feed_forward.up": ColwiseParallel(),
-            "feed_forward.down": RowwiseParallel(),
-        }
-        if entry == "once":
-            plan["attention"] = PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-            )
-        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh, _block_plan(entry))
+    ends: dict[str, Any] = {}
+    stream = Replicate()
+    if entry == "sequence":
+        stream = Shard(1)
+        ends["token_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        ends["position_embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+        ends["norm"] = SequenceParallel()
     if head == "parallel":
-        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+        ends["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
     elif head == "gathered":
-        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        ends["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+    parallelize_module(model, mesh, ends)
     optimizer = make_optimizer(model.parameters())
     context: Callable[[], AbstractContextManager[Any]] = loss_parallel if head == "parallel" else nullcontext
 
@@ -142,6 +160,7 @@ def tensor_parallel(name: str, size: dict[str, int], rounds: Rounds) -> list[dic
     case = CASES[name](**size)
     mine, _ = ours(case, {"tp": dist.get_world_size()})
     variants = [("each", "parallel"), ("once", "parallel"), ("once", "gathered"), ("once", "replicated")]
+    variants.append(("sequence", "parallel"))
     return contest([mine, *(dtensor(case, entry, head) for entry, head in variants)], rounds)
 
 

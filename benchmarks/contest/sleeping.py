@@ -1,0 +1,213 @@
+"""Cells of four ranks on two cores: linear layers that sleep in proportion to their local FLOPs, over real collectives.
+
+``bench::sleep_linear`` is ``torch.nn.functional.linear`` on matrices so small that their arithmetic hardly counts, and
+a sleep of ``2·B·I·O / RATE`` seconds in the forward and twice that in the backward, B, I and O being those of the local
+operands. A rank that splits the work therefore sleeps less, and one that waits for another really idles. Results are
+those of a linear layer, so losses compare. Peers use the same op. That ours can plan and split it takes one line: the
+registration of its rule, below.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import meshwright as mw
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshwright.compiler.rules import register
+from meshwright.compiler.rules.einsum import EinsumRule
+from torch import Tensor, nn
+
+from .measure import Contender, Rounds, contest
+from .models import Case
+from .real import ddp, make_optimizer, ours, pipeline_1f1b
+
+__all__ = ["RATE_FLOPS_PER_S", "data_parallel", "pipeline", "sleep_linear", "tensor_parallel"]
+
+RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fifty times faster
+
+
+def _nap(x: Tensor, w: Tensor, times: float) -> None:
+    time.sleep(times * 2.0 * prod(x.shape[:-1]) * w.numel() / RATE_FLOPS_PER_S)
+
+
+@torch.library.custom_op("bench::sleep_linear", mutates_args=())
+def sleep_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x: [..., I]; w: [O, I]; returns [..., O] after the time that this takes on the pretended device."""
+    _nap(x, w, 1.0)
+    return F.linear(x, w)
+
+
+@sleep_linear.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    _nap(x, w, 2.0)
+    return grad @ w, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+sleep_linear.register_autograd(_backward, setup_context=_save)
+register("bench.sleep_linear.default")(EinsumRule("b* i, o i -> b* o"))
+
+
+class SleepLinear(nn.Module):
+    """A linear layer without bias that sleeps."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sleep_linear(x, self.weight)
+
+
+class SleepBlock(nn.Module):
+    """``x + down(gelu(up(norm(x))))``."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up, self.down = SleepLinear(hidden, 4 * hidden), SleepLinear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Sleeper(nn.Module):
+    """Blocks in a row; mean squared error."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(SleepBlock(hidden) for _ in range(layers)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.blocks(x), y)
+
+
+def make_sleeper(batch: int, hidden: int = 64, layers: int = 8) -> Case:
+    """x and y: [batch, hidden]. A step sleeps ``48·batch·hidden²·layers / RATE`` seconds in all."""
+    torch.manual_seed(0)
+    model = Sleeper(hidden, layers)
+    x, y = torch.randn(2, batch, hidden)
+    return Case(model, x, y, _units, F.mse_loss)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, Sleeper)
+    return list(model.blocks)
+
+
+def pretended_cluster() -> mw.Cluster:
+    """This machine's ranks and links with the compute rate of the sleeping layers, for the planner."""
+    cluster = mw.Cluster.local(dist.get_world_size())
+    device = replace(cluster.hosts[0].device, flops_per_s=(("float32", RATE_FLOPS_PER_S),), curves=(), efficiency=())
+    return replace(cluster, hosts=tuple(replace(host, device=device) for host in cluster.hosts))
+
+
+def ideal_s(size: dict[str, int], share: float) -> float:
+    """The seconds that a rank sleeps per step when it does ``share`` of the work."""
+    return 48.0 * size["batch"] * size["hidden"] ** 2 * size["layers"] / RATE_FLOPS_PER_S * share
+
+
+def _with_ideal(results: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+    return [{**result, "ideal_s": seconds} for result in results]
+
+
+def data_parallel(size: dict[str, int], rounds: Rounds) -> list[dict[str, Any]]:
+    """DistributedDataParallel on all ranks."""
+    case, world = make_sleeper(**size), dist.get_world_size()
+    mine, _ = ours(case, {"dp": world}, mesh=pretended_cluster())
+    results = contest([mine, ddp(case), ddp(case, gradient_as_bucket_view=True)], rounds)
+    return _with_ideal(results, ideal_s(size, 1 / world))
+
+
+def pipeline(size: dict[str, int], microbatches: int, rounds: Rounds) -> list[dict[str, Any]]:
+    """1F1B, one stage per rank; the ideal has its bubble of (p−1)/m."""
+    case, world = make_sleeper(**size), dist.get_world_size()
+    mine, parallel = ours(case, {"pp": world}, microbatches, mesh=pretended_cluster())
+    results = contest([mine, pipeline_1f1b(case, parallel, microbatches)], rounds)
+    return _with_ideal(results, ideal_s(size, 1 / world) * (1 + (world - 1) / microbatches))
+
+
+# ---- tensor parallel by hand
+
+
+class _Copy(torch.autograd.Function):
+    """Identity forwards, sum over the ranks backwards (Megatron-LM's f, arXiv:1909.08053)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].contiguous()
+        dist.all_reduce(total)
+        return total
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks forwards, identity backwards (Megatron-LM's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _MegatronBlock(nn.Module):
+    """The block with columns of ``up`` and rows of ``down`` on each rank, on plain tensors."""
+
+    def __init__(self, block: SleepBlock) -> None:
+        super().__init__()
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.norm = block.norm
+        self.up = nn.Parameter(block.up.weight.detach().chunk(world, 0)[rank].clone())
+        self.down = nn.Parameter(block.down.weight.detach().chunk(world, 1)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(sleep_linear(_Copy.apply(self.norm(x)), self.up))
+        return x + _Sum.apply(sleep_linear(inner, self.down))
+
+
+def megatron(case: Case) -> Contender:
+    """Tensor parallel written by hand: DTensor knows no split of the sleeping op."""
+    whole = copy.deepcopy(case.model)
+    assert isinstance(whole, Sleeper)
+    model = nn.Sequential(*(_MegatronBlock(block) for block in whole.blocks))  # type: ignore[arg-type]
+    optimizer = make_optimizer(model.parameters())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(case.x), case.y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    value: Callable[[Tensor], float] = lambda loss: float(loss.detach())  # noqa: E731
+    return Contender("Megatron by hand", step, value)
+
+
+def tensor_parallel(size: dict[str, int], rounds: Rounds) -> list[dict[str, Any]]:
+    """Columns and rows on all ranks: two all-reduces per block and step."""
+    case, world = make_sleeper(**size), dist.get_world_size()
+    mine, _ = ours(case, {"tp": world}, mesh=pretended_cluster())
+    return _with_ideal(contest([mine, megatron(case)], rounds), ideal_s(size, 1 / world))
