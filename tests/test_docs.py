@@ -54,7 +54,7 @@ def commands_of(block: Block) -> list[str]:
 
 
 # Runs in a process of its own: one namespace for all plain blocks of a document.
-RUNNER = '''
+RUNNER = """
 import os, re, socket, subprocess, sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}]
@@ -87,7 +87,7 @@ for block in blocks_of(document.read_text()):
         on_ranks(block.words["file"], int(block.words["ranks"]))
     elif "file" not in block.words:
         exec(compile("\\n" * block.line + block.text, str(document), "exec"), namespace)
-'''
+"""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Change a plan by hand and see what still holds.
 
-Takes the plan of a small network on two devices, turns one matmul from a split of its outputs to a split of its batch, and lowers both:
-the collectives that each program runs show what the edit costs.
+Takes the plan of a small network on two devices, turns one matmul from a split of its outputs to a split of its batch,
+and lowers both: the collectives that each program runs show what the edit costs.
 
     python edit_a_plan.py
 """

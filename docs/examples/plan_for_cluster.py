@@ -1,6 +1,6 @@
 """Plan one model for several clusters, none of which is here: which is worth renting?
 
-    python plan_for_cluster.py
+python plan_for_cluster.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a small GPT on the standard library's own source, byte by byte, by a plan found on the spot.
 
-    torchrun --nproc-per-node 2 train_gpt.py --steps 50
-    python train_gpt.py --steps 3            # one rank is a world too
+torchrun --nproc-per-node 2 train_gpt.py --steps 50
+python train_gpt.py --steps 3            # one rank is a world too
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main() -> None:
     main_rank = dist.get_rank() == 0
     if main_rank:
         for stage in parallel.plan.stages:
-            print("devices", stage.devices, "mesh", stage.mesh_shape, "layers", [chunk.layers for chunk in stage.chunks])
+            print(
+                "devices", stage.devices, "mesh", stage.mesh_shape, "layers", [chunk.layers for chunk in stage.chunks]
+            )
     for step in range(options.steps):
         loss = parallel.train_step(*batch(training, generator))
         if main_rank and (step % 10 == 0 or step == options.steps - 1):
