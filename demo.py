@@ -47,6 +47,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     """
     steps = steps or STEPS
     begin = time.perf_counter()
+    torch.set_num_threads(1)  # as each rank
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     model, corpus = _model(), _corpus()
     tokens, targets = _batch(corpus, 0)
@@ -115,7 +116,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
 
 
 def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What every rank runs: ``steps`` steps by the plan. Its losses, seconds a step and memory; on rank 0 the weights."""
+    """What every rank runs: ``steps`` steps by the plan. Its losses, seconds a step, memory; on rank 0 the weights."""
     plan, corpus = Plan.from_json(document), _corpus()
     tokens, targets = _batch(corpus, 0)
     parallel = api.parallelize(
@@ -135,8 +136,6 @@ def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _train_alone(corpus: torch.Tensor, steps: int) -> list[float]:
     """The losses of the same steps on one device, without meshwright."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each rank
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
@@ -148,7 +147,6 @@ def _train_alone(corpus: torch.Tensor, steps: int) -> list[float]:
         return float(loss.detach())
 
     losses, _ = _loop(step, corpus, steps, "one device")
-    torch.set_num_threads(threads)
     return losses
 
 
