@@ -30,7 +30,9 @@ def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0) -> ChunkProgram:
     assert graph.batch == plan.microbatch_size, (graph.batch, plan.microbatch_size)
     part = plan.stages[stage].chunks[chunk]
     last = {name: s for s, st in enumerate(plan.stages) for c in st.chunks for name in c.ops}
-    results = [r for r in graph.results if last.get(r.node) == stage and r.node in part.ops]
+    nodes = graph.by_name()  # one of several outputs is where its producer is
+    made = {r.node: nodes[r.node].args[0].name if op_name(nodes[r.node]) == "getitem" else r.node for r in graph.results}  # type: ignore[union-attr]
+    results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
     return lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
 
 

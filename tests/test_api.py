@@ -618,8 +618,9 @@ def states(folder: str, first: str, second: str) -> tuple[dict[str, Tensor], lis
     )
     one = made(first, None)
     before = [float(one.train_step(*args)) for _ in range(2)]
-    full, local = one.full_state_dict(), one.state_dict()
-    assert all(isinstance(value, DTensor) for value in local.values())
+    full = one.full_state_dict()
+    assert all(isinstance(value, DTensor) for value in one.state_dict().values())
+    local = {name: value.clone() for name, value in one.state_dict().items()}  # they share memory with the parameters
     owner = {name: value.full_tensor() for name, value in local.items()}
     shared = [full]
     dist.broadcast_object_list(shared, 0)
@@ -692,7 +693,7 @@ def partly_trained(strategy: str) -> tuple[list[float], list[float], dict[str, T
     return losses, norms, parallel.full_state_dict()
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("dp2", 2), ("tp2", 2), ("pp2", 2), ("pp3", 3)])
+@pytest.mark.parametrize(("strategy", "world"), [("dp2", 2), ("tp2", 2), ("pp2", 2)])
 def test_frozen_and_unused_parameters(ranks: Any, strategy: str, world: int) -> None:
     results = ranks.run(world, "test_api:partly_trained", strategy)
     model = partly()
