@@ -1,7 +1,7 @@
 """What a local program needs from whoever runs it: its place on the mesh, collectives, and the counters of random ops.
 
-The compiler emits programs against these protocols; ``runtime/`` implements them over torch.distributed, and ``LockstepGroup``
-in ``rules/check.py`` over threads of one process. Nothing here starts a process group.
+The compiler emits programs against these protocols; ``runtime/`` implements them over torch.distributed, and
+``LockstepGroup`` in ``rules/check.py`` over threads of one process. Nothing here starts a process group.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")
 
 
 def current() -> Context:
-    """The bound context; an op that needs it in the backward must keep it from the forward (autograd has threads of its own)."""
+    """The bound context; an op that needs it in the backward must keep it from the forward (autograd has threads of its
+    own)."""
     try:
         return _CURRENT.get()
     except LookupError:

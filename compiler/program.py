@@ -1,7 +1,8 @@
-"""The lowered program of one chunk: a local fx module with its calling convention. Every device of the stage runs the same one.
+"""The lowered program of one chunk: a local fx module with its calling convention. Every device of the stage runs the
+same one.
 
-``module(*slots) -> tuple(exits)``. The module is differentiable by eager autograd: reshards and communicating ops carry their own
-conjugates. It reads its coordinates and collectives from ``context.current()``.
+``module(*slots) -> tuple(exits)``. The module is differentiable by eager autograd: reshards and communicating ops carry
+their own conjugates. It reads its coordinates and collectives from ``context.current()``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ __all__ = ["ChunkProgram", "Exit", "Slot"]
 class Slot:
     """One argument of the module.
 
-    kind: "parameter", "buffer", "constant", "input" or "receive"; name: the qualified name, the input's source name, or the node's
-    name; pair: value and cotangent placement on the stage's mesh; type: global type at the microbatch's extent; batch_dim: of inputs.
+    kind: "parameter", "buffer", "constant", "input" or "receive"; name: the qualified name, the input's source name, or
+    the node's name; pair: value and cotangent placement on the stage's mesh; type: global type at the microbatch's
+    extent; batch_dim: of inputs.
     """
 
     kind: str
@@ -40,9 +42,9 @@ class Slot:
 class Exit:
     """One result of the module.
 
-    kind: "send" (name: the node's, leaves for later stages in spec ``pair.value``, its cotangent comes back in ``pair.cotangent``),
-    "loss" (0-d, whole on every device; seed its cotangent on every device), "output" (name: flat index) or "buffer" (name: the buffer's;
-    already in the buffer's own spec).
+    kind: "send" (name: the node's, leaves for later stages in spec ``pair.value``, its cotangent comes back in
+    ``pair.cotangent``), "loss" (0-d, whole on every device; seed its cotangent on every device), "output" (name: flat
+    index) or "buffer" (name: the buffer's; already in the buffer's own spec).
     """
 
     kind: str

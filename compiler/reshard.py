@@ -2,18 +2,18 @@
 
 On one axis:    R→S slice · R→P mask (zero but on the first) · S→P pad with zeros · S→R all_gather · P→R all_reduce ·
                 P→S reduce_scatter · S→S' all_to_all. The first three move no data.
-On several axes a dim cut by more than one must be uncut from the minor axis inwards and cut from the major axis outwards
-(``S0,S0`` → ``R,S0`` cannot keep the minor cut, because its blocks lie in other places afterwards).
+On several axes a dim cut by more than one must be uncut from the minor axis inwards and cut from the major axis
+outwards (``S0,S0`` → ``R,S0`` cannot keep the minor cut, because its blocks lie in other places afterwards).
 
-A reshard between a producer's pair and a consumer's runs value → value in the forward and, by its own registered conjugate,
-consumer cotangent → producer cotangent in the backward. (torch's functional all_reduce has the wrong conjugate for a replicated
-consumer, so all conjugates are ours.)
+A reshard between a producer's pair and a consumer's runs value → value in the forward and, by its own registered
+conjugate, consumer cotangent → producer cotangent in the backward. (torch's functional all_reduce has the wrong
+conjugate for a replicated consumer, so all conjugates are ours.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ FREE = frozenset({"slice", "mask", "pad"})
 
 
 class Step(NamedTuple):
-    """One conversion along one axis. ``dim``: the dim gathered, scattered, sliced or padded; ``dim2``: the dim that all_to_all cuts.
+    """One conversion along one axis. ``dim``: the dim gathered, scattered, sliced or padded; ``dim2``: the dim that
+    all_to_all cuts.
 
     A plain tuple of the same fields serves as well: that is how steps stand as literals in a lowered program.
     """
@@ -44,7 +45,8 @@ class Step(NamedTuple):
 
 
 def _single(axis: int, a: Placement, b: Placement) -> Step | None:
-    """The step from placement ``a`` to ``b`` on one axis; None if they are equal; ValueError if there is no such conversion."""
+    """The step from placement ``a`` to ``b`` on one axis; None if they are equal; ValueError if there is no such
+    conversion."""
     if a == b:
         return None
     kinds = (a.kind, b.kind)
@@ -67,9 +69,10 @@ def _single(axis: int, a: Placement, b: Placement) -> Step | None:
     raise ValueError(f"no conversion from {a} to {b}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def steps_between(source: Spec, target: Spec) -> tuple[Step, ...]:
-    """The steps from ``source`` to ``target``, in order. Raises ValueError for a conversion to Pmax or from Pmax to other than R."""
+    """The steps from ``source`` to ``target``, in order. Raises ValueError for a conversion to Pmax or from Pmax to
+    other than R."""
     assert len(source) == len(target), (source, target)
     now = list(source)
     steps: list[Step] = []
@@ -90,7 +93,8 @@ def steps_between(source: Spec, target: Spec) -> tuple[Step, ...]:
         if not here.is_shard:
             continue
         displaced = any(
-            source[a] != target[a] and here.dim in (source[a].dim if source[a].is_shard else -1, target[a].dim if target[a].is_shard else -1)
+            source[a] != target[a]
+            and here.dim in (source[a].dim if source[a].is_shard else -1, target[a].dim if target[a].is_shard else -1)
             for a in order
             if a < axis
         )
@@ -121,10 +125,14 @@ def steps_between(source: Spec, target: Spec) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def step_bytes(source: Spec, steps: Sequence[Step], shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int]) -> list[tuple[Step, int]]:
-    """Each step with the bytes of the tensor that one device holds *whole along the step's axis*: the size that collective prices take.
+def step_bytes(
+    source: Spec, steps: Sequence[Step], shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int]
+) -> list[tuple[Step, int]]:
+    """Each step with the bytes of the tensor that one device holds *whole along the step's axis*: the size that
+    collective prices take.
 
-    For all_gather that is the gathered result, for reduce_scatter, all_reduce and all_to_all the input; 0 for the free steps.
+    For all_gather that is the gathered result, for reduce_scatter, all_reduce and all_to_all the input; 0 for the free
+    steps.
     """
     elements = prod(shape) * itemsize
     for placement, size in zip(source, mesh_shape, strict=True):
@@ -187,14 +195,16 @@ class _Reshard(torch.autograd.Function):
 
 
 def reshard(x: torch.Tensor, source: Pair, target: Pair) -> torch.Tensor:
-    """This device's part of a tensor, from the producer's pair to the consumer's; differentiable by the conjugate steps."""
+    """This device's part of a tensor, from the producer's pair to the consumer's; differentiable by the conjugate
+    steps."""
     forward = steps_between(source.value, target.value)
     backward = steps_between(target.cotangent, source.cotangent) if x.is_floating_point() else ()
     return run_steps(x, forward, backward)
 
 
 def run_steps(x: torch.Tensor, forward: Steps, backward: Steps) -> torch.Tensor:
-    """``forward`` on the value, ``backward`` on its cotangent: the form in which ``lower`` writes a reshard into a program."""
+    """``forward`` on the value, ``backward`` on its cotangent: the form in which ``lower`` writes a reshard into a
+    program."""
     if not forward and not backward:
         return x
     return _Reshard.apply(x, forward, backward)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OUTSIDE = (".venv", "benchmarks", "build", "dist", "docs", "out", "tests")
 PACKAGES = tuple(
     name.removeprefix("meshwright").removeprefix(".").replace(".", "/")
     for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -50,7 +51,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_every_package_folder_is_listed() -> None:
-    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in (".venv", "build", "tests", "dist")]
+    rooms = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in OUTSIDE]
     files = [ROOT / "__init__.py", *(path for room in rooms for path in room.rglob("__init__.py"))]
     assert {path.parent.relative_to(ROOT).as_posix() for path in files} == {package or "." for package in PACKAGES}
 

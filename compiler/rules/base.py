@@ -1,8 +1,8 @@
 """What a rule says of one op, and how the choices on single mesh axes combine into choices on a mesh.
 
-A rule describes an op by named dims. For each named dim it may state that cutting it along one mesh axis gives placements
-for every operand and every output, value and cotangent (``AxisChoice``). From that follow all strategies on any mesh: a choice
-on a mesh is one label per axis. "whole" (everything replicated) is always among them.
+A rule describes an op by named dims. For each named dim it may state that cutting it along one mesh axis gives
+placements for every operand and every output, value and cotangent (``AxisChoice``). From that follow all strategies on
+any mesh: a choice on a mesh is one label per axis. "whole" (everything replicated) is always among them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ DATA = shard(0)
 
 @dataclass(frozen=True, slots=True)
 class Internal:
-    """A collective inside an op's local implementation: its kind and phase, and the bytes it moves as those of a local operand.
+    """A collective inside an op's local implementation: its kind and phase, and the bytes it moves as those of a local
+    operand.
 
-    phase: "forward" or "backward"; kind: "all_reduce", …; like: ("input", k) or ("output", k): the message has as many elements as this
-    device holds of that tensor, ``itemsize`` bytes each, times ``scale``.
+    phase: "forward" or "backward"; kind: "all_reduce", …; like: ("input", k) or ("output", k): the message has as many
+    elements as this device holds of that tensor, ``itemsize`` bytes each, times ``scale``.
     """
 
     phase: str
@@ -52,9 +53,11 @@ class Internal:
 class AxisChoice:
     """One way to use one mesh axis for an op.
 
-    label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed through).
+    label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed
+    through).
     inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor.
-    extent: what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
+    extent: what the product of all axes with this label must divide (the dim's own size, or its major factor for merged
+    dims).
     splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not).
     """
 
@@ -67,9 +70,11 @@ class AxisChoice:
 
 
 class Rule:
-    """Base class of rules; one instance serves an op family. Subclasses override ``axis_choices`` and, where needed, the rest."""
+    """Base class of rules; one instance serves an op family. Subclasses override ``axis_choices`` and, where needed,
+    the rest."""
 
-    #: how ``costmodel.compute`` prices the op: "matmul", "attention", "convolution", "normalization", "pointwise", "embedding", "loss", "view", "free"
+    #: how ``costmodel.compute`` prices the op: "matmul", "attention", "convolution", "normalization", "pointwise",
+    #: "embedding", "loss", "view", "free"
     cost_kind = "pointwise"
 
     #: whether this rule knows nothing of the op: it offers "whole" alone, and the plan says so aloud
@@ -80,25 +85,32 @@ class Rule:
         raise NotImplementedError
 
     def flops(self, node: Node) -> float:
-        """Forward FLOPs of the whole op (a multiply-add is 2). The backward counts this once per differentiable matmul-like operand."""
+        """Forward FLOPs of the whole op (a multiply-add is 2). The backward counts this once per differentiable
+        matmul-like operand."""
         return 0.0
 
-    def localize(self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """(target, args, kwargs) of the local op, with the node's own operand Nodes in place: sizes in args become local ones,
-        the target may become a function of ``local_ops`` that communicates. ``labels``: one per axis of ``mesh_shape``."""
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """(target, args, kwargs) of the local op, with the node's own operand Nodes in place: sizes in args become
+        local ones, the target may become a function of ``local_ops`` that communicates. ``labels``: one per axis of
+        ``mesh_shape``."""
         return node.target, node.args, dict(node.kwargs)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The tensors that autograd keeps from the forward for the backward: ("input", k) and ("output", k). The default: nothing."""
+        """The tensors that autograd keeps from the forward for the backward: ("input", k) and ("output", k). The
+        default: nothing."""
         return ()
 
     def temporary_bytes(self, node: Node) -> float:
-        """Bytes beyond operands and outputs that the op keeps for its backward (masks, statistics, copies); global size."""
+        """Bytes beyond operands and outputs that the op keeps for its backward (masks, statistics, copies); global
+        size."""
         return 0.0
 
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
-        """Random operands (order of ``tensor_operands``) for the checker, where dtype and shape alone do not make valid ones: indices
-        within range, positive values. None: the checker's own choice (normal floats, integers 0 and 1)."""
+        """Random operands (order of ``tensor_operands``) for the checker, where dtype and shape alone do not make valid
+        ones: indices within range, positive values. None: the checker's own choice (normal floats, integers 0 and
+        1)."""
         return None
 
 
