@@ -136,17 +136,17 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, vocab_axes: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
-        classes = z.shape[1]
+        classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
         if vocab_axes:
             comm = current().comm
             start, classes = block_index(vocab_axes, comm) * classes, classes * prod(comm.size(a) for a in vocab_axes)
             here = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
             local = (t - start).masked_fill_(~here, 0)
-            top = _reduce(z.amax(1).float(), vocab_axes, comm, "max")
-            probability = z.float().sub(top[:, None]).exp_()
-            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].float().sub_(top).masked_fill_(~here, 0)]
+            top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
+            probability = z.to(wide).sub(top[:, None]).exp_()
+            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~here, 0)]
             if smoothing:
-                sums.append(z.sum(1, dtype=torch.float32))
+                sums.append(z.sum(1, dtype=wide))
             total, picked, *mass = _reduce(torch.stack(sums), vocab_axes, comm).unbind(0)
             probability.div_(total[:, None])
             rows = total.log().sub_(picked, alpha=1 - smoothing)
@@ -156,22 +156,22 @@ class _CrossEntropy(torch.autograd.Function):
             here = t != ignore_index
             local = t.masked_fill(~here, 0)
             # softmax is one fused pass; the largest logit z* and its probability give lse = z* - log p* without another
-            probability = torch.softmax(z, 1, dtype=torch.float32)
-            rows = z.amax(1).float().sub_(probability.amax(1).log_())
+            probability = torch.softmax(z, 1, dtype=wide)
+            rows = z.amax(1).to(wide).sub_(probability.amax(1).log_())
             rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
             if smoothing:
-                rows.sub_(z.sum(1, dtype=torch.float32), alpha=smoothing / classes)
+                rows.sub_(z.sum(1, dtype=wide), alpha=smoothing / classes)
         valid = t != ignore_index
         ctx.save_for_backward(probability, local, here, valid)
         ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
-        count = valid.sum(dtype=torch.float32)
+        count = valid.sum(dtype=wide)
         ctx.mark_non_differentiable(count)
         return rows.masked_fill_(~valid, 0).sum(), count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, local, here, valid = ctx.saved_tensors
-        row = valid * grads[0].float()
+        row = valid * grads[0].to(probability.dtype)
         out = probability * row[:, None]
         if ctx.smoothing:
             out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
@@ -183,12 +183,12 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(loss_sum, count), fp32 and 0-d: the sum of ``-log softmax(logits)[target]`` over the rows whose target is not
+    """(loss_sum, count), 0-d and fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over the rows whose target is not
     ``ignore_index``, and how many those are; ``count`` has no gradient. The mean is their quotient.
 
-    logits: [..., C] in any float dtype (computed in fp32), target: [...] of class indices. With ``vocab_axes`` each
+    logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes`` each
     device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing) in
-    the forward, none in the backward. Keeps the probabilities (fp32) for the backward.
+    the forward, none in the backward. Keeps the probabilities for the backward.
     """
     return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, tuple(vocab_axes))
 

@@ -275,7 +275,7 @@ def split_cross_entropy(graph: Graph) -> None:
             logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
             logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
             target = at(aten.view.default, target, [target.meta["type"].numel])
-        scalar = TensorType((), torch.float32)
+        scalar = TensorType((), torch.promote_types(kind.dtype, torch.float32))
         both = at(
             local_ops.cross_entropy,
             logits,
@@ -287,7 +287,7 @@ def split_cross_entropy(graph: Graph) -> None:
         loss, count = at.items(both)
         if mean:
             loss = at(aten.div.Tensor, loss, count)
-        if kind.dtype != torch.float32 and any(
+        if kind.dtype != scalar.dtype and any(
             user.op != "output" for user in node.users
         ):  # the loss itself stays in fp32
             loss = at(aten._to_copy.default, loss, dtype=kind.dtype)
