@@ -6,14 +6,15 @@ Grammar::
     node   ::= placeholder[meta.source]            an input, a parameter, a buffer or a constant
              | call_function(target, args)         a functional op: an ``aten`` overload or a function of ``local_ops``
              | call_function(getitem, (node, i))   one of several outputs
-    result ::= (kind, name, node)                  kind: "loss" | "output" | "buffer" (its new value after the microbatch)
+    result ::= (kind, name, node)                  kind: "loss" | "output" | "buffer" (its value after the microbatch)
 
-Every node has ``meta["type"]``: a TensorType, or a tuple of them for a multi-output op. Op nodes have ``meta["module"]``
-(the dotted path of the module that made them, "" if none) and ``meta["line"]`` ("file.py:12", "" if unknown). Placeholders have
-``meta["source"]``. Nothing is mutated by any op, and no node holds a real tensor: constants live in ``Graph.constants``.
+Every node has ``meta["type"]``: a TensorType, or a tuple of them for a multi-output op. Op nodes have
+``meta["module"]`` (the dotted path of the module that made them, "" if none) and ``meta["line"]`` ("file.py:12", "" if
+unknown). Placeholders have ``meta["source"]``. Nothing is mutated by any op, and no node holds a real tensor: constants
+live in ``Graph.constants``.
 
-The batch extent is a symbol in disguise: the graph is captured at an improbable extent (``CAPTURE_BATCH``), so every int that
-is a multiple of it scales with the batch; ``with_batch`` instantiates any other extent.
+The batch extent is a symbol in disguise: the graph is captured at an improbable extent (``CAPTURE_BATCH``), so every
+int that is a multiple of it scales with the batch; ``with_batch`` instantiates any other extent.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class TensorType:
 class Source:
     """Where a placeholder's tensor comes from.
 
-    kind: "input" (name: "args.0", "kwargs.labels", "targets.0", with keys appended for nested containers), "parameter" or "buffer"
-    (name: the first qualified name in the model, aliases: the other names of the same tensor), or "constant" (a tensor that the
-    model's code made; its value is in ``Graph.constants``). batch_dim: which dim of an input is the batch, None if it has none.
+    kind: "input" (name: "args.0", "kwargs.labels", "targets.0", with keys appended for nested containers), "parameter"
+    or "buffer" (name: the first qualified name in the model, aliases: the other names of the same tensor), or
+    "constant" (a tensor that the model's code made; its value is in ``Graph.constants``). batch_dim: which dim of an
+    input is the batch, None if it has none.
     """
 
     kind: str
@@ -80,7 +82,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One result of the graph: kind "loss", "output" (name: its index among the flat outputs) or "buffer" (name: the buffer's)."""
+    """One result of the graph: kind "loss", "output" (name: its index among the flat outputs) or "buffer" (name: the
+    buffer's)."""
 
     kind: str
     name: str
@@ -95,7 +98,7 @@ class Graph:
     results: tuple[Result, ...]
     batch: int
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, for graphs that have "output" results
+    output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, where there are "output" results
     training: bool = True
     origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
     _names: dict[str, Node] | None = field(default=None, repr=False)
@@ -131,7 +134,8 @@ class Graph:
     # ---- the batch extent
 
     def with_batch(self, batch: int) -> Graph:
-        """The same graph at another batch extent: every int that scales with the batch, in types and arguments, is rescaled."""
+        """The same graph at another batch extent: every int that scales with the batch, in types and arguments, is
+        rescaled."""
         if batch == self.batch:
             return self
         if self.origin is not None:
@@ -176,7 +180,8 @@ class Graph:
     __str__ = text
 
     def fingerprint(self) -> str:
-        """16 hex digits over the text at the capture extent: equal for equal models, whatever the batch and the weights."""
+        """16 hex digits over the text at the capture extent: equal for equal models, whatever the batch and the
+        weights."""
         return hashlib.sha256((self.origin or self).text().encode()).hexdigest()[:16]
 
     # ---- invariants
@@ -201,7 +206,8 @@ class Graph:
 
 
 def rescale(value: Any, old: int, new: int) -> Any:
-    """An int (or float, or its reciprocal) that is a multiple of the capture prime, taken from batch ``old`` to ``new``."""
+    """An int (or float, or its reciprocal) that is a multiple of the capture prime, taken from batch ``old`` to
+    ``new``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if isinstance(value, int):
@@ -209,7 +215,9 @@ def rescale(value: Any, old: int, new: int) -> Any:
             return value
         scaled, rest = divmod(value * new, old)
         if rest:
-            raise ValueError(f"the model needs a batch that makes {value}/{old} of it whole, but got batch {new}; use a multiple")
+            raise ValueError(
+                f"the model needs a batch that makes {value}/{old} of it whole, but got batch {new}; use a multiple"
+            )
         return scaled
     for number, invert in ((value, False), (1 / value if value else 0.0, True)):
         nearest = round(number) if abs(number) < 1 << 62 else 0
@@ -235,7 +243,8 @@ def types_of(node: Node) -> tuple[TensorType, ...]:
 
 
 def op_name(node: Node) -> str:
-    """``"aten.linear.default"``, ``"meshwright.cross_entropy"`` or ``"getitem"``: the key under which rules are found."""
+    """``"aten.linear.default"``, ``"meshwright.cross_entropy"`` or ``"getitem"``: the key under which rules are
+    found."""
     target = node.target
     if target is operator.getitem:
         return "getitem"

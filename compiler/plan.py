@@ -3,13 +3,14 @@
 Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
-    header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule, optimizer
-    stage     ::= devices, mesh_shape, chunk+                     (one chunk per stage but for interleaved schedules)
-    chunk     ::= layers [first, end), ops {node: labels}, parameters {name: residency}, sources {node: pair}, receives {node: pair},
-                  sends {node: spec}
-    labels    ::= label per mesh axis joined by ","               (which named dim of the op the axis cuts; "whole" if none)
+    header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
+                  optimizer
+    stage     ::= devices, mesh_shape, chunk+         (one chunk per stage but for interleaved schedules)
+    chunk     ::= layers [first, end), ops {node: labels}, parameters {name: residency}, sources {node: pair},
+                  receives {node: pair}, sends {node: spec}
+    labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
     residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
-    transfer  ::= node, source stage, target stage                (value forward, cotangent backward)
+    transfer  ::= node, source stage, target stage    (value forward, cotangent backward)
 
 Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing.
 """
@@ -40,7 +41,8 @@ class Residency:
     """Where a parameter lives. ZeRO-1/2/3 are patterns of these specs, not names.
 
     compute: the placement that the ops read, paired with that of the gradient that the backward leaves behind.
-    stored, gradient, optimizer: specs of the parameter between steps, of its gradient after the reduction, of its optimizer state.
+    stored, gradient, optimizer: specs of the parameter between steps, of its gradient after the reduction, of its
+    optimizer state.
     gather, reduce: "step" or "microbatch", how often the value is gathered and the gradient reduced.
     """
 
@@ -73,9 +75,11 @@ class Residency:
 class Chunk:
     """A contiguous run of layers on one stage.
 
-    ops: each op node with one label per mesh axis, in program order; nodes derived from constants alone may stand in several chunks.
+    ops: each op node with one label per mesh axis, in program order; nodes derived from constants alone may stand in
+    several chunks.
     sources: the pair of each input, buffer and constant placeholder (parameters have their own table).
-    receives: boundary tensors with the pair in which this chunk gets them; sends: those that leave, with the spec at departure.
+    receives: boundary tensors with the pair in which this chunk gets them; sends: those that leave, with the spec at
+    departure.
     """
 
     layers: tuple[int, int]
@@ -111,7 +115,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major) and the chunks that run on them."""
+    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major) and the chunks that run on
+    them."""
 
     devices: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -149,7 +154,8 @@ class StagePrediction:
     backward_s: float
     step_s: float
     seconds: Mapping[str, float]  # by cause: "compute", "reshard", "internal", "transfer", "gradient", "optimizer"
-    memory_bytes: Mapping[str, float]  # by cause: "parameters", "gradients", "optimizer", "activations", "temporary", "framework"
+    # by cause: "parameters", "gradients", "optimizer", "activations", "temporary", "framework"
+    memory_bytes: Mapping[str, float]
     collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
 
     @property
@@ -209,7 +215,8 @@ class Plan:
         return next((index for index, stage in enumerate(self.stages) if device in stage.devices), None)
 
     def explain(self, graph: Graph | None = None, width: int = 100) -> str:
-        """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each module."""
+        """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each
+        module."""
         return explain(self, graph, width)
 
     # ---- the document
@@ -239,7 +246,7 @@ class Plan:
             raise ValueError("a plan is a JSON object with a 'version', but got " + _brief(data))
         if data["version"] != PLAN_VERSION:
             raise ValueError(
-                f"this meshwright reads plans of version {PLAN_VERSION}, but got version {data['version']!r}; plan again"
+                f"meshwright reads plans of version {PLAN_VERSION}, but got version {data['version']!r}; plan again"
             )
         missing = [f.name for f in fields(cls) if f.name not in data]
         if missing:
@@ -272,11 +279,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the fault."""
+        """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the
+        fault."""
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: not a whole JSON document ({error}); was the file truncated?") from error
+            raise ValueError(
+                f"{os.fspath(path)}: not a whole JSON document ({error}); was the file truncated?"
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{os.fspath(path)}: cannot be read: {error}") from error
         try:
@@ -308,7 +318,9 @@ class Plan:
             for chunk in stage.chunks:
                 for name, labels in chunk.ops.items():
                     if len(labels) != axes:
-                        faults.append(f"stage {index}: op {name} has labels for {len(labels)} axes, the mesh has {axes}")
+                        faults.append(
+                            f"stage {index}: op {name} has labels for {len(labels)} axes, the mesh has {axes}"
+                        )
         for transfer in self.transfers:
             if not 0 <= transfer.source < transfer.target < len(self.stages):
                 faults.append(f"transfer of {transfer.node} goes from stage {transfer.source} to {transfer.target}")
