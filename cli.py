@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's); the exit status."""
     try:
         arguments = _parser().parse_args(argv)
-        return int(arguments.run(arguments) or 0)
+        with warnings.catch_warnings():
+            if not sys.warnoptions:  # warnings are for programmers; python -W default shows them
+                warnings.simplefilter("ignore")
+            return int(arguments.run(arguments) or 0)
     except SystemExit as done:  # argparse: --help and --version with 0, usage errors with 2
         return done.code if isinstance(done.code, int) else 0
     except KeyboardInterrupt:
