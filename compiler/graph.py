@@ -199,7 +199,9 @@ class Graph:
                 assert isinstance(node.meta.get("source"), Source), f"{node.name} has no source"
             if node.target is operator.getitem:
                 producer, index = node.args
-                assert types_of(producer)[index] == node.meta["type"], f"{node.name} disagrees with {producer.name}"  # type: ignore[index,arg-type]
+                assert isinstance(producer, Node), node.name
+                assert isinstance(index, int), node.name
+                assert types_of(producer)[index] == node.meta["type"], f"{node.name} disagrees with {producer.name}"
             seen.add(node.name)
         for result in self.results:
             assert result.node in seen, f"result {result.name} has no node {result.node}"
@@ -256,5 +258,10 @@ def op_name(node: Node) -> str:
 def tensor_operands(node: Node) -> list[Node]:
     """The nodes among args and kwargs in order of appearance, repeats kept (``mul(x, x)`` has two operands)."""
     found: list[Node] = []
-    torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: found.append(n) or n)
+
+    def note(operand: Node) -> Node:
+        found.append(operand)
+        return operand
+
+    torch.fx.map_arg((node.args, dict(node.kwargs)), note)
     return found
