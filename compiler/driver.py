@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..costmodel.cluster import Cluster
-from ..costmodel.memory import FRAMEWORK_BYTES
+from ..costmodel.memory import FRAMEWORK_BYTES, state_tensors
 from . import inter_op
 from .assemble import Assembled, assemble_stage
 from .compose import Composer, Intervals
@@ -477,7 +477,9 @@ def _infeasible(search: _Search) -> InfeasibleError:
     if miss.choice is not None:
         names = [layer.name for layer in search.layering.layers[miss.choice.first_layer : miss.choice.end_layer]]
         where = f" (stage {miss.stage} holds {names[0]}{' … ' + names[-1] if len(names) > 1 else ''})"
-    return InfeasibleError(f"no plan fits {search.cluster.name}: {miss.reason}{where}")
+    fits = f"; {miss.needed_bytes / 2**20:,.1f} MiB per device beside the framework would fit: " if isfinite(miss.needed_bytes) else "; "
+    remedy = "use more devices, devices with more memory, more microbatches or a smaller batch"
+    return InfeasibleError(f"no plan fits {search.cluster.name}: {miss.reason}{where}{fits}{remedy}")
 
 
 # ---- what else there was
@@ -538,6 +540,7 @@ def _notes(search: _Search, plan: Plan) -> list[str]:
         op_name(n) for n in search.graph.ops() if op_name(n) != "getitem" and getattr(rule_for(n), "is_fallback", False)
     )
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
+    notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
     if idle:
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")
