@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
@@ -144,6 +145,33 @@ def make_plan(
     holds more than GPipe in the same time, so the schedule has that default). progress(pass, fraction) is called along the way.
     """
     check_batch(global_batch, microbatches)
+    with _without_gc():
+        return _make_plan(graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, alternatives, progress)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """The search makes millions of small acyclic objects, through which the collector would sweep again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _make_plan(
+    graph: Graph,
+    cluster: Cluster,
+    global_batch: int,
+    microbatches: int | None,
+    strategy: Strategy | None,
+    schedule: str,
+    optimizer: str,
+    alternatives: bool,
+    progress: Callable[[str, float], None],
+) -> Plan:
     begin = time.perf_counter()
     if strategy and strategy.num_devices > cluster.num_devices:
         raise ValueError(f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}")
@@ -254,6 +282,14 @@ def _search_at(search: _Search, m: int, strategy: Strategy | None) -> _Candidate
         return None
     plain = _options(search.cluster, strategy)
     options = list(plain)
+    if (missing := _aggregate_miss(search, graph, m)) > 0:
+        short, limit = missing / search.cluster.num_devices, sum(_limits(search.cluster)) / search.cluster.num_devices
+        reason = (
+            f"with {m} microbatches even one stage on all {search.cluster.num_devices} devices needs {limit + short:,.0f} bytes per "
+            f"device where the limit is {limit:,.0f}: {short:,.0f} bytes are missing"
+        )
+        search.misses.append(inter_op.Infeasible(reason, short, needed_bytes=limit + short))
+        return None
     composers = [_composer(search, graph, m, option) for option in options]
     with search.timed("compose"):
         costs = [composer.intervals() for composer in composers]
@@ -281,6 +317,15 @@ def _search_at(search: _Search, m: int, strategy: Strategy | None) -> _Candidate
         search.misses.append(found)
         return None
     return _Candidate(m, found, composers, options)
+
+
+def _aggregate_miss(search: _Search, graph: Graph, m: int) -> float:
+    """Bytes by which one copy of everything (weights, gradients, states, one microbatch's activations) exceeds all devices together.
+
+    Whatever the plan, each of these bytes lies on some device; where they do not fit, no mesh needs to be tried."""
+    with search.timed("compose"):
+        costs = _composer(search, graph, m, _Option((), 1, Restriction())).intervals()
+    return float(costs.resident[0, -1] + costs.saved[0, -1]) - sum(_limits(search.cluster))
 
 
 def _composer(search: _Search, graph: Graph, m: int, option: _Option) -> Composer:
@@ -472,7 +517,7 @@ def _infeasible(search: _Search) -> InfeasibleError:
             f"no microbatch count of global_batch {search.global_batch} suits this model (its graph needs batch multiples that none "
             "of them gives); use another global_batch"
         )
-    miss = min(search.misses, key=lambda x: x.missing_bytes)
+    miss = _nearest(search.misses)
     where = ""
     if miss.choice is not None:
         names = [layer.name for layer in search.layering.layers[miss.choice.first_layer : miss.choice.end_layer]]
@@ -480,6 +525,11 @@ def _infeasible(search: _Search) -> InfeasibleError:
     fits = f"; {miss.needed_bytes / 2**20:,.1f} MiB per device beside the framework would fit: " if isfinite(miss.needed_bytes) else "; "
     remedy = "use more devices, devices with more memory, more microbatches or a smaller batch"
     return InfeasibleError(f"no plan fits {search.cluster.name}: {miss.reason}{where}{fits}{remedy}")
+
+
+def _nearest(misses: Sequence[inter_op.Infeasible]) -> inter_op.Infeasible:
+    """The miss by least, among real pipelines where there are any (an aggregate miss is only a floor)."""
+    return min(misses, key=lambda miss: (miss.choice is None, miss.missing_bytes))
 
 
 # ---- what else there was
@@ -505,7 +555,7 @@ def _alternatives(search: _Search, plan: Plan) -> list[dict[str, Any]]:
                 other = _first_that_fits(inner, found)
                 row |= {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
             elif inner.misses:
-                row["why"] = f"does not fit: {min(m.missing_bytes for m in inner.misses) / 2**30:.2f} GiB per device missing"
+                row["why"] = f"does not fit: {_nearest(inner.misses).missing_bytes / 2**30:.2f} GiB per device missing"
             else:
                 row["why"] = f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
         except ValueError as error:
