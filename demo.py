@@ -33,7 +33,7 @@ from .runtime.launch import spawn_local
 __all__ = ["run"]
 
 VOCAB, LAYERS, HIDDEN, HEADS, SEQUENCE, BATCH = 256, 4, 128, 4, 128, 16
-STEPS = 160
+STEPS = 200
 LEARNING_RATE = 1e-3
 CORPUS_BYTES = 4_000_000
 WARM_UP = 3  # steps that are not timed: buffers and caches fill
