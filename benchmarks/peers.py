@@ -98,7 +98,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="milliseconds per step; ratios are ours / fastest peer, below 1 where ours is faster")
     for heading in ("cell", "contender"):
         table.add_column(heading)
-    for heading in ("median", "min", "ideal", "medians", "paired", "minima", "loss", "load"):
+    for heading in ("median", "min", "cpu", "ideal", "medians", "paired", "minima", "loss", "load"):
         table.add_column(heading, justify="right")
     for result in results:
         for index, one in enumerate(result["contenders"]):
@@ -109,6 +109,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
                 one["name"] + star,
                 f"{1e3 * one['median_s']:.1f}",
                 f"{1e3 * one['min_s']:.1f}",
+                f"{1e3 * one['cpu_s']:.1f}",
                 f"{1e3 * one['ideal_s']:.1f}" if "ideal_s" in one else "",
                 *(["", "", ""] if index else ratios),
                 f"{one['loss']:.5f}",
@@ -121,6 +122,20 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             console.print(f"{result['cell']}: the losses differ by more than {LOSS_RTOL}")
         if result["median_of_ratios"] > TARGET:
             console.print(f"{result['cell']}: slower than {TARGET} × {result['peer']}")
+
+
+def write(path: Path, results: list[dict[str, Any]], quick: bool) -> None:
+    """The document so far: an interrupted run keeps the cells that it has finished."""
+    document = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "torch": torch.__version__,
+        "quick": quick,
+        "cells": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1))
 
 
 def main() -> int:
@@ -139,17 +154,8 @@ def main() -> int:
             if options.cells is None or cell.name in options.cells:
                 with console.status(f"{cell.name} ({turn + 1} of {options.repeat})"):
                     results.append(run_cell(cell, rounds, options.quick))
+                write(options.json, results, options.quick)
     show(results, console)
-    document = {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "torch": torch.__version__,
-        "quick": options.quick,
-        "cells": results,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1))
     return 0 if all(result["equal_loss"] for result in results) else 1
 
 

@@ -1,7 +1,8 @@
 """Interleaved measurement of several ways to take the same training step, on the ranks of one process group.
 
 In every round each contender runs a few steps, in an order that rotates from round to round, so that whatever else the
-machine does falls on all of them. A round's time is that of the slowest rank.
+machine does falls on all of them. A round's time is that of the slowest rank. Processor seconds (all threads of a
+process, the mean over the ranks) stand beside it: they see overhead, and hardly see what else the machine does.
 """
 
 from __future__ import annotations
@@ -39,23 +40,28 @@ class Rounds:
 
 
 def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any]]:
-    """Per contender: its "name", "note", seconds per step of every round ("step_s"), "median_s", "min_s", "loss"."""
+    """Per contender: its "name", "note", seconds per step of every round ("step_s"), "median_s", "min_s",
+    the median "cpu_s", "loss"."""
     last: dict[str, Any] = {}
     for contender in contenders:
         for _ in range(plan.warmup):
             last[contender.name] = contender.step()
     seconds = torch.zeros(len(contenders), plan.rounds, dtype=torch.float64)
+    cpu = torch.zeros_like(seconds)
     for index in range(plan.rounds):
         for turn in range(len(contenders)):
             which = (turn + index) % len(contenders)
             dist.barrier()
-            started = time.perf_counter()
+            started, spent = time.perf_counter(), time.process_time()
             for _ in range(plan.steps):
                 last[contenders[which].name] = contenders[which].step()
             seconds[which, index] = (time.perf_counter() - started) / plan.steps
+            cpu[which, index] = (time.process_time() - spent) / plan.steps
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    cpu /= dist.get_world_size()
     results = []
-    for contender, row in zip(contenders, seconds.tolist(), strict=True):
+    for contender, row, busy in zip(contenders, seconds.tolist(), cpu.tolist(), strict=True):
         loss = contender.loss(last[contender.name])
         results.append(
             {
@@ -63,6 +69,7 @@ def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any
                 "note": contender.note,
                 "median_s": median(row),
                 "min_s": min(row),
+                "cpu_s": median(busy),
                 "loss": loss,
                 "step_s": row,
                 "rounds": asdict(plan),

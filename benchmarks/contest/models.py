@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,7 @@ class _MLP(nn.Module):
     def __init__(self, features: int, hidden: int, layers: int) -> None:
         super().__init__()
         widths = [features, *[hidden] * layers, features]
-        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for linear in self.linears[:-1]:  # type: ignore[union-attr]

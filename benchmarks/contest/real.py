@@ -168,7 +168,7 @@ def tensor_parallel(name: str, size: dict[str, int], rounds: Rounds) -> list[dic
 
 
 def pipeline_1f1b(case: Case, parallel: Any, microbatches: int) -> Contender:
-    """``Schedule1F1B`` with one stage per rank, cut where our plan cuts (a unit goes where most of its parameters are)."""
+    """``Schedule1F1B`` with one stage per rank, cut where our plan cuts: units go where most of their weights are."""
     assert case.units is not None
     model = copy.deepcopy(case.model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
