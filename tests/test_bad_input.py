@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +52,13 @@ def bind(model: nn.Module | None = None, **options: Any) -> mw.Parallel:
     return mw.parallelize(net() if model is None else model, **options)
 
 
-def saved(path: str, change: Callable[[dict[str, Any]], None] | None = None, model: nn.Module | None = None, devices: int = 2) -> mw.Plan:
+def saved(
+    path: str, change: Callable[[dict[str, Any]], None] | None = None, model: nn.Module | None = None, devices: int = 2
+) -> mw.Plan:
     """A plan of two devices, after ``change`` of its document."""
-    made = mw.plan(model or net(), f"local:{devices}", example_inputs=BATCHES[0], strategy={"dp": devices}, microbatches=2)
+    made = mw.plan(
+        model or net(), f"local:{devices}", example_inputs=BATCHES[0], strategy={"dp": devices}, microbatches=2
+    )
     data = json.loads(json.dumps(made.to_json()))
     if change is not None:
         change(data)
@@ -88,14 +93,25 @@ X, Y = BATCHES[0]
 
 # case: what is tried, the words of its one error
 CASES: dict[str, tuple[Callable[[str], Any], str]] = {
-    "batch and microbatches": (lambda _: bind(microbatches=3), r"must divide into the microbatches, but got global_batch 8 and 3"),
+    "batch and microbatches": (
+        lambda _: bind(microbatches=3),
+        r"must divide into the microbatches, but got global_batch 8 and 3",
+    ),
     "microbatch and dp": (lambda _: bind(microbatches=8), r"dp cuts every microbatch evenly"),
     "fits nowhere": (lambda _: bind(mesh=small_cluster(2, 20)), r"missing"),
     "mesh size": (lambda _: bind(mesh=mw.Cluster.local(3)), r"3 devices and 2 ranks; start 3 ranks"),
     "strategy size": (lambda _: bind(strategy="dp4"), r"needs 4 devices, but the cluster has 2"),
     "strategy text": (lambda _: bind(strategy="pp2xtp2"), r"as in 'pp2,tp2', but got 'pp2xtp2'"),
-    "stages": (lambda _: bind(strategy="pp2", model=nn.Sequential(nn.Linear(16, 16)), loss_fn=lambda out: out.mean(), example_inputs=(X,)), "1 layers"),
-    "other ranks": (lambda path: bind(strategy=None, microbatches=None, plan=saved(path, devices=4)), r"a plan for 4 and 2 ranks"),
+    "stages": (
+        lambda _: bind(
+            strategy="pp2", model=nn.Sequential(nn.Linear(16, 16)), loss_fn=lambda out: out.mean(), example_inputs=(X,)
+        ),
+        "1 layers",
+    ),
+    "other ranks": (
+        lambda path: bind(strategy=None, microbatches=None, plan=saved(path, devices=4)),
+        r"a plan for 4 and 2 ranks",
+    ),
     "other model": (
         lambda path: bind(strategy=None, microbatches=None, plan=saved(path, model=net(norm=False))),
         r"another model.*only in the model: .*batch_norm",
@@ -105,7 +121,10 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
         r"another cluster.*GiB",
     ),
     "plan and strategy": (lambda path: bind(plan=saved(path)), r"a given plan decides the shape"),
-    "plan and batch": (lambda path: bind(strategy=None, plan=saved(path), global_batch=16), r"global batch of 8, but got global_batch=16"),
+    "plan and batch": (
+        lambda path: bind(strategy=None, plan=saved(path), global_batch=16),
+        r"global batch of 8, but got global_batch=16",
+    ),
     "capture": (lambda _: bind(Branches()), r"test_bad_input.py:\d+: `if x.sum\(\) > 0:`.*torch.where"),
     "capture on one rank": (lambda _: bind(mine(net(), Branches())), r"torch.where"),
     "another model on one rank": (lambda _: bind(mine(net(), net(norm=False))), r"same model"),
@@ -117,12 +136,14 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
         lambda _: bind(data="local", example_inputs=None).train_step(X[:4], Y[:4]),
         r"neither global_batch nor example_inputs",
     ),
-    "local, two splits": (lambda _: bind(data="local", strategy="tp2", batch_dims=None, **uneven()), r"one split of the batch"),
     "local, unequal": (
         lambda _: bind(data="local", strategy="tp2").train_step(X + dist.get_rank(), Y),
         r"share a data_index must pass equal data.*ranks 0 and 1",
     ),
-    "global, unequal": (lambda _: bind().train_step(X + dist.get_rank(), Y), r"every rank passes the whole batch, but got different data"),
+    "global, unequal": (
+        lambda _: bind().train_step(X + dist.get_rank(), Y),
+        r"every rank passes the whole batch, but got different data",
+    ),
     "batch of a step": (lambda _: bind().train_step(X[:6], Y[:6]), r"must be 8 .*but got 6"),
     "shape": (lambda _: bind().train_step(X[:, :4], Y), r"shape \[8, 16\], but got \[8, 4\]"),
     "dtype": (lambda _: bind().train_step(X.double(), Y), r"float32, but got torch.float64"),
@@ -130,21 +151,32 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
     "missing input": (lambda _: bind().train_step(X), r"inputs args.0, args.1, but got args.0"),
     "no optimizer": (lambda _: bind(optimizer=None).train_step(X, Y), r"got none; pass optimizer="),
     "whole-model optimizer": (lambda _: bind(optimizer=torch.optim.LBFGS), r"LBFGS, which needs all of them"),
-    "whole-tensor optimizer": (lambda _: bind(optimizer=torch.optim.Adafactor, strategy="tp2"), r"Adafactor needs whole parameters"),
+    "whole-tensor optimizer": (
+        lambda _: bind(optimizer=torch.optim.Adafactor, strategy="tp2"),
+        r"Adafactor needs whole parameters",
+    ),
     "optimizer": (lambda _: bind(optimizer=lambda ps: "sgd"), r"but got str"),
     "optimizer on one rank": (lambda _: bind(optimizer=one_sided), r"no such optimizer here"),
     "meta": (lambda _: bind(net().to("meta")), r"init="),
-    "init": (lambda _: bind(net().to("meta"), init=lambda name, x: torch.zeros(1)), r"init must give 'up.weight' the shape"),
-    "init on one rank": (lambda _: bind(net().to("meta"), init=lacking_init, strategy="pp2"), r"init must give .* the shape"),
-    "state of another model": (lambda _: bind(state_dict={**net().state_dict(), "head.bias": X}), r"'head.bias' besides"),
-    "state that lacks": (lambda _: bind(state_dict={"up.weight": net().up.weight}), r"got none on rank 0 for .*up.bias"),
+    "init": (
+        lambda _: bind(net().to("meta"), init=lambda name, x: torch.zeros(1)),
+        r"init must give 'up.weight' the shape",
+    ),
+    "init on one rank": (
+        lambda _: bind(net().to("meta"), init=lacking_init, strategy="pp2"),
+        r"init must give .* the shape",
+    ),
+    "state of another model": (
+        lambda _: bind(state_dict={**net().state_dict(), "head.bias": X}),
+        r"'head.bias' besides",
+    ),
+    "state that lacks": (
+        lambda _: bind(state_dict={"up.weight": net().up.weight}),
+        r"got none on rank 0 for .*up.bias",
+    ),
     "output before a plan": (lambda _: bind(example_inputs=None)(X), r"no plan yet"),
     "checkpoint": (lambda path: bind().load_checkpoint(path + "-nowhere"), r"-nowhere: holds no checkpoint"),
 }
-
-
-def uneven() -> dict[str, Any]:
-    raise NotImplementedError
 
 
 def attempt(case: str, path: str) -> tuple[str, str, bool, bool]:
@@ -159,14 +191,9 @@ def attempt(case: str, path: str) -> tuple[str, str, bool, bool]:
     return (*caught, bool(torch.isfinite(parallel.train_step(X, Y))))
 
 
-del CASES["local, two splits"]
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", list(CASES))
 def test_one_clear_error_on_every_rank(ranks: Any, tmp_path: Path, case: str) -> None:
-    import re
-
     results = ranks.run(2, "test_bad_input:attempt", case, str(tmp_path / "plan.json"))
     for kind, text, is_value_error, works in results:
         assert is_value_error, f"{kind}: {text}"
@@ -190,7 +217,8 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
     text = str(caught.value)
     assert "stage" in text
     assert "missing" in text
-    assert any(word in text for word in ("would fit", "use more", "fits")), text
+    assert "would fit" in text
+    assert "use more devices" in text
 
 
 @pytest.mark.parametrize(
@@ -203,7 +231,6 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
         ({"strategy": "tp3"}, "needs 3 devices"),
         ({"cluster": "p9.huge:2"}, "p3.16xlarge"),
-        ({"optimizer": "Imaginary"}, "Imaginary"),
         ({"example_inputs": ()}, "x"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -277,8 +304,6 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("edit", list(EDITS))
 def test_check_finds_bad_edits(tmp_path: Path, edit: str) -> None:
-    import re
-
     plan = saved(str(tmp_path / "plan.json"), EDITS[edit][0])
     faults = check_plan(plan, capture(net(), BATCHES[0]))
     assert any(re.search(EDITS[edit][1], fault) for fault in faults), faults
