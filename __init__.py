@@ -3,10 +3,31 @@
 ``plan`` finds how to train a model on a cluster; ``parallelize`` trains by it; a ``Plan`` can be read, compared, edited and saved.
 """
 
-from meshwright.api import Parallel, parallelize, plan
-from meshwright.compiler.driver import InfeasibleError
-from meshwright.compiler.plan import Plan
-from meshwright.costmodel.cluster import Cluster, Mesh
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import Parallel, parallelize, plan
+    from meshwright.compiler.driver import InfeasibleError
+    from meshwright.compiler.plan import Plan
+    from meshwright.costmodel.cluster import Cluster, Mesh
 
 __all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "plan"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Cluster": "costmodel.cluster",
+    "InfeasibleError": "compiler.driver",
+    "Mesh": "costmodel.cluster",
+    "Parallel": "api",
+    "Plan": "compiler.plan",
+    "parallelize": "api",
+    "plan": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported at first use, so that ``meshwright --help`` does not wait for torch (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)

@@ -155,7 +155,9 @@ class Composer:
         heaviest = max((float(r.max()) for r in (*section.resident, *section.saved) if r.size), default=0.0)
         step = EPSILON * scale / max(1.0, heaviest)
         grown = [eliminate(self._weighted(section, *prices), keep, max_table=MAX_CELLS).cost for prices in ((step, 0.0), (0.0, step))]
-        resident, saved = (np.maximum(0.0, np.nan_to_num((g - table.cost) / step)) for g in grown)
+        possible = np.isfinite(table.cost)
+        base_cost = np.where(possible, table.cost, 0.0)
+        resident, saved = (np.where(possible, np.maximum(0.0, (g - base_cost) / step), 0.0) for g in grown)
         index = self._index(section, kept, keep, entering, leaving, into, out)
         arrays = []
         for array, missing in ((table.cost, np.inf), (resident, 0.0), (saved, 0.0)):
