@@ -122,7 +122,11 @@ def describe_stage(
                 if message.phase == "forward" or name in grad:
                     collectives[f"{message.phase} {message.kind}"] += 1
             touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
-            touched += sum(pricer.operand_bytes(o, p.value) for o, p in zip(tensor_operands(node), choice.inputs) if o.op != "placeholder")
+            touched += sum(
+                pricer.operand_bytes(o, p.value)
+                for o, p in zip(tensor_operands(node), choice.inputs)
+                if o.op != "placeholder"
+            )
             largest = max(largest, touched)
         elif kind == "parameter":
             source, tensor = node.meta["source"], node.meta["type"]
@@ -179,5 +183,7 @@ def describe_stage(
     )
     first_device = pricer.offset
     stage = Stage(tuple(range(first_device, first_device + pricer.num_devices)), pricer.mesh_shape, (chunk,))
-    prediction = StagePrediction(forward, backward, once, dict(seconds), dict(memory), dict(sorted(collectives.items())))
+    prediction = StagePrediction(
+        forward, backward, once, dict(seconds), dict(memory), dict(sorted(collectives.items()))
+    )
     return Assembled(stage, prediction, received_s, wasted)

@@ -69,7 +69,9 @@ class Composer:
     _tables: dict[str, LayerTable] = field(default_factory=dict)
     _states: dict[tuple, list[State]] = field(default_factory=dict)
     _entries: dict[tuple, np.ndarray] = field(default_factory=dict)
-    _sections: dict[str, tuple[int, Section]] = field(default_factory=dict)  # by layer class: a layer and its section; λ does not touch them, so leaner copies share them
+    _sections: dict[str, tuple[int, Section]] = field(
+        default_factory=dict
+    )  # by layer class: a layer and its section; λ does not touch them, so leaner copies share them
 
     # ---- boundary states
 
@@ -130,7 +132,9 @@ class Composer:
         entries = {
             name: list(dict.fromkeys(state[t] for state in into))
             for t, name in enumerate(entering)
-            if name in used or name in {r.node for r in self.graph.results if r.kind in ("loss", "output")} and name not in leaving
+            if name in used
+            or name in {r.node for r in self.graph.results if r.kind in ("loss", "output")}
+            and name not in leaving
         }
         exits = {name: list(dict.fromkeys(s[t] for s in out)) for t, name in enumerate(leaving) if name not in entering}
         return build_section(
@@ -154,14 +158,19 @@ class Composer:
         scale = float(finite.min()) if finite.size else 1.0
         heaviest = max((float(r.max()) for r in (*section.resident, *section.saved) if r.size), default=0.0)
         step = EPSILON * scale / max(1.0, heaviest)
-        grown = [eliminate(self._weighted(section, *prices), keep, max_table=MAX_CELLS).cost for prices in ((step, 0.0), (0.0, step))]
+        grown = [
+            eliminate(self._weighted(section, *prices), keep, max_table=MAX_CELLS).cost
+            for prices in ((step, 0.0), (0.0, step))
+        ]
         possible = np.isfinite(table.cost)
         base_cost = np.where(possible, table.cost, 0.0)
         resident, saved = (np.where(possible, np.maximum(0.0, (g - base_cost) / step), 0.0) for g in grown)
         index = self._index(section, kept, keep, entering, leaving, into, out)
         arrays = []
         for array, missing in ((table.cost, np.inf), (resident, 0.0), (saved, 0.0)):
-            arrays.append(np.where(index[1], array[index[0]] if kept else np.full(index[1].shape, float(array)), missing))
+            arrays.append(
+                np.where(index[1], array[index[0]] if kept else np.full(index[1].shape, float(array)), missing)
+            )
         return LayerTable(*arrays, section, table, tuple(kept), layer)
 
     def _weighted(self, section: Section, resident_price: float, saved_price: float) -> Problem:

@@ -51,7 +51,11 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
             source = node.meta["source"]
             residency = next((c.parameters[source.name] for c in stage.chunks if source.name in c.parameters), None)
             whole = Pair((R,) * len(stage.mesh_shape), (R,) * len(stage.mesh_shape))
-            kept = buffers.get(source.name, {}).get(index, whole) if residency is None else Pair(residency.stored, whole.value)
+            kept = (
+                buffers.get(source.name, {}).get(index, whole)
+                if residency is None
+                else Pair(residency.stored, whole.value)
+            )
             pinned[node.name] = str(Pair(kept.value, whole.value))
         pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
         section = build_section(
@@ -65,7 +69,12 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
     made = {name: s for s, stage in enumerate(stages) for name in stage.chunks[0].sends}
     transfers = tuple(Transfer(name, made[name], s) for s, st in enumerate(stages) for name in st.chunks[0].receives)
     return replace(
-        plan, model=graph.fingerprint(), stages=tuple(stages), transfers=transfers, global_batch=graph.batch, microbatches=1
+        plan,
+        model=graph.fingerprint(),
+        stages=tuple(stages),
+        transfers=transfers,
+        global_batch=graph.batch,
+        microbatches=1,
     )
 
 

@@ -82,7 +82,9 @@ def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
     floating, static, needs_grad = _classify(graph)
     fixed = [node for node in graph.ops() if node.name not in floating]
     if not fixed:
-        raise ValueError("a model to parallelize computes something from its parameters, but this one's graph uses none of them")
+        raise ValueError(
+            "a model to parallelize computes something from its parameters, but this one's graph uses none of them"
+        )
     alive = _alive(graph, fixed, floating)
     capture = graph.origin or graph
     nbytes = {n.name: sum(t.nbytes for t in types_of(n)) for n in capture}
@@ -98,7 +100,16 @@ def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
         key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
     order = tuple(node.name for node in graph.ops() if node.name in floating)
-    return Layering(tuple(layers), tuple(crossing), order, static, needs_grad, Pruner(_small(capture)), _batch_dims(capture), graph.batch)
+    return Layering(
+        tuple(layers),
+        tuple(crossing),
+        order,
+        static,
+        needs_grad,
+        Pruner(_small(capture)),
+        _batch_dims(capture),
+        graph.batch,
+    )
 
 
 def _small(capture: Graph) -> Graph:
@@ -173,7 +184,9 @@ def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> lis
     for node in fixed:
         if isinstance(node.meta["type"], tuple):
             for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
-                out[p].append("")  # an op of several outputs is never cut from its getitems: this name costs infinitely much
+                out[p].append(
+                    ""
+                )  # an op of several outputs is never cut from its getitems: this name costs infinitely much
             continue
         for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
             out[p].append(node.name)

@@ -31,7 +31,9 @@ def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0) -> ChunkProgram:
     part = plan.stages[stage].chunks[chunk]
     last = {name: s for s, st in enumerate(plan.stages) for c in st.chunks for name in c.ops}
     nodes = graph.by_name()  # one of several outputs is where its producer is
-    made = {r.node: nodes[r.node].args[0].name if op_name(nodes[r.node]) == "getitem" else r.node for r in graph.results}  # type: ignore[union-attr]
+    made = {
+        r.node: nodes[r.node].args[0].name if op_name(nodes[r.node]) == "getitem" else r.node for r in graph.results
+    }  # type: ignore[union-attr]
     results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
     return lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
 
@@ -92,7 +94,9 @@ class _Lowering:
             elif operand.op == "placeholder" and operand.name not in slots:
                 slots[operand.name] = self._placeholder(operand)
             else:
-                assert operand.op == "placeholder" or producer.name in made, f"{operand.name} is neither made nor received here"  # type: ignore[union-attr]
+                assert operand.op == "placeholder" or producer.name in made, (
+                    f"{operand.name} is neither made nor received here"
+                )  # type: ignore[union-attr]
         for name, slot in slots.items():
             self.here[name] = self.out.placeholder(name)
             self.pair[name] = slot.pair
@@ -103,7 +107,9 @@ class _Lowering:
         table: Mapping[str, Pair] = self.part.sources
         if source.kind == "parameter":
             if source.name not in self.part.parameters:
-                raise ValueError(f"the plan's layers {self.part.layers} use parameter {source.name!r}, but do not say where it lives")
+                raise ValueError(
+                    f"the plan's layers {self.part.layers} use parameter {source.name!r}, but do not say where it lives"
+                )
             pair = self.part.parameters[source.name].compute
         else:
             pair = table.get(node.name, self.whole)

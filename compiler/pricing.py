@@ -23,7 +23,9 @@ from .spec import P, Pair, Spec, local_shape
 
 __all__ = ["MeshPricer", "OpPrice"]
 
-TWO_SIDED = frozenset({"matmul", "attention", "convolution", "routing"})  # backward costs the forward once per differentiable operand
+TWO_SIDED = frozenset(
+    {"matmul", "attention", "convolution", "routing"}
+)  # backward costs the forward once per differentiable operand
 
 BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size, as in DistributedDataParallel
 
@@ -96,7 +98,9 @@ class MeshPricer:
             spec = (choice.inputs if side == "input" else choice.outputs)[index].value
             elements = prod(local_shape(kind.shape, spec, self.mesh_shape))
             if message.phase == "forward" or node.name in needs_grad:
-                internal[message.phase] += self.axes[axis].seconds(message.kind, elements * message.itemsize * message.scale)
+                internal[message.phase] += self.axes[axis].seconds(
+                    message.kind, elements * message.itemsize * message.scale
+                )
         work = flops * (1 + sides) if rule.cost_kind in TWO_SIDED else flops
         total = rule.flops(node) * (1 + sides) if rule.cost_kind in TWO_SIDED else rule.flops(node)
         wasted = max(0.0, work * self.num_devices - total)

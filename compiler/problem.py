@@ -56,15 +56,21 @@ class Section:
     resident: tuple[np.ndarray, ...]
     saved: tuple[np.ndarray, ...]
     edges: tuple[Edge, ...]
-    edge_states: tuple[tuple[tuple[Pair, ...], tuple[Pair, ...]], ...]  # per edge: the pairs behind its source and target states
+    edge_states: tuple[
+        tuple[tuple[Pair, ...], tuple[Pair, ...]], ...
+    ]  # per edge: the pairs behind its source and target states
 
     def problem(self, in_flight: float) -> Problem:
         """The problem whose bytes count ``in_flight`` microbatches."""
         operators = tuple(
             Operator(f"{kind}:{name}", tuple(label(c) for c in choices), s, r + in_flight * k)
-            for name, kind, choices, s, r, k in zip(self.names, self.kinds, self.choices, self.seconds, self.resident, self.saved)
+            for name, kind, choices, s, r, k in zip(
+                self.names, self.kinds, self.choices, self.seconds, self.resident, self.saved
+            )
         )
-        edges = tuple(Edge(e.name, e.producer, e.source, e.consumers, e.seconds, e.bytes * in_flight) for e in self.edges)
+        edges = tuple(
+            Edge(e.name, e.producer, e.source, e.consumers, e.seconds, e.bytes * in_flight) for e in self.edges
+        )
         return Problem(operators, edges)
 
     def index(self, kind: str) -> dict[str, int]:
@@ -77,7 +83,9 @@ def label(choice: MeshChoice | Pair) -> str:
     return ",".join(choice.labels) if isinstance(choice, MeshChoice) else str(choice)
 
 
-def boundary_states(kind: TensorType, batch_dim: int | None, mesh_shape: Sequence[int], roles: Sequence[str | None] = ()) -> list[Pair]:
+def boundary_states(
+    kind: TensorType, batch_dim: int | None, mesh_shape: Sequence[int], roles: Sequence[str | None] = ()
+) -> list[Pair]:
     """Every pair of equal S/R placements that cuts ``kind`` evenly and that the axes' roles allow."""
     options = []
     for axis in range(len(mesh_shape)):
@@ -154,14 +162,18 @@ class _Builder:
         for name, states in self.entries.items():
             kind = self.nodes[name].meta["type"]
             held = [self.pricer.local_bytes(kind, s.value) if name in self.saved else 0.0 for s in states]
-            index[name] = self._add(name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held))
+            index[name] = self._add(
+                name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
+            )
             gives[name] = (index[name], [normalized(s, name in self.grad) for s in states])
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
             choices = self._choices(node)
             i = index[node.name] = self._add_op(node, choices)
-            saves = {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
+            saves = (
+                {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
+            )
             for k, operand in enumerate(tensor_operands(node)):
                 pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
                 wants.setdefault(operand.name, []).append((i, pairs, k in saves))
@@ -196,7 +208,9 @@ class _Builder:
 
     # ---- operators
 
-    def _add(self, name: str, kind: str, choices: tuple, seconds: np.ndarray, resident: np.ndarray, saved: np.ndarray) -> int:
+    def _add(
+        self, name: str, kind: str, choices: tuple, seconds: np.ndarray, resident: np.ndarray, saved: np.ndarray
+    ) -> int:
         pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit", "result") else None
         if pinned is not None:
             keep = [i for i, c in enumerate(choices) if label(c) == pinned]
@@ -217,7 +231,9 @@ class _Builder:
             return mesh_choices(node, self.mesh, 1)
         kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
-        if rule_for(node).cost_kind in SPLIT_WORK:  # repeating heavy work on several devices is worse than leaving them idle
+        if (
+            rule_for(node).cost_kind in SPLIT_WORK
+        ):  # repeating heavy work on several devices is worse than leaving them idle
             for axis in range(len(self.mesh)):
                 if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed

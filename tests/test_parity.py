@@ -16,7 +16,9 @@ import torch
 from zoo import ZOO
 
 STEPS, BATCH, LR = 5, 8, 1e-3
-ZERO_GRADIENT = {"convnet": ("stem.bias", "bn.running_mean")}  # the batch norm behind the bias subtracts it again, and remembers it
+ZERO_GRADIENT = {
+    "convnet": ("stem.bias", "bn.running_mean")
+}  # the batch norm behind the bias subtracts it again, and remembers it
 
 
 def make_optimizer(kind: str):
@@ -89,7 +91,11 @@ def run(name: str, kind: str, strategy: dict[str, int] | None, m: int | None, sc
     plan = parallel.plan
     stage = plan.stage_of(torch.distributed.get_rank())
     counts = {f"{phase} {kind}": n for (phase, kind), n in parallel.session.counts.items() if phase != "step"}
-    planned = {} if stage is None else {k: v * plan.microbatches * STEPS for k, v in plan.prediction.stages[stage].collectives.items()}
+    planned = (
+        {}
+        if stage is None
+        else {k: v * plan.microbatches * STEPS for k, v in plan.prediction.stages[stage].collectives.items()}
+    )
     return losses, parallel.full_state_dict(), plan.microbatches, Counter(counts), Counter(planned), plan.stages
 
 
@@ -99,7 +105,9 @@ def compare(results: Any, name: str, kind: str, options: dict[str, Any]) -> None
     rtol = 1e-9 if double else 1e-4
     expected, reference = single_device(name, kind, m, options)
     for rank, (other, *_rest) in enumerate(results):
-        torch.testing.assert_close(torch.tensor(other), torch.tensor(expected), rtol=rtol, atol=1e-6, msg=lambda t, r=rank: f"rank {r}: {t}")
+        torch.testing.assert_close(
+            torch.tensor(other), torch.tensor(expected), rtol=rtol, atol=1e-6, msg=lambda t, r=rank: f"rank {r}: {t}"
+        )
     assert set(state) == set(reference)
     for key, value in reference.items():
         zero = kind == "adamw" and not double and key in ZERO_GRADIENT.get(name, ())
@@ -140,7 +148,9 @@ def test_automatic_plan_equals_one_device(ranks, name):
     compare(results, name, "adamw", OPTIONS.get(name, {}))
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("gpt", {"pp": 2, "tp": 2}), ("t5", {"tp": 4}), ("convnet", {"dp": 2, "tp": 2})])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("gpt", {"pp": 2, "tp": 2}), ("t5", {"tp": 4}), ("convnet", {"dp": 2, "tp": 2})]
+)
 def test_in_float64_adamw_agrees_to_the_ninth_digit(ranks, name, strategy):
     options = {"double": True}
     results = ranks.run(4, "test_parity:run", name, "adamw", strategy, 2, "1f1b", options)
@@ -160,5 +170,7 @@ def test_gpipe_equals_one_device(ranks):
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_odd_rank_counts_equal_one_device(ranks, size):
-    results = ranks.run(size, "test_parity:run", "gpt", "sgd", None, None, "1f1b", {"batch": 12, "layers": 4}, timeout_s=120.0)
+    results = ranks.run(
+        size, "test_parity:run", "gpt", "sgd", None, None, "1f1b", {"batch": 12, "layers": 4}, timeout_s=120.0
+    )
     compare(results, "gpt", "sgd", {"batch": 12, "layers": 4})

@@ -39,10 +39,14 @@ def test_every_conversion_by_execution(mesh):
         steps = steps_between(source, target)
 
         before = parts_of(x, source, mesh)
-        parts = group.run(lambda comm, before=before, steps=steps: apply_steps(before[rank_of(comm, mesh)], steps, comm))
+        parts = group.run(
+            lambda comm, before=before, steps=steps: apply_steps(before[rank_of(comm, mesh)], steps, comm)
+        )
         for part in parts:
             assert part.shape == local_shape(SHAPE, target, mesh), (source, target)
-        torch.testing.assert_close(assemble(parts, target, mesh, 1e-9), x, msg=f"{spec_text(source)} to {spec_text(target)}: {steps}")
+        torch.testing.assert_close(
+            assemble(parts, target, mesh, 1e-9), x, msg=f"{spec_text(source)} to {spec_text(target)}: {steps}"
+        )
 
 
 def test_steps_are_few():
@@ -68,7 +72,15 @@ def test_bytes_follow_the_convention_of_the_prices():
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("R|R", "R|P"), ("P|R", "R|R"), ("S0|S0", "R|P"), ("R|R", "S1|S1"), ("R|P", "S0|S0"), ("S0|S0", "S1|S1"), ("P|R", "S0|S0")],
+    [
+        ("R|R", "R|P"),
+        ("P|R", "R|R"),
+        ("S0|S0", "R|P"),
+        ("R|R", "S1|S1"),
+        ("R|P", "S0|S0"),
+        ("S0|S0", "S1|S1"),
+        ("P|R", "S0|S0"),
+    ],
 )
 def test_the_backward_is_the_conjugate(source, target):
     """Value and cotangent each arrive in the placement that the other side's pair states."""

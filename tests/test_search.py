@@ -72,9 +72,13 @@ def test_composition_equals_the_whole_problem_between_the_same_boundaries(graphs
     into, out = composer.states(first)[path[0]], composer.states(end)[path[-1]]
     whole = composer.section(first, end, [into], [out]).problem(0.0)
     best = eliminate(whole)
-    assert float(best.cost) <= product * (1 + 1e-9)  # the whole problem may also leave a canonical state at inner boundaries
+    assert float(best.cost) <= product * (
+        1 + 1e-9
+    )  # the whole problem may also leave a canonical state at inner boundaries
     labels, _ = composer.choices(first, end)
-    pinned = Composer(graph, layering, composer.pricer, 4, Restriction(pinned=labels)).section(first, end, [into], [out])
+    pinned = Composer(graph, layering, composer.pricer, 4, Restriction(pinned=labels)).section(
+        first, end, [into], [out]
+    )
     assert float(eliminate(pinned.problem(0.0)).cost) <= product * (1 + 1e-9)
     assert float(eliminate(pinned.problem(0.0)).cost) >= float(best.cost) * (1 - 1e-9)
 
@@ -125,7 +129,11 @@ def test_the_search_finds_column_and_row_pairs_by_itself(graphs):
     for node in graph.ops():
         if op_name(node) == "aten.scaled_dot_product_attention.default":
             assert labels[node.name] == "heads"
-    up_down = [labels[n.name] for n in graph.ops() if op_name(n) == "aten.linear.default" and "feed_forward" in n.meta["module"]]
+    up_down = [
+        labels[n.name]
+        for n in graph.ops()
+        if op_name(n) == "aten.linear.default" and "feed_forward" in n.meta["module"]
+    ]
     assert up_down == ["o", "i"] * 4
     counts = plan.prediction.stages[0].collectives
     blocks = 8  # four attentions and four feed-forwards
