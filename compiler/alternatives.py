@@ -1,0 +1,71 @@
+"""What else there was: the best pure data, tensor and pipeline plans, and why they lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .plan import Plan
+from .search import Candidate, Search, find_candidates, microbatch_counts, nearest, usable_counts
+from .strategy import Strategy
+
+__all__ = ["find_alternatives"]
+
+Assemble = Callable[[Search, Sequence[Candidate]], Plan]
+
+
+def find_alternatives(search: Search, plan: Plan, assemble: Assemble) -> list[dict[str, Any]]:
+    """The best plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
+    total = search.cluster.num_devices
+    kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
+    out = []
+    for name, strategy in kinds.items():
+        row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
+        if strategy.pp > len(search.layering.layers):
+            row["why"] = f"the model has {len(search.layering.layers)} layers, fewer than {total} stages"
+            out.append(row)
+            continue
+        inner = replace(search, passes={}, misses=[])
+        usable = usable_counts(search.global_batch, strategy)
+        counts = sorted(
+            {m for m in usable if m == plan.microbatches} | set(microbatch_counts(search.global_batch, strategy)[:4])
+        )
+        try:
+            found = find_candidates(inner, counts, strategy, refine=False)
+            if found:
+                other = assemble(inner, found)
+                row |= {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
+            elif inner.misses:
+                row["why"] = f"does not fit: {nearest(inner.misses).missing_bytes / 2**30:.2f} GiB per device missing"
+            else:
+                row["why"] = f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
+        except ValueError as error:
+            row["why"] = str(error)
+        out.append(row)
+    return out
+
+
+def _why(plan: Plan, other: Plan) -> str:
+    """The cause that grew most against the plan, in seconds per step."""
+    if other.prediction.step_s <= plan.prediction.step_s * 1.001:
+        return (
+            "as good: it is what was chosen"
+            if other.prediction.step_s > plan.prediction.step_s * 0.999
+            else "better in simulation"
+        )
+
+    def causes(p: Plan) -> dict[str, float]:
+        slowest = max(p.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * p.microbatches + s.step_s)
+        once = ("gradient", "optimizer")
+        found = {k: v * (1 if k in once else p.microbatches) for k, v in slowest.seconds.items()}
+        found["pipeline bubble"] = max(0.0, p.prediction.step_s - sum(found.values()))
+        return found
+
+    mine, theirs = causes(plan), causes(other)
+    grown = max(theirs, key=lambda k: theirs[k] - mine.get(k, 0.0))
+    return f"{grown} takes {_ms(theirs[grown])} a step against {_ms(mine.get(grown, 0.0))}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
