@@ -54,18 +54,21 @@ def plan(
     optimizer: str = "AdamW",
     progress: Progress | None = None,
 ) -> Plan:
-    """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (a meta-device model is fine).
+    """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (meta is fine).
 
-    cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example tensors give shapes and
-    dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides). global_batch: samples per step, by default that of
-    the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``): searched unless given. schedule: "1f1b" or
-    "gpipe". optimizer: its torch.optim class name, for memory. Raises ValueError for bad input, InfeasibleError if nothing fits.
+    cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example
+    tensors give shapes and dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides).
+    global_batch: samples per step, by default that of the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp":
+    2}`` or ``"pp2,tp2"``): searched unless given. schedule: "1f1b" or "gpipe". optimizer: its torch.optim class name,
+    for memory. Raises ValueError for bad input, InfeasibleError if nothing fits.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     started = time.perf_counter()
     graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
     capture_s = time.perf_counter() - started
-    batch = global_batch or _batch_of(graph, flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets)))
+    batch = global_batch or _batch_of(
+        graph, flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
+    )
     return _planned(graph, capture_s, cluster, batch, microbatches, strategy, schedule, optimizer, progress)
 
 
@@ -126,21 +129,25 @@ def parallelize(
 ) -> Parallel:
     """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
 
-    mesh: what the ranks run on. A torch DeviceMesh or a Mesh supplies the devices (its shape constrains nothing), a Cluster prices them too;
-    by default the machine that the ranks are on. Without example inputs the plan is made at the first ``train_step``. ``plan`` takes a saved
-    plan and solves nothing. optimizer: local parameters → a torch optimizer. data: "global" (every rank passes the whole batch) or
-    "local" (its part: see ``Parallel.data_index``). Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole
-    tensor at a time, or ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan``.
+    mesh: what the ranks run on. A torch DeviceMesh or a Mesh supplies the devices (its shape constrains nothing), a
+    Cluster prices them too; by default the machine that the ranks are on. Without example inputs the plan is made at
+    the first ``train_step``. ``plan`` takes a saved plan and solves nothing. optimizer: local parameters → a torch
+    optimizer. data: "global" (every rank passes the whole batch) or "local" (its part: see ``Parallel.data_index``).
+    Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole tensor at a time, or
+    ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
     if plan is not None and (strategy is not None or plan.microbatches != (microbatches or plan.microbatches)):
         raise ValueError(
-            f"a given plan decides the shape and has {plan.microbatches} microbatches, but got strategy={strategy!r} and "
-            f"microbatches={microbatches!r} beside it; leave them out, or leave out plan="
+            f"a given plan decides the shape and has {plan.microbatches} microbatches, but got strategy={strategy!r} "
+            f"and microbatches={microbatches!r} beside it; leave them out, or leave out plan="
         )
     if plan is not None and global_batch not in (None, plan.global_batch):
-        raise ValueError(f"the given plan is for a global batch of {plan.global_batch}, but got global_batch={global_batch}; leave it out")
+        raise ValueError(
+            f"the given plan is for a global batch of {plan.global_batch}, but got global_batch={global_batch}; "
+            "leave it out"
+        )
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
@@ -154,16 +161,20 @@ def parallelize(
 
 
 def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
-    """The cluster that ``mesh`` describes; None where the ranks' own machine is to be measured. ValueError if it is not the world's size."""
+    """The cluster that ``mesh`` describes; None where the ranks' own machine is to be measured. ValueError if it is not
+    the world's size."""
     world = dist.get_world_size()
     size = world if mesh is None else mesh.size() if isinstance(mesh, DeviceMesh) else mesh.num_devices
     if size != world:
-        raise ValueError(f"the mesh has one device per rank, but got {size} devices and {world} ranks; start {size} ranks")
+        raise ValueError(
+            f"the mesh has one device per rank, but got {size} devices and {world} ranks; start {size} ranks"
+        )
     return mesh if isinstance(mesh, Cluster) else None
 
 
 class Parallel:
-    """A model bound to its plan and to this job's ranks. Made by ``parallelize``; every method is called by all ranks alike."""
+    """A model bound to its plan and to this job's ranks. Made by ``parallelize``; every method is called by all ranks
+    alike."""
 
     def __init__(
         self,
@@ -184,7 +195,12 @@ class Parallel:
         seed: int,
     ) -> None:
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
-        self._global_batch, self._microbatches, self._strategy, self._schedule = global_batch, microbatches, strategy, schedule
+        self._global_batch, self._microbatches, self._strategy, self._schedule = (
+            global_batch,
+            microbatches,
+            strategy,
+            schedule,
+        )
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
         self._init, self._state, self._seed = init, state_dict, seed
         self._session: Session | None = None
@@ -209,12 +225,16 @@ class Parallel:
         with alike():
             if decided.model != graph.fingerprint():
                 raise ValueError(
-                    f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} on rank 0; "
-                    "build it alike on all ranks"
+                    f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} "
+                    "on rank 0; build it alike on all ranks"
                 )
             small = graph.with_batch(decided.microbatch_size)
             stage = decided.stage_of(dist.get_rank())
-            programs = [] if stage is None else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
+            programs = (
+                []
+                if stage is None
+                else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
+            )
             weights = self._weights(graph)
         self._session = Session(
             decided,
@@ -231,7 +251,8 @@ class Parallel:
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
     def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        """Rank 0's plan, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises."""
+        """Rank 0's plan, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0
+        raises."""
         found: Plan | None = None
         told: Any = None
         fault: Exception | None = None
@@ -250,14 +271,14 @@ class Parallel:
         decided = Plan.from_json(shared[0])
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
-                f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} and "
-                f"{dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
+                f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
+                f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
             )
         return decided
 
     def _weights(self, graph: Graph) -> nn.Module | dict[str, torch.Tensor]:
-        """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name that is not the
-        model's."""
+        """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name
+        that is not the model's."""
         if self._state is None:
             return self._model
         nodes = graph.placeholders("buffer")
@@ -266,7 +287,8 @@ class Parallel:
         known = set(self._model.state_dict())
         if unknown := [name for name in self._state if name not in known]:
             raise ValueError(
-                f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; is it of another model?"
+                f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; "
+                "is it of another model?"
             )
         return {**buffers, **self._state}
 
@@ -276,13 +298,15 @@ class Parallel:
             return self._plan
         if self._data == "local" and self._global_batch is None and self._session is None and self._first:
             raise ValueError(
-                "under data='local' a rank's first batch is not the global one, but got neither global_batch nor example_inputs; "
-                "pass one of them to parallelize"
+                "under data='local' a rank's first batch is not the global one, but got neither global_batch nor "
+                "example_inputs; pass one of them to parallelize"
             )
         cluster = self._cluster or Cluster.local(dist.get_world_size())
         batch = self._global_batch or _batch_of(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
-        return _planned(graph, capture_s, cluster, batch, self._microbatches, self._strategy, self._schedule, name, None)
+        return _planned(
+            graph, capture_s, cluster, batch, self._microbatches, self._strategy, self._schedule, name, None
+        )
 
     @property
     def session(self) -> Session:
@@ -302,7 +326,8 @@ class Parallel:
         return loss
 
     def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
-        """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every rank."""
+        """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every
+        rank."""
         targets = targets if isinstance(targets, tuple) else (targets,)
         if self._session is None:
             self._first = True
@@ -314,12 +339,15 @@ class Parallel:
     def _check_names(self, flat: Mapping[str, Any]) -> None:
         """ValueError unless these are the inputs that were captured."""
         if flat.keys() != self._dims.keys():
-            raise ValueError(f"the model was captured with inputs {', '.join(self._dims)}, but got {', '.join(flat) or 'none'}; pass the same")
+            raise ValueError(
+                f"the model was captured with inputs {', '.join(self._dims)}, but got {', '.join(flat) or 'none'}; "
+                "pass the same"
+            )
         for name, value in self._fixed.items():
             if isinstance(flat[name], torch.Tensor) or flat[name] != value:
                 raise ValueError(
-                    f"an input that is no tensor keeps the value that it was captured with, but got {flat[name]!r} for {name!r}, which "
-                    f"was {value!r}; pass it as a tensor, or parallelize again"
+                    f"an input that is no tensor keeps the value that it was captured with, but got {flat[name]!r} "
+                    f"for {name!r}, which was {value!r}; pass it as a tensor, or parallelize again"
                 )
 
     def optimizer_step(self) -> None:
@@ -356,7 +384,8 @@ class Parallel:
         return self.session.data_count
 
     def report(self) -> dict[str, Any]:
-        """Predicted against measured: "predicted_step_s", "measured_step_s" (median after the first step), "peak_bytes", …"""
+        """Predicted against measured: "predicted_step_s", "measured_step_s" (median after the first step),
+        "peak_bytes", …"""
         later = sorted(self._measured[1:] or self._measured)
         measured = later[len(later) // 2] if later else None
         prediction = self.plan.prediction
@@ -382,8 +411,8 @@ class Parallel:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's whole output on every rank, without gradients; any batch size, the whole batch on every rank.
 
-        In training mode dropout draws as in the first microbatch of the next step and batch norm uses the batch's statistics;
-        running statistics stay as they are. Weights and buffers are those of training so far.
+        In training mode dropout draws as in the first microbatch of the next step and batch norm uses the batch's
+        statistics; running statistics stay as they are. Weights and buffers are those of training so far.
         """
         session, flat = self.session, flat_inputs(inputs, kwargs, ())
         graph, evaluated, programs = self._forward_of(inputs, kwargs, flat)
@@ -396,7 +425,9 @@ class Parallel:
                 leaves[int(result.name)] = value  # type: ignore[call-overload]
         return pytree.tree_unflatten(leaves, graph.output_spec)
 
-    def _forward_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any]) -> tuple[Graph, Plan, list[ChunkProgram]]:
+    def _forward_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any]
+    ) -> tuple[Graph, Plan, list[ChunkProgram]]:
         """The output graph for inputs like these, at their batch, with its plan and this rank's programs; made once."""
         given = {name: dim for name, dim in self._dims.items() if isinstance(flat.get(name), torch.Tensor)}
         dims = batch_dims_of(flat, given)
@@ -420,7 +451,9 @@ class Parallel:
         """An output that the model only passes on."""
         if source.kind == "input":
             return flat[source.name]
-        return graph.constants[source.name].clone() if source.kind == "constant" else self.session.state.whole(source.name)
+        return (
+            graph.constants[source.name].clone() if source.kind == "constant" else self.session.state.whole(source.name)
+        )
 
     def _buffers(self) -> dict[str, dict[int, Pair]]:
         assert self._graph is not None
@@ -447,7 +480,8 @@ class Parallel:
         return self.session.full_state_dict()
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan. Collective."""
+        """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan.
+        Collective."""
         save_checkpoint(self.session, path)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -458,7 +492,9 @@ class Parallel:
 def _raise_as(text: str) -> None:
     """Raise what rank 0 raised, on every rank."""
     kind, _, message = text.partition("\n")
-    raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(kind, RuntimeError)(message)
+    raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
+        kind, RuntimeError
+    )(message)
 
 
 def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
@@ -489,5 +525,7 @@ def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:
     known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
     for name, parameter in model.named_parameters():
         if name not in known:
-            parameters[name] = ParameterInfo(TensorType(tuple(parameter.shape), parameter.dtype), (), parameter.requires_grad)
+            parameters[name] = ParameterInfo(
+                TensorType(tuple(parameter.shape), parameter.dtype), (), parameter.requires_grad
+            )
     return ModelInfo(parameters, buffers)

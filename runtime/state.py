@@ -139,6 +139,7 @@ class State:
             if name in shapes and shapes[name] != kind.shape:
                 raise ValueError(f"{name!r} has shape {list(kind.shape)} in the plan, but got {list(shapes[name])}")
         fault: Exception | None = None  # of init, on this rank: told to all ranks after the last broadcast
+        whole: torch.Tensor | None = None
         for (name, kind), alias in zip(self.types(), found, strict=True):
             needed = self.stage in self.homes.get(name, ()) or (self.rank == 0 and not self.homes.get(name))
             if alias is not None:
@@ -152,8 +153,9 @@ class State:
                     whole = _initial(name, kind, init, seed).to(self.device)
                 except Exception as error:
                     fault = error
-            if needed and fault is None:
+            if needed and whole is not None:
                 self._keep(name, whole)
+            whole = None  # before the next one is made: one whole tensor at a time
         agree(fault)
 
     def _keep(self, name: str, whole: torch.Tensor) -> None:

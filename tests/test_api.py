@@ -1,9 +1,10 @@
-"""What a user does: every way to call ``plan`` and ``parallelize``, on real ranks, against plain PyTorch on one device."""
+"""What a user does: every way to call ``plan`` and ``parallelize``, on real ranks, against plain PyTorch."""
 
 from __future__ import annotations
 
 import copy
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_any_mesh_and_no_example_inputs(ranks: Any, kind: str) -> None:
 
 
 def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
-    """The program and losses under a saved plan, on a rank where searching would fail, and what ``lower`` makes of the plan."""
+    """The program, the model and the losses under a saved plan, on a rank where searching would fail."""
     import meshwright.api as api
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -576,11 +577,35 @@ def test_init_does_not_depend_on_the_plan_and_runs_where_tensors_live(ranks: Any
     assert not any(name.startswith("up") for name in first + second)
 
 
+def alive_in_init(strategy: str) -> tuple[int, int, int]:
+    """Most whole tensors that lived at once during init, elements this rank keeps, elements of the model."""
+    made: list[weakref.ref[Any]] = []
+    alive = []
+
+    def init(name: str, x: Tensor) -> None:
+        made.append(weakref.ref(x))
+        x.fill_(len(made))
+        alive.append(sum(ref() is not None for ref in made))
+
+    model = zoo.gpt(8, device="meta", tied=False)[0]
+    parallel = mw.parallelize(model, example_inputs=zoo.gpt(8)[1], strategy=strategy, microbatches=1, init=init)
+    kept = sum(p.numel() for p in parallel.session.state.parameters.values())
+    assert sum(p.untyped_storage().nbytes() for p in parallel.session.state.parameters.values()) == 4 * kept
+    return max(alive), kept, sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["tp2", "pp2"])
+def test_a_meta_model_needs_shards_and_one_tensor(ranks: Any, strategy: str) -> None:
+    for alive, kept, total in ranks.run(2, "test_api:alive_in_init", strategy):
+        assert alive == 1
+        assert kept < (0.75 * total if strategy == "tp2" else total)
+
+
 # ---- dropout
 
 
 def dropped(strategy: str | None, m: int) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    model, args, kwargs = zoo.gpt(8, dropout=0.2)
+    model, args, _ = zoo.gpt(8, dropout=0.2)
     parallel = mw.parallelize(model, example_inputs=args, strategy=strategy, microbatches=m, optimizer=sgd, seed=3)
     losses = [float(parallel.train_step(*args)) for _ in range(3)]
     return losses, parallel.full_state_dict(), [float(parallel.forward_backward(*args)) for _ in range(2)]
@@ -627,7 +652,7 @@ def test_dropout_differs_between_steps(ranks: Any) -> None:
 
 
 def states(folder: str, first: str, second: str) -> tuple[dict[str, Tensor], list[float], list[float], list[float]]:
-    model, args, _ = zoo.gpt(8)
+    _, args, _ = zoo.gpt(8)
     made = lambda strategy, seed: mw.parallelize(  # noqa: E731
         zoo.gpt(8)[0] if seed is None else reseeded(seed),
         example_inputs=args,

@@ -180,7 +180,8 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def attempt(case: str, path: str) -> tuple[str, str, bool, bool]:
-    """The error of one case: class, text, whether it is a ValueError, and whether the ranks can train together afterwards."""
+    """The error of one case: class, text, whether it is a ValueError, and whether the ranks can train together
+    afterwards."""
     try:
         CASES[case][0](f"{path}-{dist.get_rank()}")
     except Exception as error:
@@ -310,7 +311,7 @@ def test_check_finds_bad_edits(tmp_path: Path, edit: str) -> None:
 
 
 def edited(path: str) -> str:
-    with pytest.raises(ValueError, match="does not hold|another model") as caught:
+    with pytest.raises(ValueError, match=r"does not hold|another model") as caught:
         bind(strategy=None, microbatches=None, plan=mw.Plan.load(path))
     return str(caught.value)
 
