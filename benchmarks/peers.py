@@ -43,6 +43,7 @@ class Cell:
 
 
 _GPT, _SMALL_GPT = {"batch": 8}, {"batch": 4, "layers": 2, "hidden": 128, "sequence": 64}
+_TINY = {"batch": 8, "layers": 2, "hidden": 128, "sequence": 16, "vocab": 256}
 _SLEEP, _SHORT_SLEEP = {"batch": 256, "hidden": 64, "layers": 8}, {"batch": 64, "hidden": 64, "layers": 4}
 
 CELLS = (
@@ -62,6 +63,9 @@ CELLS = (
         "pp2-gpt", "GPT, 1F1B, 8 microbatches", 2, "contest.real:pipeline", ("gpt", {"batch": 16}, 8),
         ("gpt", {**_SMALL_GPT, "batch": 8}, 8),
     ),
+    Cell("dp2-tiny", "tiny GPT, data parallel", 2, "contest.real:data_parallel", ("gpt", _TINY), ("gpt", _TINY)),
+    Cell("tp2-tiny", "tiny GPT, tensor parallel", 2, "contest.real:tensor_parallel", ("gpt", _TINY), ("gpt", _TINY)),
+    Cell("pp2-tiny", "tiny GPT, 1F1B", 2, "contest.real:pipeline", ("gpt", _TINY, 8), ("gpt", _TINY, 8)),
     Cell("dp4-sleep", "sleeping, data parallel", 4, "contest.sleeping:data_parallel", (_SLEEP,), (_SHORT_SLEEP,)),
     Cell("tp4-sleep", "sleeping, tensor parallel", 4, "contest.sleeping:tensor_parallel", (_SLEEP,), (_SHORT_SLEEP,)),
     Cell(
