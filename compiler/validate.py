@@ -11,6 +11,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from torch.fx import Node
+
 from ..costmodel.cluster import Cluster
 from .graph import Graph, op_name
 from .plan import Chunk, Plan
@@ -54,6 +56,8 @@ def model_faults(plan: Plan, graph: Graph) -> list[str]:
     that no rule offers."""
     faults = _other_model(plan, graph)
     faults += _limited(_unknown_names(plan, graph))
+    if not faults:
+        faults += _limited(_broken_flow(plan, graph))
     if not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:
         try:
             small = graph.with_batch(plan.microbatch_size)
@@ -114,6 +118,32 @@ def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
     for node in graph.placeholders("parameter"):
         if node.name in used and node.meta["source"].name not in planned_parameters:
             yield f"parameter {node.meta['source'].name} of the model is in no stage"
+
+
+def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
+    """What a stage reads but neither makes nor receives; what it is to receive or send, but nobody brings or makes."""
+    nodes = graph.by_name()
+    brought = {(transfer.node, transfer.target) for transfer in plan.transfers}
+    for index, chunk in _chunks(plan):
+        for op in chunk.ops:
+            for operand in nodes[op].all_input_nodes:
+                if operand.op == "placeholder":
+                    source = operand.meta["source"]
+                    if source.kind == "parameter" and source.name not in chunk.parameters:
+                        yield f"stage {index}: op {op} reads parameter {source.name}, which the stage does not hold"
+                elif operand.name not in chunk.receives and _producer(operand) not in chunk.ops:
+                    yield f"stage {index}: op {op} reads {operand.name}, which the stage neither makes nor receives"
+        for name in chunk.receives:
+            if (name, index) not in brought:
+                yield f"stage {index} receives {name}, but no transfer brings it"
+        for name in chunk.sends:
+            if nodes[name].op != "placeholder" and _producer(nodes[name]) not in chunk.ops:
+                yield f"stage {index} sends {name}, which it does not make"
+
+
+def _producer(node: Node) -> str:
+    """The op that makes the tensor: for one of several outputs, the op that has them."""
+    return str(node.args[0]) if op_name(node) == "getitem" else node.name
 
 
 def _refused_labels(plan: Plan, small: Graph) -> Iterator[str]:

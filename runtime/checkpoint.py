@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from .agreement import agree
 from .stage import Session
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -49,7 +51,8 @@ def _session_facts(session: Session) -> dict[str, Any]:
 
 
 def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
-    """Write weights, buffers and optimizer state into the folder ``path``. Collective."""
+    """Write weights, buffers and optimizer state into the folder ``path``. Collective; ValueError if it cannot be
+    written."""
     values: dict[str, Any] = {}
     own = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
     for name, value in session.state.state_dict(owned_only=True).items():
@@ -67,6 +70,14 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
                     values[_whole_key(name, key)] = torch.tensor(value)
     if session.rank == 0:
         values["session"] = _encode(_session_facts(session))
+    fault: Exception | None = None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError("no permission to write")
+    except OSError as error:
+        fault = ValueError(f"{os.fspath(path)}: cannot be written: {error}; choose a folder that every rank can write")
+    agree(fault)
     dcp.save(  # type: ignore[attr-defined]
         values, checkpoint_id=os.fspath(path)
     )

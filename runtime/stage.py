@@ -98,12 +98,14 @@ class Session:
         self.tied = TiedParameters(plan, self.state.parameters, types, self.rank, self.device, None)
         self.owned = {name: leaf for name, leaf in self.state.parameters.items() if name not in self.tied.copies}
         self.layouts = {name: self.state.layout(name, self.stage) for name in self.owned if self.stage is not None}
-        self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
-        self.feeder = Feeder(plan, [use for fact in self.facts for use in fact.inputs], self.comm, self.device, data)
-        self.executor = Executor(
-            plan, self.program, self.comm, self.state, self.facts, self.feeder,
-            reducer=self.reducer, groups=self.directions, seed=seed,
-        )  # fmt: skip
+        with alike():  # one stage of an edited plan may be what cannot run
+            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
+            uses = [use for fact in self.facts for use in fact.inputs]
+            self.feeder = Feeder(plan, uses, self.comm, self.device, data)
+            self.executor = Executor(
+                plan, self.program, self.comm, self.state, self.facts, self.feeder,
+                reducer=self.reducer, groups=self.directions, seed=seed,
+            )  # fmt: skip
         self.loss_stage = next((index for index, fact in enumerate(self.facts) if fact.loss is not None), None)
         self.step = 0
         self._batches = 0  # forward_backward calls since the last optimizer step

@@ -175,6 +175,17 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
         r"got none on rank 0 for .*up.bias",
     ),
     "output before a plan": (lambda _: bind(example_inputs=None)(X), r"no plan yet"),
+    "checkpoint of another model": (
+        lambda path: (
+            bind(net(norm=False)).save_checkpoint(Path(path).parent / "other"),
+            bind().load_checkpoint(Path(path).parent / "other"),
+        ),
+        r"other: has no 'norm.*another model",
+    ),
+    "checkpoint nowhere": (
+        lambda path: bind().save_checkpoint("/proc/nowhere/checkpoint"),
+        r"/proc/nowhere/checkpoint: cannot be written",
+    ),
     "checkpoint": (lambda path: bind().load_checkpoint(path + "-nowhere"), r"-nowhere: holds no checkpoint"),
 }
 
@@ -301,6 +312,39 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "parameter": (lambda d: _drop(d, "parameters"), "is in no stage"),
     "transfer": (lambda d: d["transfers"].append({"node": "gelu", "source": 0, "target": 1}), "from stage 0 to 1"),
 }
+
+
+def _move(data: dict[str, Any]) -> None:
+    first, second = (stage["chunks"][0]["ops"] for stage in data["stages"])
+    name = list(first)[-1]
+    second[name] = first.pop(name)
+
+
+PIPELINE_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "op on another stage": (_move, "neither makes nor receives|does not make"),
+    "transfer": (lambda d: d["transfers"].clear(), "no transfer brings it"),
+    "receive": (lambda d: d["stages"][1]["chunks"][0]["receives"].clear(), "does not receive"),
+    "send": (lambda d: d["stages"][0]["chunks"][0]["sends"].clear(), "does not send"),
+    "parameter": (
+        lambda d: (
+            d["stages"][0]["chunks"][0]["parameters"].update(d["stages"][1]["chunks"][0].pop("parameters"))
+            or d["stages"][1]["chunks"][0].update(parameters={})
+        ),
+        "which the stage does not hold",
+    ),
+    "reversed": (lambda d: d["transfers"][0].update(source=1, target=0), "from stage 1 to 0"),
+}
+
+
+@pytest.mark.parametrize("edit", list(PIPELINE_EDITS))
+def test_check_finds_bad_edits_of_pipelines(edit: str) -> None:
+    made = mw.plan(net(), "p3.16xlarge", example_inputs=BATCHES[0], strategy="pp2", microbatches=2).to_json()
+    graph = capture(net(), BATCHES[0])
+    assert check_plan(mw.Plan.from_json(made), graph) == []
+    data = json.loads(json.dumps(made))
+    PIPELINE_EDITS[edit][0](data)
+    faults = check_plan(mw.Plan.from_json(data), graph)
+    assert any(re.search(PIPELINE_EDITS[edit][1], fault) for fault in faults), faults
 
 
 @pytest.mark.parametrize("edit", list(EDITS))
