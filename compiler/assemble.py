@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .compose import Composer, State
-from .eliminate import TooWide, eliminate, solve
+from .eliminate import TooWide, eliminate
 from .graph import Graph, tensor_operands, types_of
 from .intra_op import Infeasible, Problem, evaluate
+from .lagrange import solve
 from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction
 from .pricing import MeshPricer

@@ -8,20 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from meshwright.compiler import eliminate as elimination
-from meshwright.compiler.eliminate import TooWide, eliminate, lagrangian_frontier, solve
-from meshwright.compiler.intra_op import (
-    Edge,
-    Infeasible,
-    Operator,
-    Problem,
-    Solution,
-    brute_force,
-    evaluate,
-    improve,
-    minimum_bytes_problem,
-    simplify,
-    solve_ilp,
-)
+from meshwright.compiler.eliminate import TooWide, eliminate
+from meshwright.compiler.ilp import solve_ilp
+from meshwright.compiler.intra_op import Edge, Infeasible, Operator, Problem, Solution, evaluate, improve
+from meshwright.compiler.lagrange import solve
+from meshwright.compiler.presolve import minimum_bytes_problem, simplify
+from oracles import brute_force_assignment
 
 
 def labels(num_choices):
@@ -81,7 +73,7 @@ def block(seed, num_operators, num_choices, fan_out=4):
 
 def limits_of(problem):
     """No limit; one that binds, if any can; the least bytes; one byte less."""
-    free, lean = brute_force(problem), brute_force(minimum_bytes_problem(problem))
+    free, lean = brute_force_assignment(problem), brute_force_assignment(minimum_bytes_problem(problem))
     if isinstance(free, Infeasible):
         return [math.inf]
     return [math.inf, (free.bytes + lean.seconds) // 2, lean.seconds, lean.seconds - 1]
@@ -110,7 +102,7 @@ def test_brute_force_equals_ilp_equals_elimination(chunk):
     for seed in range(chunk * 25, chunk * 25 + 25):
         problem = random_problem(seed)
         for limit in limits_of(problem):
-            expected = brute_force(problem, limit)
+            expected = brute_force_assignment(problem, limit)
             seen[type(expected)] += 1
             assert_same(expected, solve_ilp(problem, limit), problem, limit)
             assert_same(expected, solve(problem, limit), problem, limit)
@@ -156,7 +148,7 @@ def test_a_reshard_is_paid_once_per_target():
     problem = Problem((producer, consumer, consumer), (edge,))
     assert evaluate(problem, (0, 0, 0)) == (2.0, 7.0)
     assert evaluate(problem, (0, 1, 0)) == (5.5, 16.0)
-    for found in (brute_force(problem), solve_ilp(problem), solve(problem)):
+    for found in (brute_force_assignment(problem), solve_ilp(problem), solve(problem)):
         assert found.choice == (0, 0, 0)
 
 
@@ -166,7 +158,7 @@ def test_simplify_keeps_the_optimum_of_every_limit_and_all_frozen_choices():
         small, original = simplify(problem)
         assert sum(map(len, original)) <= sum(len(op.labels) for op in problem.operators)
         for limit in limits_of(problem):
-            expected, found = brute_force(problem, limit), brute_force(small, limit)
+            expected, found = brute_force_assignment(problem, limit), brute_force_assignment(small, limit)
             assert type(found) is type(expected)
             if isinstance(expected, Solution):
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
@@ -180,7 +172,7 @@ def test_improve_never_worsens_an_assignment():
     for seed in range(60):
         problem = random_problem(seed)
         limit = limits_of(problem)[:3][-(seed % 2)]
-        solution = brute_force(problem, limit)
+        solution = brute_force_assignment(problem, limit)
         if isinstance(solution, Infeasible):
             continue
         start = solve(minimum_bytes_problem(problem)).choice
@@ -247,12 +239,12 @@ def test_a_tensor_with_many_consumers_stays_narrow():
     assert evaluate(problem, table.assignment())[0] == pytest.approx(float(table.cost))
 
 
-def test_a_frontier_bounds_every_completion_within_a_limit():
+def test_prices_of_a_byte_bound_every_completion_within_a_limit():
     weights = [0.0, 0.02, 0.1, 0.5]
     for seed in range(30):
         problem = random_problem(seed)
         keep = (0, len(problem.operators) - 1)
-        tables = lagrangian_frontier(problem, keep, weights)
+        tables = [eliminate(problem, keep, weight) for weight in weights]
         for limit in limits_of(problem)[:3]:
             for choice in itertools.product(*(range(len(op.labels)) for op in problem.operators)):
                 seconds, num_bytes = evaluate(problem, choice)
@@ -266,7 +258,8 @@ def test_impossible_without_any_limit():
     operator = Operator("o", labels(2), np.ones(2), np.ones(2))
     never = Edge("t", 0, np.arange(2), ((1, np.zeros(2, dtype=int)),), np.full((2, 1), np.inf), np.zeros((2, 1)))
     problem = Problem((operator, operator), (never,))
-    for found in (brute_force(problem, 9.0), solve_ilp(problem, 9.0), solve(problem, 9.0), solve_ilp(problem)):
+    answers = [method(problem, 9.0) for method in (brute_force_assignment, solve_ilp, solve)]
+    for found in (*answers, solve_ilp(problem)):
         assert isinstance(found, Infeasible)
         assert found.minimum_bytes == math.inf
         assert found.choice is None
@@ -280,7 +273,7 @@ def test_costs_far_from_one_are_solved_as_exactly():
             tuple(replace(e, seconds=e.seconds * 1e-7, bytes=e.bytes * 2.0**33) for e in problem.edges),
         )
         for limit in limits_of(scaled):
-            assert_same(brute_force(scaled, limit), solve_ilp(scaled, limit), scaled, limit)
+            assert_same(brute_force_assignment(scaled, limit), solve_ilp(scaled, limit), scaled, limit)
 
 
 def test_timing_of_large_problems(capsys):

@@ -11,7 +11,8 @@ from meshwright.compiler.compose import Composer
 from meshwright.compiler.driver import InfeasibleError, Strategy, make_plan, parse_strategy
 from meshwright.compiler.eliminate import eliminate
 from meshwright.compiler.graph import op_name
-from meshwright.compiler.intra_op import evaluate, solve_ilp
+from meshwright.compiler.ilp import solve_ilp
+from meshwright.compiler.intra_op import evaluate
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.lower import lower
 from meshwright.compiler.plan import Plan
