@@ -4,7 +4,7 @@ Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j);
 submesh, its logical shape and a memory variant) on the devices d_k, …, d_k + n(o_k) − 1, where d_k is admissible for
 o_k (host alignment), and d_k + n(o_k) ≤ d_{k+1}: stages lie in order, devices between them may stay idle.
 
-Constraints, on every stage with q microbatches in flight (``StageTable.peak``)::
+Constraints, on every stage with q microbatches in flight (``stage_table.StageTable.peak``)::
 
     resident[o,i,j] + q · saved[o,i,j] + transient[o,i,j] ≤ min of limit over the stage's devices          (memory)
 
@@ -45,118 +45,19 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import fsum, inf, isfinite
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .schedule import in_flight_formula
+from .stage_table import Infeasible, Pipeline, StageChoice, StageTable
 
-__all__ = ["Infeasible", "Pipeline", "StageChoice", "StageTable", "brute_force", "solve"]
+__all__ = ["Infeasible", "Pipeline", "StageChoice", "StageTable", "solve"]
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.intp]
 
 _CHUNK_ELEMENTS = 1 << 21  # of one temporary in the recurrence: 16 MiB
-
-
-@dataclass(frozen=True, eq=False)
-class StageTable:
-    """What a stage of layers [i, j) costs under each option. Entries with j ≤ i are never read.
-
-    ``seconds`` are per microbatch, forward and backward, with the stage's share of per-step work and of cross-stage
-    transfers; inf where the option cannot run these layers. Bytes are per device. ``limit_bytes`` is per device of the
-    cluster, ``admissible[o, d]`` says whether option o may start at device d. ValueError on shapes that disagree.
-    """
-
-    num_layers: int
-    num_devices: int
-    devices: _Ints  # [options]
-    seconds: _Floats  # [options, L, L + 1]
-    resident_bytes: _Floats  # [options, L, L + 1], parameters, gradients, optimizer
-    saved_bytes: _Floats  # [options, L, L + 1], per microbatch in flight
-    transient_bytes: _Floats  # [options, L, L + 1], the peak beside these
-    admissible: NDArray[np.bool_]  # [options, num_devices]
-    limit_bytes: _Floats  # [num_devices]
-
-    def __post_init__(self) -> None:
-        options, layers, devices = len(self.devices), self.num_layers, self.num_devices
-        if options < 1 or layers < 1 or devices < 1:
-            raise ValueError(
-                "a stage table needs options, layers and devices, but got "
-                f"{options} options, {layers} layers and {devices} devices"
-            )
-        layer_ranges = ("seconds", "resident_bytes", "saved_bytes", "transient_bytes")
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(layer_ranges, (options, layers, layers + 1))
-        shapes |= {"admissible": (options, devices), "limit_bytes": (devices,)}
-        for name, shape in shapes.items():
-            if (got := getattr(self, name).shape) != shape:
-                raise ValueError(f"StageTable.{name} has shape {shape}, but got {got}")
-        first, end = np.triu_indices(layers, 1, layers + 1)
-        for name in layer_ranges:
-            used = getattr(self, name)[:, first, end]
-            if not (used >= 0).all():
-                raise ValueError(f"StageTable.{name} is not negative, but got {used[~(used >= 0)][0]}")
-        if (np.asarray(self.devices) < 1).any():
-            raise ValueError(f"an option uses at least one device, but got {self.devices}")
-
-    def peak(self, option: int, first_layer: int, end_layer: int, in_flight: int) -> float:
-        """Bytes per device of a stage with ``in_flight`` microbatches."""
-        at = (option, first_layer, end_layer)
-        return float(self.resident_bytes[at] + in_flight * self.saved_bytes[at] + self.transient_bytes[at])
-
-    def limit(self, option: int, device_offset: int) -> float:
-        """The smallest memory limit among the devices of ``option`` placed at ``device_offset``."""
-        return float(self.limit_bytes[device_offset : device_offset + self.devices[option]].min())
-
-
-class StageChoice(NamedTuple):
-    """Layers [first_layer, end_layer) under an option, on the devices from ``device_offset`` on."""
-
-    first_layer: int
-    end_layer: int
-    option: int
-    device_offset: int
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A solution. No pipeline of the table takes less than ``bound_s``; lists are in stage order."""
-
-    stages: tuple[StageChoice, ...]
-    objective_s: float
-    bound_s: float
-    seconds: tuple[float, ...]
-    in_flight: tuple[int, ...]
-    peak_bytes: tuple[float, ...]
-    limit_bytes: tuple[float, ...]
-    idle_devices: int
-    sweeps: int = 0  # how many times the recurrence ran
-
-    @property
-    def gap(self) -> float:
-        """How far above the bound the objective may be, as a fraction of the objective."""
-        return 1.0 - self.bound_s / self.objective_s if self.objective_s else 0.0
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """Nothing fits. ``nearest`` is the pipeline that misses by least: with ``missing_bytes`` more per device it fits.
-
-    ``stage`` is the position in ``nearest`` of the stage that misses most, ``choice`` what it is. If no pipeline exists
-    at any memory limit, ``nearest`` is empty, ``choice`` is None and ``missing_bytes`` is inf.
-    """
-
-    reason: str
-    missing_bytes: float
-    nearest: tuple[StageChoice, ...] = ()
-    stage: int | None = None
-    choice: StageChoice | None = None
-    needed_bytes: float = inf
-    limit_bytes: float = 0.0
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 @dataclass(frozen=True)
@@ -443,52 +344,3 @@ def solve(
     if found is None:
         return search.infeasible()
     return _pipeline(table, found[0], num_microbatches, schedule, found[1], search.sweeps)
-
-
-def brute_force(
-    table: StageTable,
-    num_microbatches: int,
-    schedule: str = "1f1b",
-    max_stages: int | None = None,
-    num_stages: int | None = None,
-    require_all_devices: bool = False,
-) -> Pipeline | Infeasible:
-    """``solve`` by enumeration of every pipeline, for small tables: the oracle of the tests."""
-    counts = _stage_counts(table, num_microbatches, max_stages, num_stages)
-
-    def pipelines(layer: int, device: int, left: int) -> Iterator[tuple[StageChoice, ...]]:
-        if layer == table.num_layers and left == 0 and (device == table.num_devices or not require_all_devices):
-            yield ()
-        if left == 0:
-            return
-        for end in range(layer + 1, table.num_layers + 1):
-            for option, n in enumerate(map(int, table.devices)):
-                if not isfinite(table.seconds[option, layer, end]):
-                    continue
-                for d in range(device, device + 1 if require_all_devices else table.num_devices):
-                    if d + n <= table.num_devices and table.admissible[option, d]:
-                        for rest in pipelines(end, d + n, left - 1):
-                            yield (StageChoice(layer, end, option, d), *rest)
-
-    def held(stages_left: int) -> int:
-        return in_flight_formula(schedule, 0, stages_left, num_microbatches)
-
-    best: tuple[StageChoice, ...] = ()
-    nearest: tuple[StageChoice, ...] = ()
-    best_s = least = inf
-    for count in counts:
-        for stages in pipelines(0, 0, count):
-            over = max(
-                table.peak(c.option, c.first_layer, c.end_layer, held(count - k))
-                - table.limit(c.option, c.device_offset)
-                for k, c in enumerate(stages)
-            )
-            if over <= 0 and (value := _objective(table, stages, num_microbatches)) < best_s:
-                best, best_s = stages, value
-            if over < least:
-                nearest, least = stages, over
-    if best:
-        return _pipeline(table, best, num_microbatches, schedule, best_s, 0)
-    if nearest:
-        return _short_of_memory(table, nearest, least, held)
-    return Infeasible("no pipeline at any memory limit", inf)
