@@ -3,8 +3,8 @@
     layers      cluster the graph's ops into layers and classes                       layers.py
     compose     per mesh: tables per layer class, costs of all intervals               compose.py, eliminate.py
     stages      dynamic programming over layers × devices, for each microbatch count     search.py, inter_op.py
-    refine      per chosen stage: the whole stage as one problem, memory as a constraint   intra_op.py
-    simulate    the schedule's makespan with the stages' own times                     schedule.py
+    refine      per chosen stage: the whole stage as one problem, memory as a constraint   lagrange.py, ilp.py
+    simulate    the schedule's makespan with the stages' own times                     simulate.py
     alternatives    what the best pure data, tensor and pipeline plans would have cost       alternatives.py
 """
 
@@ -30,8 +30,9 @@ from .layers import cluster_layers
 from .plan import Plan, Prediction, Transfer
 from .pricing import MeshPricer
 from .rules import mesh_choices, rule_for
-from .schedule import generate, in_flight_formula, simulate
+from .schedule import generate, in_flight_formula
 from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, usable_bytes
+from .simulate import simulate
 from .strategy import InfeasibleError, Strategy, check_batch, parse_strategy
 
 __all__ = ["InfeasibleError", "Strategy", "make_plan", "parse_strategy"]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ..costmodel.cluster import Cluster
 from .describe import Group, axis_names, layer_rows, layer_span, merged, op_summary
 from .graph import Graph
-from .schedule import Edge, Simulation, generate, grid, simulate
+from .schedule import Edge, generate
+from .simulate import Simulation, grid, simulate
 from .typeset import (
     bar,
     bytes_text,

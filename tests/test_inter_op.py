@@ -7,7 +7,8 @@ from math import inf, isfinite
 import numpy as np
 import pytest
 from meshwright.compiler.inter_op import Infeasible, Pipeline, StageTable, solve
-from meshwright.compiler.schedule import generate, in_flight, simulate
+from meshwright.compiler.schedule import generate, in_flight
+from meshwright.compiler.simulate import simulate
 from oracles import brute_force_pipeline
 
 

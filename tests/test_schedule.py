@@ -11,16 +11,15 @@ from meshwright.compiler.schedule import (
     Schedule,
     ScheduleError,
     generate,
-    grid,
     in_flight,
     in_flight_formula,
     known_schedules,
     parse,
     parse_action,
     problems,
-    simulate,
     validate,
 )
+from meshwright.compiler.simulate import grid, simulate
 
 SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 20), "name": st.sampled_from(known_schedules())}
 
