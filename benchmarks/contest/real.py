@@ -40,7 +40,7 @@ CASES: dict[str, Callable[..., Case]] = {"gpt": make_gpt, "mlp": make_mlp, "conv
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """The optimizer of every contender, with torch's defaults for the rest.
 
-    Small steps, and an ``eps`` above the rounding of gradients: after a hundred steps losses should differ by faults only.
+    Small steps, and an ``eps`` above the rounding of gradients: after a hundred steps losses differ by faults only.
     """
     return torch.optim.AdamW(parameters, lr=2e-5, eps=1e-6)
 
