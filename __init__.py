@@ -1,6 +1,7 @@
 """meshwright: an auto-parallelization compiler for PyTorch.
 
-``plan`` finds how to train a model on a cluster; ``parallelize`` trains by it; a ``Plan`` can be read, compared, edited and saved.
+``plan`` finds how to train a model on a cluster; ``parallelize`` trains by it; a ``Plan`` can be read, compared, edited
+and saved.
 """
 
 from importlib import import_module

@@ -26,7 +26,7 @@ def find_alternatives(search: Search, plan: Plan, assemble: Assemble) -> list[di
             row["why"] = f"the model has {len(search.layering.layers)} layers, fewer than {total} stages"
             out.append(row)
             continue
-        inner = replace(search, passes={}, misses=[])
+        inner = replace(search, passes={}, misses=[], bounds={})
         usable = usable_counts(search.global_batch, strategy)
         counts = sorted(
             {m for m in usable if m == plan.microbatches} | set(microbatch_counts(search.global_batch, strategy)[:4])

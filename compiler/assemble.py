@@ -1,8 +1,12 @@
-"""One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory as a constraint.
+"""One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory
+as a constraint.
 
-Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops are seen at once.
-First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around it. Then, where it may help, the
-stage is solved freely under the memory limit, and the better of both stands. The prices of what was chosen are summed by cause.
+Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops
+are seen at once.
+First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around it. Then, where it
+may help, the
+stage is solved freely under the memory limit, and the better of both stands. The prices of what was chosen are summed
+by cause.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ FREE_SOLVE_S = 10.0
 
 @dataclass(frozen=True)
 class Assembled:
-    """A stage with its prediction, and what only the driver needs: seconds to receive each boundary tensor, FLOPs done by several."""
+    """A stage with its prediction, and what only the driver needs: seconds to receive each boundary tensor, FLOPs done
+    by several."""
 
     stage: Stage
     prediction: StagePrediction
@@ -50,7 +55,8 @@ def assemble_stage(
     limit_bytes: float,
     framework: float,
 ) -> Assembled:
-    """The stage of ``layers`` [first, end) whose ops carry ``labels``, entering and leaving in these boundary states."""
+    """The stage of ``layers`` [first, end) whose ops carry ``labels``, entering and leaving in these boundary
+    states."""
     first, end = layers
     free = composer.section(first, end, [into], [out])
     pinned = replace(
@@ -74,6 +80,7 @@ def assemble_stage(
 
 
 def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
+    """The fastest choice per operator; of equally fast ones the leanest."""
     problem: Problem = section.problem(in_flight)
     try:
         return eliminate(problem, byte_weight=1e-30).assignment()
@@ -95,10 +102,9 @@ def describe_stage(
 ) -> Assembled:
     """The stage that these choices make, with everything that its prices say."""
     nodes, grad = graph.by_name(), layering.needs_grad
-    seconds: Counter[str] = Counter(compute=0.0, reshard=0.0, internal=0.0, transfer=0.0, gradient=0.0, optimizer=0.0)
-    memory: Counter[str] = Counter(
-        parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, framework=framework
-    )
+    seconds = dict.fromkeys(("compute", "reshard", "internal", "transfer", "gradient", "optimizer"), 0.0)
+    memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
+    memory["framework"] = framework
     collectives: Counter[str] = Counter()
     forward = backward = once = wasted = 0.0
     ops: dict[str, tuple[str, ...]] = {}
@@ -132,7 +138,8 @@ def describe_stage(
         elif kind == "parameter":
             source, tensor = node.meta["source"], node.meta["type"]
             bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
-            memory.update(bill)
+            for cause, size in bill.items():
+                memory[cause] += size
             if source.requires_grad and name in grad:
                 reduce_s, update_s = pricer.gradient_seconds(tensor, choice), pricer.optimizer_seconds(bill)
                 seconds["gradient"] += reduce_s

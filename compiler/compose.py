@@ -1,11 +1,16 @@
 """Stage costs for every run of layers, composed from one small table per layer class.
 
-For a layer and a mesh let M[s, s'] be the cheapest way to run it with its entering tensors in boundary state s and its leaving ones
-in s' (``eliminate``). A run of layers then costs the min-plus product of its tables, and all intervals that end at layer j follow from those
-that end at j-1 by one vector-matrix product. Memory travels along: the bytes of the minimiser are the derivatives of the minimum
-by their prices (envelope theorem), so two more eliminations at a slightly raised price give resident and saved bytes of every entry.
+For a layer and a mesh let M[s, s'] be the cheapest way to run it with its entering tensors in boundary state s and its
+leaving ones
+in s' (``eliminate``). A run of layers then costs the min-plus product of its tables, and all intervals that end at
+layer j follow from those
+that end at j-1 by one vector-matrix product. Memory travels along: the bytes of the minimiser are the derivatives of
+the minimum
+by their prices (envelope theorem), so two more eliminations at a slightly raised price give resident and saved bytes of
+every entry.
 
-A boundary with several tensors has a state per combination that a person would write: on each mesh axis either all of them are whole,
+A boundary with several tensors has a state per combination that a person would write: on each mesh axis either all of
+them are whole,
 or all that have a batch cut it, or one of them is cut along one other dim.
 """
 
@@ -34,7 +39,8 @@ EPSILON = 1e-7  # by which fraction of a layer's seconds the price of its bytes 
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """One layer class on one mesh: cost, seconds, resident and saved bytes [in states, out states], and the way to the choices."""
+    """One layer class on one mesh: cost, seconds, resident and saved bytes [in states, out states], and the way to the
+    choices."""
 
     cost: np.ndarray
     resident: np.ndarray
@@ -63,7 +69,7 @@ class Composer:
     layering: Layering
     pricer: MeshPricer
     microbatches: int
-    restriction: Restriction = Restriction()
+    restriction: Restriction = field(default_factory=Restriction)
     byte_weight: float = 0.0  # seconds per byte (λ)
     in_flight: float = 1.0  # microbatches whose saved bytes λ counts
     _tables: dict[str, LayerTable] = field(default_factory=dict)
@@ -133,8 +139,7 @@ class Composer:
             name: list(dict.fromkeys(state[t] for state in into))
             for t, name in enumerate(entering)
             if name in used
-            or name in {r.node for r in self.graph.results if r.kind in ("loss", "output")}
-            and name not in leaving
+            or (name in {r.node for r in self.graph.results if r.kind in ("loss", "output")} and name not in leaving)
         }
         exits = {name: list(dict.fromkeys(s[t] for s in out)) for t, name in enumerate(leaving) if name not in entering}
         return build_section(
@@ -166,12 +171,15 @@ class Composer:
         base_cost = np.where(possible, table.cost, 0.0)
         resident, saved = (np.where(possible, np.maximum(0.0, (g - base_cost) / step), 0.0) for g in grown)
         index = self._index(section, kept, keep, entering, leaving, into, out)
-        arrays = []
-        for array, missing in ((table.cost, np.inf), (resident, 0.0), (saved, 0.0)):
-            arrays.append(
-                np.where(index[1], array[index[0]] if kept else np.full(index[1].shape, float(array)), missing)
-            )
-        return LayerTable(*arrays, section, table, tuple(kept), layer)
+        cells, compatible = index
+
+        def spread(array: np.ndarray, missing: float) -> np.ndarray:
+            found = array[cells] if kept else np.full(compatible.shape, float(array))
+            return np.where(compatible, found, missing)
+
+        return LayerTable(
+            spread(table.cost, np.inf), spread(resident, 0.0), spread(saved, 0.0), section, table, tuple(kept), layer
+        )
 
     def _weighted(self, section: Section, resident_price: float, saved_price: float) -> Problem:
         """The section with bytes priced into its seconds: λ plus what is added to read bytes off."""
@@ -219,7 +227,8 @@ class Composer:
         return tuple(arrays), compatible
 
     def transient_bytes(self) -> np.ndarray:
-        """[layers] the largest op's operands and outputs, twice (value and cotangent), cut evenly over the mesh: a floor of the peak
+        """[layers] the largest op's operands and outputs, twice (value and cotangent), cut evenly over the mesh: a
+        floor of the peak
         beside what is kept."""
         nodes = self.graph.by_name()
         found: dict[str, float] = {}
@@ -304,7 +313,8 @@ class Composer:
         return states[::-1]
 
     def choices(self, first: int, end: int) -> tuple[dict[str, str], list[State]]:
-        """({op or parameter node → label}, boundary states) of the best way; layers of one class share a table by position."""
+        """({op or parameter node → label}, boundary states) of the best way; layers of one class share a table by
+        position."""
         path = self.path(first, end)
         layers = self.layering.layers
         labels: dict[str, str] = {}

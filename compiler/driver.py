@@ -1,4 +1,5 @@
-"""The pass list from a graph to a plan, readable top to bottom. Every pass is named and timed (``provenance["passes"]``).
+"""The pass list from a graph to a plan, readable top to bottom. Every pass is named and timed
+(``provenance["passes"]``).
 
     layers      cluster the graph's ops into layers and classes                       layers.py
     compose     per mesh: tables per layer class, costs of all intervals               compose.py, eliminate.py
@@ -51,8 +52,10 @@ def make_plan(
 ) -> Plan:
     """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
 
-    global_batch: samples per step over all devices. microbatches, strategy and schedule are searched where they are None ("1f1b" never
-    holds more than GPipe in the same time, so the schedule has that default). progress(pass, fraction) is called along the way.
+    global_batch: samples per step over all devices. microbatches, strategy and schedule are searched where they are
+    None ("1f1b" never
+    holds more than GPipe in the same time, so the schedule has that default). progress(pass, fraction) is called along
+    the way.
     """
     check_batch(global_batch, microbatches)
     with _without_gc():
@@ -100,7 +103,8 @@ def _make_plan(
     if not counts or (strategy and (global_batch // counts[0]) % strategy.dp):
         size = global_batch // (microbatches or 1)
         raise ValueError(
-            f"dp cuts every microbatch evenly, but got dp {strategy.dp if strategy else 1} and a microbatch of {size} samples; "
+            f"dp cuts every microbatch evenly, but got dp {strategy.dp if strategy else 1} "
+            f"and a microbatch of {size} samples; "
             "use fewer microbatches or a larger global_batch"
         )
     plan = first_that_fits(search, find_candidates(search, counts, strategy, refine=microbatches is None))
@@ -125,7 +129,8 @@ def _make_plan(
 
 
 def first_that_fits(search: Search, candidates: Sequence[Candidate]) -> Plan:
-    """The plan of the fastest candidate that still fits when its stages are assembled. Raises InfeasibleError if none does."""
+    """The plan of the fastest candidate that still fits when its stages are assembled. Raises InfeasibleError if none
+    does."""
     if not candidates:
         raise infeasible(search)
     for candidate in candidates[:-1]:
@@ -177,7 +182,7 @@ def finish(search: Search, best: Candidate) -> Plan:
     wasted = m * sum(part.wasted_flops for part in parts)
     prediction = Prediction(
         step_s=step_s,
-        bound_s=min(step_s, pipeline.bound_s),
+        bound_s=min(step_s, *search.bounds.values()),
         stages=tuple(part.prediction for part in parts),
         flops=flops,
         replicated_flops=wasted,
@@ -235,7 +240,8 @@ def _check_memory(parts: Sequence[Assembled], limits: Sequence[float], cluster: 
         if used > limit * 1.02:
             over = used - limit
             raise InfeasibleError(
-                f"stage {index} ({len(part.stage.devices)} devices) needs {used / 2**30:.2f} GiB per device, but has {limit / 2**30:.2f} GiB: "
+                f"stage {index} ({len(part.stage.devices)} devices) needs {used / 2**30:.2f} GiB per device, "
+                f"but has {limit / 2**30:.2f} GiB: "
                 f"{over / 2**20:,.0f} MiB missing; use more devices, more microbatches or a smaller batch"
             )
 
@@ -251,6 +257,7 @@ def _notes(search: Search, plan: Plan) -> list[str]:
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")
     if search.cluster.oversubscription > 1:
         notes.append(
-            f"oversubscribed: {search.cluster.oversubscription:g} ranks share each core, so compute is priced that much slower"
+            f"oversubscribed: {search.cluster.oversubscription:g} ranks share each core, "
+            "so compute is priced that much slower"
         )
     return notes

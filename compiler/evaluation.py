@@ -1,6 +1,8 @@
-"""A plan for the evaluation graph of a model whose training plan stands: parameters stay where they are, nothing is searched twice.
+"""A plan for the evaluation graph of a model whose training plan stands: parameters stay where they are, nothing is
+searched twice.
 
-The evaluation graph is another graph (no loss, no dropout, running statistics), so it has choices of its own. Each op goes to the first
+The evaluation graph is another graph (no loss, no dropout, running statistics), so it has choices of its own. Each op
+goes to the first
 stage that has its parameters and comes no earlier than its operands; each stage is then solved as one problem.
 """
 
@@ -11,7 +13,7 @@ from dataclasses import replace
 
 from ..costmodel.cluster import Cluster
 from .assemble import describe_stage, solve_section
-from .graph import Graph, op_name
+from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
 from .plan import Plan, Transfer
 from .pricing import MeshPricer
@@ -92,7 +94,7 @@ def _homes(graph: Graph, plan: Plan, layering: Layering) -> dict[str, set[int]]:
             homes[node.name] = set()
             continue
         if op_name(node) == "getitem":
-            homes[node.name] = set(homes[node.args[0].name])  # type: ignore[union-attr]
+            homes[node.name] = set(homes[output_of(node)[0].name])
             continue
         at = max((h for operand in node.all_input_nodes for h in homes.get(operand.name, ())), default=0)
         for operand in node.all_input_nodes:

@@ -30,7 +30,17 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-__all__ = ["CAPTURE_BATCH", "Graph", "Result", "Source", "TensorType", "op_name", "tensor_operands", "types_of"]
+__all__ = [
+    "CAPTURE_BATCH",
+    "Graph",
+    "Result",
+    "Source",
+    "TensorType",
+    "op_name",
+    "output_of",
+    "tensor_operands",
+    "types_of",
+]
 
 PRIME = 1009
 CAPTURE_BATCH = PRIME * 8  # the factor 8 lets extents such as batch/2 and batch*tokens/1024 stay whole
@@ -253,6 +263,16 @@ def op_name(node: Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"meshwright.{target.__name__}" if callable(target) else str(target)
+
+
+def output_of(node: Node) -> tuple[Node, int]:
+    """(the op that makes this tensor, which of its outputs it is); a node that is no getitem is its own first."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        producer, index = node.args
+        assert isinstance(producer, Node)
+        assert isinstance(index, int)
+        return producer, index
+    return node, 0
 
 
 def tensor_operands(node: Node) -> list[Node]:

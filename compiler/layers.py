@@ -1,12 +1,19 @@
 """Where a graph may be cut: its ops clustered into layers, and equal layers into classes.
 
-1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong to no layer; every
-   stage that needs them computes them itself, so that they never cross a cut. *Static* ones do not even depend on an input.
-2. All other ops stand in program order. At each position some tensors are alive (made before, used after). Cuts go to the local minima
-   of the bytes alive: inside a transformer block an intermediate lives beside the residual stream, between blocks only the stream does.
-3. Segments without heavy work (matmul, attention, convolution, embedding, routing) join a neighbour, and if there are more than
-   ``max_layers``, adjacent ones are merged so that FLOPs stay balanced (Alpa, OSDI'22, section 5.2: little crosses, compute is even).
-4. A layer's *class* is a hash of its structure up to renaming: op, literals, types, how its operands connect, and which tensors cross
+1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong
+   to no layer; every
+   stage that needs them computes them itself, so that they never cross a cut. *Static* ones do not even depend on an
+   input.
+2. All other ops stand in program order. At each position some tensors are alive (made before, used after). Cuts go to
+   the local minima
+   of the bytes alive: inside a transformer block an intermediate lives beside the residual stream, between blocks only
+   the stream does.
+3. Segments without heavy work (matmul, attention, convolution, embedding, routing) join a neighbour, and if there are
+   more than
+   ``max_layers``, adjacent ones are merged so that FLOPs stay balanced (Alpa, OSDI'22, section 5.2: little crosses,
+   compute is even).
+4. A layer's *class* is a hash of its structure up to renaming: op, literals, types, how its operands connect, and which
+   tensors cross
    its borders. Layers of one class are priced and solved once.
 """
 
@@ -15,12 +22,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Any
 
 from torch.fx import Node
 
-from .graph import PRIME, Graph, Source, op_name, types_of
+from .graph import PRIME, Graph, Source, op_name, output_of, types_of
 from .prune import Pruner
 from .rules import rule_for
 
@@ -43,7 +51,8 @@ class Layer:
 class Layering:
     """The layers of a graph and what crosses between them.
 
-    crossing[i]: tensors (node names) alive between layer i-1 and layer i; [0] and [-1] are empty. floating: ops in program order.
+    crossing[i]: tensors (node names) alive between layer i-1 and layer i; [0] and [-1] are empty. floating: ops in
+    program order.
     """
 
     layers: tuple[Layer, ...]
@@ -95,7 +104,7 @@ def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
     names = _names(fixed, cuts)
     layers = []
     crossing = [tuple(alive[c]) for c in cuts]
-    for index, (first, end) in enumerate(zip(cuts, cuts[1:])):
+    for index, (first, end) in enumerate(pairwise(cuts)):
         members = fixed[first:end]
         key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
         layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
@@ -160,17 +169,17 @@ def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[s
 
 
 def _blocks_gradient(node: Node) -> bool:
-    """A detach, or an output that is not differentiable: the count of a cross entropy, the statistics of a batch norm."""
+    """A detach, or an output that is not differentiable: the count of a cross entropy, the statistics of a batch
+    norm."""
     if op_name(node) == "aten.detach.default":
         return True
-    if op_name(node) != "getitem":
-        return False
-    producer, index = node.args
-    return op_name(producer) in ("meshwright.cross_entropy", "meshwright.batch_norm") and index != 0  # type: ignore[arg-type]
+    producer, index = output_of(node)
+    return index != 0 and op_name(producer) in ("meshwright.cross_entropy", "meshwright.batch_norm")
 
 
 def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
-    """For each position 0…len(fixed): the tensors made before it by fixed ops and used at or after it, in program order."""
+    """For each position 0…len(fixed): the tensors made before it by fixed ops and used at or after it, in program
+    order."""
     position = {node.name: index for index, node in enumerate(fixed)}
     last: dict[str, int] = {}
     for index, node in enumerate(fixed):
@@ -198,11 +207,13 @@ def _is_heavy(node: Node) -> bool:
 
 
 def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
-    """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where that is no
-    dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a position bias looked up in the
+    """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where
+    that is no
+    dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a position bias
+    looked up in the
     middle of an attention makes a shallow minimum there)."""
     at = [p for p, is_heavy in enumerate(heavy) if is_heavy]
-    gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in zip(at, at[1:])]
+    gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in pairwise(at)]
     price = [inf, *(cost[p] for p in gaps), inf]
     kept = [p for k, p in enumerate(gaps, 1) if price[k] <= min(price[k - 1], price[k + 1]) and price[k] < inf]
     while True:
@@ -217,7 +228,7 @@ def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[i
     """Drop cuts, always the one between the lightest neighbours, until at most ``max_layers`` segments remain."""
     cuts = list(cuts)
     while len(cuts) - 1 > max_layers:
-        weight = [sum(flops[a:b]) for a, b in zip(cuts, cuts[1:])]
+        weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
         lightest = min(range(1, len(cuts) - 1), key=lambda i: weight[i - 1] + weight[i])
         del cuts[lightest]
     return cuts
@@ -226,7 +237,7 @@ def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[i
 def _names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
     """The module path that most of a segment's heavy ops share, made unique."""
     names: list[str] = []
-    for first, end in zip(cuts, cuts[1:]):
+    for first, end in pairwise(cuts):
         paths = [n.meta.get("module", "").split(".") for n in fixed[first:end] if _is_heavy(n)]
         common: list[str] = []
         for parts in zip(*paths):

@@ -183,10 +183,12 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(loss_sum, count), 0-d and fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over the rows whose target is not
+    """(loss_sum, count), 0-d and fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over
+    the rows whose target is not
     ``ignore_index``, and how many those are; ``count`` has no gradient. The mean is their quotient.
 
-    logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes`` each
+    logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``
+    each
     device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing) in
     the forward, none in the backward. Keeps the probabilities for the backward.
     """

@@ -1,6 +1,7 @@
 """Plan → local programs: each op on local shapes, reshards where a producer's pair is not the consumer's.
 
-One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the conjugate, which is what
+One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
+conjugate, which is what
 the search priced. The program names mesh axes, not ranks: every device of a stage runs the same module.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
-from .graph import Graph, TensorType, op_name, tensor_operands
+from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .layers import differentiable
 from .plan import Chunk, Plan
 from .program import ChunkProgram, Exit, Slot
@@ -26,14 +28,13 @@ __all__ = ["lower"]
 
 
 def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0) -> ChunkProgram:
-    """The local program of one chunk. ``graph`` is at the plan's microbatch extent. Raises ValueError for labels that no rule offers."""
+    """The local program of one chunk. ``graph`` is at the plan's microbatch extent. Raises ValueError for labels that
+    no rule offers."""
     assert graph.batch == plan.microbatch_size, (graph.batch, plan.microbatch_size)
     part = plan.stages[stage].chunks[chunk]
     last = {name: s for s, st in enumerate(plan.stages) for c in st.chunks for name in c.ops}
     nodes = graph.by_name()  # one of several outputs is where its producer is
-    made = {
-        r.node: nodes[r.node].args[0].name if op_name(nodes[r.node]) == "getitem" else r.node for r in graph.results
-    }  # type: ignore[union-attr]
+    made = {r.node: output_of(nodes[r.node])[0].name for r in graph.results}
     results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
     return lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
 
@@ -67,15 +68,13 @@ class _Lowering:
         slots = self._slots(ops)
         for node in ops:
             self._op(node)
-        for node in self.graph.ops():  # getitems follow their producers; a chunk lists only real ops
-            assert op_name(node) != "getitem" or node.name in self.here or node.args[0].name not in self.here  # type: ignore[union-attr]
         exits = [self._exit("send", name, name, Pair(spec, spec)) for name, spec in self.part.sends.items()]
-        for kind, name, node in results:
+        for kind, name, result in results:
             target = self.whole
             if kind == "buffer":
                 slot = next((s for s in slots if s.kind == "buffer" and s.name == name), None)
                 target = slot.pair if slot else self.whole
-            exits.append(self._exit(kind, name, node, target))
+            exits.append(self._exit(kind, name, result, target))
         self.out.output(tuple(self._as(e.node, e.pair) for e in exits))
         module = torch.fx.GraphModule(torch.nn.Module(), self.out)
         constants = {s.name: self.graph.constants[s.name] for s in slots if s.kind == "constant"}
@@ -87,7 +86,7 @@ class _Lowering:
         used += [self.nodes[name] for name in self.part.sends]
         slots: dict[str, Slot] = {}
         for operand in used:
-            producer = operand.args[0] if op_name(operand) == "getitem" and operand.op != "placeholder" else operand
+            producer, _ = output_of(operand)
             if operand.name in self.part.receives:
                 pair = self.part.receives[operand.name]
                 slots[operand.name] = Slot("receive", operand.name, operand.name, pair, operand.meta["type"])
@@ -96,7 +95,7 @@ class _Lowering:
             else:
                 assert operand.op == "placeholder" or producer.name in made, (
                     f"{operand.name} is neither made nor received here"
-                )  # type: ignore[union-attr]
+                )
         for name, slot in slots.items():
             self.here[name] = self.out.placeholder(name)
             self.pair[name] = slot.pair
@@ -137,9 +136,9 @@ class _Lowering:
         self.here[node.name] = new
         for user in node.users:
             if op_name(user) == "getitem":
-                index = user.args[1]
+                _, index = output_of(user)
                 self.here[user.name] = self.out.call_function(operator.getitem, (new, index))
-                self.pair[user.name] = choice.outputs[index]  # type: ignore[index]
+                self.pair[user.name] = choice.outputs[index]
 
     def _as(self, name: str, target: Pair) -> Node:
         """The local node that holds tensor ``name`` in ``target``; the reshard is made once."""
@@ -150,7 +149,7 @@ class _Lowering:
             return self.here[name]
         key = (name, target if grad else Pair(target.value, target.value))
         if key not in self.converted:
-            literal = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
+            literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
             self.converted[key] = self.out.call_function(run_steps, (self.here[name], *literal))
             for phase, steps in (("forward", forward), ("backward", backward)):
                 for step in steps:

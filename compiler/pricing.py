@@ -1,6 +1,7 @@
 """Prices of the compiler's own things (op choices, reshards, parameters) on one logical mesh, in seconds and bytes.
 
-This is the only place where graph nodes meet ``costmodel``; it turns them into FLOPs, bytes and messages and asks for the price.
+This is the only place where graph nodes meet ``costmodel``; it turns them into FLOPs, bytes and messages and asks for
+the price.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size, as i
 
 @dataclass(frozen=True)
 class OpPrice:
-    """Seconds of one op under one choice, per microbatch: compute and the collectives inside it, forward and backward apart."""
+    """Seconds of one op under one choice, per microbatch: compute and the collectives inside it, forward and backward
+    apart."""
 
     forward_s: float
     backward_s: float
@@ -123,7 +125,8 @@ class MeshPricer:
     # ---- reshards
 
     def reshard(self, source: Pair, target: Pair, kind: TensorType, grad: bool) -> tuple[float, float]:
-        """(forward, backward) seconds of the conversion between a producer's pair and a consumer's; inf where there is none."""
+        """(forward, backward) seconds of the conversion between a producer's pair and a consumer's; inf where there is
+        none."""
         key = (source, target, kind, grad)
         found = self._reshards.get(key)
         if found is None:
@@ -150,7 +153,8 @@ class MeshPricer:
         return seconds
 
     def transfer_seconds(self, size: float) -> float:
-        """Seconds to send ``size`` bytes to each device from the stage before, between this mesh's end and its neighbour."""
+        """Seconds to send ``size`` bytes to each device from the stage before, between this mesh's end and its
+        neighbour."""
         if not size or self.cluster.num_devices == 1:
             return 0.0
         last = self.offset + self.num_devices - 1
@@ -172,7 +176,8 @@ class MeshPricer:
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
-        """Seconds per step to reduce a parameter's gradient over the axes where it is partial, its share of a bucket's latency included."""
+        """Seconds per step to reduce a parameter's gradient over the axes where it is partial, its share of a bucket's
+        latency included."""
         size, seconds = self.local_bytes(kind, pair.value), 0.0
         for axis, placement in enumerate(pair.cotangent):
             if placement == P:

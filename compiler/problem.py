@@ -1,7 +1,10 @@
-"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state costs.
+"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state
+costs.
 
-Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, priced with the reduction
-of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every rank), every *entry* (a
+Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, priced with the
+reduction
+of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every rank), every
+*entry* (a
 tensor that arrives from an earlier layer, in a boundary state) and every *exit* (a tensor that must leave in one).
 
 A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.fx import Node
 
-from .graph import Graph, TensorType, op_name, tensor_operands, types_of
+from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
@@ -31,7 +34,8 @@ SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
 
 @dataclass(frozen=True)
 class Restriction:
-    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts no batch, but
+    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
+    no batch, but
     the work of every heavy op that it can) or None.
 
     pinned: op or parameter or source node → the only choice label (labels joined by ",", or a pair's text).
@@ -45,7 +49,8 @@ class Restriction:
 class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
-    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for ops, Pair for the rest;
+    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for
+    ops, Pair for the rest;
     seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight).
     """
 
@@ -129,7 +134,8 @@ def build_section(
     exits: Mapping[str, Sequence[Pair]],
     restriction: Restriction = Restriction(),
 ) -> Section:
-    """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their states."""
+    """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
+    states."""
     return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction).build()
 
 
@@ -180,7 +186,7 @@ class _Builder:
             if isinstance(node.meta["type"], tuple):
                 for user in node.users:
                     if user.name in self.members:
-                        k = int(user.args[1])  # type: ignore[call-overload]
+                        _, k = output_of(user)
                         gives[user.name] = (i, [normalized(c.outputs[k], user.name in self.grad) for c in choices])
             else:
                 gives[node.name] = (i, [normalized(c.outputs[0], node.name in self.grad) for c in choices])
@@ -198,13 +204,14 @@ class _Builder:
             if name not in gives and node.op == "placeholder":
                 gives[name] = self._add_placeholder(node, [pair for _, pairs, _ in wants[name] for pair in pairs])
             assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
-        edges, states = [], []
+        edges: list[Edge] = []
+        pairs_of_edge = []
         for name, consumers in wants.items():
             edge, pair_states = self._edge(name, gives[name], consumers)
             edges.append(edge)
-            states.append(pair_states)
+            pairs_of_edge.append(pair_states)
         names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
-        return Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(states))
+        return Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
 
     # ---- operators
 
@@ -286,7 +293,8 @@ class _Builder:
         trainable = source.kind == "parameter" and source.requires_grad and node.name in self.grad
         pinned = (self.restriction.pinned or {}).get(node.name)
         if trainable:
-            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies like the
+            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
+            # like the
             # value needs no reduction, one that is whole on an axis where nobody has an addend neither
             pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
             pairs |= {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
@@ -355,7 +363,8 @@ class _Builder:
     # ---- what autograd keeps
 
     def _saved_tensors(self) -> set:
-        """Storage roots that some op of this section keeps for its backward: names, and (name, k) for outputs without a getitem."""
+        """Storage roots that some op of this section keeps for its backward: names, and (name, k) for outputs without a
+        getitem."""
         root: dict[str, str] = {}
 
         def find(name: str) -> str:
@@ -375,7 +384,8 @@ class _Builder:
                     kept.add((node.name, k))
         for node in self.ops:  # a getitem's storage is its producer's k-th output
             if op_name(node) == "getitem" and node.name in kept:
-                kept.add((node.args[0].name, node.args[1]))  # type: ignore[union-attr]
+                producer, index = output_of(node)
+                kept.add((producer.name, index))
         return kept
 
 

@@ -1,12 +1,17 @@
 """Which choices are worth offering to the search: a restriction of the space, stated here and nowhere else.
 
-1. A cut of a tensor dim stays only if it is *live*: some heavy op (matmul, attention, convolution, embedding, routing) or loss can cut
-   that dim of one of its operands or outputs, and the cut carries over to this tensor through ops that keep it. A cut that no
+1. A cut of a tensor dim stays only if it is *live*: some heavy op (matmul, attention, convolution, embedding, routing)
+   or loss can cut
+   that dim of one of its operands or outputs, and the cut carries over to this tensor through ops that keep it. A cut
+   that no
    such op can use is reached by one reshard and left by another, for the sake of pointwise work in between.
-2. Partial values pass through scalars and the like, additions (two row-parallel branches then share one reduction) and views between a heavy
+2. Partial values pass through scalars and the like, additions (two row-parallel branches then share one reduction) and
+   views between a heavy
    op and an addition. Elsewhere reducing before or after a linear op of equal extent costs the same.
-3. Partial cotangents pass through views of a tensor that at least two views lead from to heavy ops (which then share one reduction).
-4. Leading dims of a matmul other than the first, and the queries of an attention, stay whole: sequence splits are not searched yet.
+3. Partial cotangents pass through views of a tensor that at least two views lead from to heavy ops (which then share
+   one reduction).
+4. Leading dims of a matmul other than the first, and the queries of an attention, stay whole: sequence splits are not
+   searched yet.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from .graph import Graph, op_name, tensor_operands, types_of
+from .graph import Graph, op_name, output_of, tensor_operands, types_of
 from .rules import MeshChoice, mesh_choices, rule_for
 from .rules.base import AxisChoice
 
@@ -56,10 +61,8 @@ class Pruner:
 
     @staticmethod
     def _key(node: Node) -> tuple[str, int]:
-        """A getitem speaks of its producer's output."""
-        if node.op == "call_function" and op_name(node) == "getitem":
-            return node.args[0].name, node.args[1]  # type: ignore[union-attr,return-value]
-        return node.name, 0
+        producer, index = output_of(node)
+        return producer.name, index
 
     def _cuts(self, node: Node, choice: AxisChoice) -> list[tuple[str, int, int]]:
         cuts = [
@@ -70,7 +73,8 @@ class Pruner:
         return cuts + [(node.name, k, pair[0].dim) for k, pair in enumerate(choice.outputs) if pair[0].is_shard]
 
     def choices(self, node: Node, batch: int, mesh_shape: tuple[int, ...]) -> list[MeshChoice]:
-        """The choices of ``node`` (of the graph at ``batch``) on a mesh that are worth offering, "whole" first. Cached."""
+        """The choices of ``node`` (of the graph at ``batch``) on a mesh that are worth offering, "whole" first.
+        Cached."""
         key = (node.name, batch, mesh_shape)
         if key not in self._kept:
             self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))

@@ -1,7 +1,10 @@
-"""The search over microbatch counts, meshes and stages: for each count the best pipeline, by composition and dynamic programming.
+"""The search over microbatch counts, meshes and stages: for each count the best pipeline, by composition and dynamic
+programming.
 
-Microbatch counts are the divisors of the batch, thinned to about six, then the neighbours of the best. Every submesh size and logical shape
-is an option for every run of layers. Where memory binds, each option is offered again with bytes priced into its seconds (λ at three levels),
+Microbatch counts are the divisors of the batch, thinned to about six, then the neighbours of the best. Every submesh
+size and logical shape
+is an option for every run of layers. Where memory binds, each option is offered again with bytes priced into its
+seconds (λ at three levels),
 so that leaner shardings of the same meshes stand for choice.
 """
 
@@ -71,9 +74,13 @@ class Search:
     progress: Callable[[str, float], None]
     passes: dict[str, float] = field(default_factory=dict)
     misses: list[inter_op.Infeasible] = field(default_factory=list)
+    bounds: dict[int, float] = field(
+        default_factory=dict
+    )  # microbatches → seconds that no plan of the tables undercuts
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the pass of this name."""
         start = time.perf_counter()
         try:
             yield
@@ -85,12 +92,14 @@ class Search:
 
 
 def microbatch_counts(global_batch: int, strategy: Strategy | None) -> list[int]:
-    """Divisors of the batch that the strategy can use, thinned to about six; ``_best`` then looks at the neighbours of the best."""
+    """Divisors of the batch that the strategy can use, thinned to about six; ``_best`` then looks at the neighbours of
+    the best."""
     divisors = usable_counts(global_batch, strategy)
     return divisors[:: max(1, (len(divisors) + 5) // 6)]
 
 
 def usable_counts(global_batch: int, strategy: Strategy | None) -> list[int]:
+    """Divisors of the batch whose microbatches the strategy can cut."""
     divisors = divisors_of(global_batch)
     if strategy is not None:
         divisors = [m for m in divisors if (global_batch // m) % strategy.dp == 0]
@@ -135,7 +144,8 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
             sum(usable_bytes(search.cluster)) / search.cluster.num_devices,
         )
         reason = (
-            f"with {m} microbatches even one stage on all {search.cluster.num_devices} devices needs {limit + short:,.0f} bytes per "
+            f"with {m} microbatches even one stage on all {search.cluster.num_devices} devices "
+            f"needs {limit + short:,.0f} bytes per "
             f"device where the limit is {limit:,.0f}: {short:,.0f} bytes are missing"
         )
         search.misses.append(inter_op.Infeasible(reason, short, needed_bytes=limit + short))
@@ -143,11 +153,12 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
     composers = [_composer(search, graph, m, option) for option in options]
     with search.timed("compose"):
         costs = [composer.intervals() for composer in composers]
+    free = _stages(search, m, options, costs, strategy, limited=False)
+    if isinstance(free, inter_op.Pipeline):  # without a memory limit: no plan with m microbatches is faster than this
+        search.bounds[m] = free.bound_s
     found = _stages(search, m, options, costs, strategy)
-    if isinstance(found, inter_op.Pipeline):
-        free = _stages(search, m, options, costs, strategy, limited=False)
-        if isinstance(free, inter_op.Pipeline) and found.objective_s <= free.objective_s * 1.001:
-            return Candidate(m, found, composers, options)
+    if not isinstance(found, inter_op.Infeasible) and found.objective_s <= search.bounds.get(m, 0.0) * 1.001:
+        return Candidate(m, found, composers, options)
     # memory binds: price bytes at several levels, so that leaner shardings of the same meshes stand for choice
     limit = min(usable_bytes(search.cluster))
     quickest = min((float(c.seconds[0, -1]) for c in costs if isfinite(c.seconds[0, -1])), default=0.0)
@@ -170,7 +181,8 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
 
 
 def _aggregate_miss(search: Search, graph: Graph, m: int) -> float:
-    """Bytes by which one copy of everything (weights, gradients, states, one microbatch's activations) exceeds all devices together.
+    """Bytes by which one copy of everything (weights, gradients, states, one microbatch's activations) exceeds all
+    devices together.
 
     Whatever the plan, each of these bytes lies on some device; where they do not fit, no mesh needs to be tried."""
     with search.timed("compose"):
@@ -265,10 +277,11 @@ def usable_bytes(cluster: Cluster) -> list[float]:
 
 
 def infeasible(search: Search) -> InfeasibleError:
+    """The error that says what is missing where, from the nearest miss of the search."""
     if not search.misses:
         return InfeasibleError(
-            f"no microbatch count of global_batch {search.global_batch} suits this model (its graph needs batch multiples that none "
-            "of them gives); use another global_batch"
+            f"no microbatch count of global_batch {search.global_batch} suits this model "
+            "(its graph needs batch multiples that none of them gives); use another global_batch"
         )
     miss = nearest(search.misses)
     where = ""

@@ -63,8 +63,8 @@ def check_batch(global_batch: int, microbatches: int | None) -> None:
         fitting = divisors_of(global_batch)
         near = min(fitting, key=lambda m: abs(m - microbatches))
         raise ValueError(
-            f"the batch must divide into the microbatches, but got global_batch {global_batch} and {microbatches} microbatches; "
-            f"use {near}, for instance"
+            f"the batch must divide into the microbatches, but got global_batch {global_batch} "
+            f"and {microbatches} microbatches; use {near}, for instance"
         )
 
 

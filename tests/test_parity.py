@@ -1,7 +1,10 @@
-"""The parallel run equals the single-device run: loss and every parameter after five steps, for forced shapes and automatic plans.
+"""The parallel run equals the single-device run: loss and every parameter after five steps, for forced shapes and
+automatic plans.
 
-fp32 at rtol 1e-4. AdamW divides a gradient by its own size, so where the true gradient is zero it amplifies rounding to steps of lr: eps is
-1e-6 (above the rounding of these gradients), and tensors whose gradient is zero throughout are named below and compared in absolute terms.
+fp32 at rtol 1e-4. AdamW divides a gradient by its own size, so where the true gradient is zero it amplifies rounding to
+steps of lr: eps is
+1e-6 (above the rounding of these gradients), and tensors whose gradient is zero throughout are named below and compared
+in absolute terms.
 In float64 no such exception is needed, and the same runs agree to 1e-9.
 """
 
@@ -68,7 +71,8 @@ def fast_links(devices: int):
 
 
 def run(name: str, kind: str, strategy: dict[str, int] | None, m: int | None, schedule: str, options: dict[str, Any]):
-    """One rank of the parallel run: losses, the full state dict (rank 0), microbatches, counted and planned collectives."""
+    """One rank of the parallel run: losses, the full state dict (rank 0), microbatches, counted and planned
+    collectives."""
     import meshwright as mw
 
     options = dict(options)
@@ -100,7 +104,7 @@ def run(name: str, kind: str, strategy: dict[str, int] | None, m: int | None, sc
 
 
 def compare(results: Any, name: str, kind: str, options: dict[str, Any]) -> None:
-    losses, state, m, *_ = results[0]
+    _, state, m, *_ = results[0]
     double = options.get("double", False)
     rtol = 1e-9 if double else 1e-4
     expected, reference = single_device(name, kind, m, options)

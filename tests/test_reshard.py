@@ -1,4 +1,5 @@
-"""Conversions between specs: every pair of specs on small meshes, by execution, with their bytes and their conjugates."""
+"""Conversions between specs: every pair of specs on small meshes, by execution, with their bytes and their
+conjugates."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-
 from meshwright.compiler.reshard import FREE, apply_steps, reshard, step_bytes, steps_between
 from meshwright.compiler.rules.execution import assemble, distribute
 from meshwright.compiler.rules.lockstep import LockstepGroup

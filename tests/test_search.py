@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
-from zoo import ZOO
-
 from meshwright.compiler.capture import capture
 from meshwright.compiler.compose import Composer
 from meshwright.compiler.driver import InfeasibleError, Strategy, make_plan, parse_strategy
@@ -19,6 +19,7 @@ from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.problem import Restriction
 from meshwright.costmodel.cluster import Cluster
+from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
 
@@ -62,14 +63,15 @@ def test_deeper_models_have_no_more_classes(graphs):
 
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", (2,)), ("mlp", (2, 2)), ("convnet", (2,)), ("llama", (4,))])
 def test_composition_equals_the_whole_problem_between_the_same_boundaries(graphs, name, mesh):
-    """The min-plus product of layer tables is the optimum of all layers as one problem, their boundary tensors fixed alike."""
+    """The min-plus product of layer tables is the optimum of all layers as one problem, their boundary tensors fixed
+    alike."""
     graph = graphs(name).with_batch(8)
     layering = cluster_layers(graph)
     composer = Composer(graph, layering, MeshPricer(V100, 0, mesh), 4)
     count = len(layering.layers)
     first, end = max(0, count - 3), count - 1
     path = composer.path(first, end)
-    product = sum(composer.table(first + k).cost[a, b] for k, (a, b) in enumerate(zip(path, path[1:])))
+    product = sum(composer.table(first + k).cost[a, b] for k, (a, b) in enumerate(pairwise(path)))
     into, out = composer.states(first)[path[0]], composer.states(end)[path[-1]]
     whole = composer.section(first, end, [into], [out]).problem(0.0)
     best = eliminate(whole)
@@ -123,7 +125,8 @@ def section_choice(table, kind, name, composer, a, b):
 
 
 def test_the_search_finds_column_and_row_pairs_by_itself(graphs):
-    """Tensor parallel MLP and attention with one reduction each way per block: a consequence of the costs, not of a pattern."""
+    """Tensor parallel MLP and attention with one reduction each way per block: a consequence of the costs, not of a
+    pattern."""
     plan = make_plan(graphs("gpt", layers=4), V100, 8, microbatches=1, strategy=Strategy(tp=4))
     labels = {name: labels[0] for name, labels in plan.stages[0].chunks[0].ops.items()}
     graph = graphs("gpt", layers=4)
@@ -184,7 +187,8 @@ def test_skip_connections_cross_stages(graphs):
 
 
 def test_memory_is_a_constraint(graphs):
-    """The same model on devices with less memory gets a plan that needs less, at a price, or an answer that says what is missing."""
+    """The same model on devices with less memory gets a plan that needs less, at a price, or an answer that says what
+    is missing."""
     import dataclasses
 
     graph = graphs("gpt", layers=4)
@@ -199,7 +203,7 @@ def test_memory_is_a_constraint(graphs):
     tight = make_plan(graph, with_memory(0.6 * peak), 64, alternatives=False)
     assert tight.prediction.step_s >= free.prediction.step_s * 0.999 or tight.microbatches > 1
     assert all(s.peak_bytes - s.memory_bytes["framework"] <= 0.62 * peak for s in tight.prediction.stages)
-    with pytest.raises(InfeasibleError, match="missing|short|more"):
+    with pytest.raises(InfeasibleError, match=r"missing"):
         make_plan(graph, with_memory(2e4), 64, alternatives=False)
 
 
