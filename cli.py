@@ -137,7 +137,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     with _progress() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
         progress("importing", 0.0)
         from . import api
-        from .compiler.explain import summary_json
+        from .compiler.summary import summary_json
         from .costmodel.cluster import Cluster
 
         cluster = Cluster.parse(arguments.cluster)
@@ -163,7 +163,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from .compiler.explain import summary_json
+    from .compiler.summary import summary_json
 
     plan = _load(arguments.plan)
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=_width()))

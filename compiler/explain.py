@@ -1,8 +1,8 @@
-"""A plan as text for a terminal, and its figures as one flat JSON object.
+"""A plan as text for a terminal.
 
 ``explain`` lays out, top to bottom: what the plan promises; stages × devices; how every layer is split; the schedule;
 seconds by cause; memory by cause; collectives; what else there was; where the prices come from; notes. ``describe.py``
-finds the words, ``typeset.py`` the columns.
+finds the words, ``summary.py`` the figures, ``typeset.py`` the columns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..costmodel.cluster import Cluster
 from .describe import Group, axis_names, layer_rows, layer_span, merged, op_summary
 from .graph import Graph
 from .schedule import Edge, generate
 from .simulate import Simulation, grid, simulate
+from .summary import num_idle_devices, replicated_fraction, tflops_per_device
 from .typeset import (
     bar,
     bytes_text,
@@ -34,7 +35,7 @@ from .typeset import (
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["explain", "summary_json"]
+__all__ = ["explain"]
 
 _CAUSES = {
     "compute": "compute",
@@ -71,64 +72,6 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Notes", _bullets(_notes(plan), width)),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-def summary_json(plan: Plan) -> dict[str, Any]:
-    """The plan's figures as plain JSON values: seconds, bytes, fractions; lists in stage order."""
-    passes = dict(plan.provenance.get("passes", {}))
-    prediction = plan.prediction
-    return {
-        "model": plan.model,
-        "cluster": str(plan.cluster.get("name", "")),
-        "num_devices": plan.num_devices,
-        "global_batch": plan.global_batch,
-        "microbatches": plan.microbatches,
-        "schedule": plan.schedule,
-        "optimizer": plan.optimizer,
-        "step_s": prediction.step_s,
-        "bound_gap": prediction.bound_gap,
-        "tflops_per_device": _tflops(plan),
-        "replicated_flops_fraction": _replicated(plan),
-        "idle_devices": _idle(plan),
-        "search_s": passes.get("total", 0.0),
-        "capture_s": passes.get("capture", 0.0),
-        "passes": passes,
-        "peak_memory_bytes": [stage.peak_bytes for stage in prediction.stages],
-        "stages": [
-            {
-                "devices": list(stage.devices),
-                "mesh_shape": list(stage.mesh_shape),
-                "axes": list(axis_names(stage)),
-                "layers": [plan.layers[k] for chunk in stage.chunks for k in range(*chunk.layers)],
-                "forward_s": predicted.forward_s,
-                "backward_s": predicted.backward_s,
-                "step_s": predicted.step_s,
-                "seconds": dict(predicted.seconds),
-                "memory_bytes": dict(predicted.memory_bytes),
-                "collectives": dict(predicted.collectives),
-            }
-            for stage, predicted in zip(plan.stages, prediction.stages)
-        ],
-        "alternatives": [dict(row) for row in prediction.alternatives],
-        "notes": list(prediction.notes),
-    }
-
-
-# ---- figures
-
-
-def _tflops(plan: Plan) -> float:
-    step_s = plan.prediction.step_s
-    return plan.prediction.flops / step_s / plan.num_devices / 1e12 if step_s else 0.0
-
-
-def _replicated(plan: Plan) -> float:
-    total = plan.prediction.flops + plan.prediction.replicated_flops
-    return plan.prediction.replicated_flops / total if total else 0.0
-
-
-def _idle(plan: Plan) -> int:
-    return plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
 
 
 def _simulated(plan: Plan) -> Simulation:
@@ -179,7 +122,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             "step",
             f"{seconds_text(prediction.step_s)} predicted:"
             f" {rate_text(plan.global_batch / prediction.step_s)} samples/s,"
-            f" {_tflops(plan):.3g} TFLOPS per device",
+            f" {tflops_per_device(plan):.3g} TFLOPS per device",
         ),
         ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
         (
@@ -398,11 +341,11 @@ def _prices(plan: Plan, width: int) -> list[str]:
 
 def _notes(plan: Plan) -> list[str]:
     notes = list(plan.prediction.notes)
-    idle = _idle(plan)
+    idle = num_idle_devices(plan)
     if idle and not any("idle" in note for note in notes):
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")
-    if _replicated(plan) >= 0.0005:
-        notes.append(f"{100 * _replicated(plan):.1f} % of all FLOPs are done by several devices alike")
+    if replicated_fraction(plan) >= 0.0005:
+        notes.append(f"{100 * replicated_fraction(plan):.1f} % of all FLOPs are done by several devices alike")
     if forced := plan.provenance.get("strategy"):
         notes.append("the shape was asked for: " + ", ".join(f"{key} {size}" for key, size in forced.items()))
     return notes

@@ -1,0 +1,70 @@
+"""A plan's figures as numbers: one flat JSON object, and those of them that are computed from several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .describe import axis_names
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["num_idle_devices", "replicated_fraction", "summary_json", "tflops_per_device"]
+
+
+def summary_json(plan: Plan) -> dict[str, Any]:
+    """The plan's figures as plain JSON values: seconds, bytes, fractions; lists in stage order."""
+    passes = dict(plan.provenance.get("passes", {}))
+    prediction = plan.prediction
+    return {
+        "model": plan.model,
+        "cluster": str(plan.cluster.get("name", "")),
+        "num_devices": plan.num_devices,
+        "global_batch": plan.global_batch,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "optimizer": plan.optimizer,
+        "step_s": prediction.step_s,
+        "bound_gap": prediction.bound_gap,
+        "tflops_per_device": tflops_per_device(plan),
+        "replicated_flops_fraction": replicated_fraction(plan),
+        "idle_devices": num_idle_devices(plan),
+        "search_s": passes.get("total", 0.0),
+        "capture_s": passes.get("capture", 0.0),
+        "passes": passes,
+        "peak_memory_bytes": [stage.peak_bytes for stage in prediction.stages],
+        "stages": [
+            {
+                "devices": list(stage.devices),
+                "mesh_shape": list(stage.mesh_shape),
+                "axes": list(axis_names(stage)),
+                "layers": [plan.layers[k] for chunk in stage.chunks for k in range(*chunk.layers)],
+                "forward_s": predicted.forward_s,
+                "backward_s": predicted.backward_s,
+                "step_s": predicted.step_s,
+                "seconds": dict(predicted.seconds),
+                "memory_bytes": dict(predicted.memory_bytes),
+                "collectives": dict(predicted.collectives),
+            }
+            for stage, predicted in zip(plan.stages, prediction.stages)
+        ],
+        "alternatives": [dict(row) for row in prediction.alternatives],
+        "notes": list(prediction.notes),
+    }
+
+
+def tflops_per_device(plan: Plan) -> float:
+    """Useful 10¹² operations per second and device of the cluster, idle ones counted; 0 for a step of no time."""
+    step_s = plan.prediction.step_s
+    return plan.prediction.flops / step_s / plan.num_devices / 1e12 if step_s else 0.0
+
+
+def replicated_fraction(plan: Plan) -> float:
+    """The share of all FLOPs that several devices do alike."""
+    total = plan.prediction.flops + plan.prediction.replicated_flops
+    return plan.prediction.replicated_flops / total if total else 0.0
+
+
+def num_idle_devices(plan: Plan) -> int:
+    """Devices of the cluster that no stage uses."""
+    return plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
