@@ -25,9 +25,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 
 from . import api
 from .architectures import GPT
-from .compiler.plan import Plan, write_atomically
+from .compiler.plan import Plan
 from .compiler.typeset import bytes_text, seconds_text, table
 from .costmodel.cluster import Cluster
+from .costmodel.files import write_atomically
 from .runtime.launch import spawn_local
 
 __all__ = ["run"]

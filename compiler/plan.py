@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..costmodel.files import read_document, write_atomically
 from .explain import explain
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 
@@ -281,18 +280,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the
         fault."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{os.fspath(path)}: not a whole JSON document ({error}); was the file truncated?"
-            ) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{os.fspath(path)}: cannot be read: {error}") from error
-        try:
-            return cls.from_json(data)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return read_document(path, lambda text: cls.from_json(_parsed(text)))
 
     # ---- does it belong here?
 
@@ -332,21 +320,11 @@ class Plan:
         return faults
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` by way of a temporary file beside it: fsync, then rename."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent or ".", prefix=f".{target.name}.")
+def _parsed(text: str) -> Any:
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a whole JSON document ({error}); was the file truncated?") from error
 
 
 def _brief(data: Any) -> str:

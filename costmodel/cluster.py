@@ -25,9 +25,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from .files import read_document, write_atomically
 from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_of, positive
 from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
-from .tables import Curve, Table, curve_from, local_table, write_atomically
+from .tables import Curve, Table, curve_from, local_table
 
 __all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
 
@@ -148,10 +149,6 @@ class Cluster(HashedOnce):
         ]
         return _digest([parts, self.link.name, self.link_kind, self.backend])
 
-    def price_fingerprint(self) -> str:
-        """16 hex digits over every constant: equal prices follow from equal ones."""
-        return _digest(self.to_json())
-
     def difference(self, other: Cluster) -> list[str]:
         """One line per way in which ``other`` is not this hardware; empty if the fingerprints agree."""
         lines = []
@@ -233,10 +230,7 @@ class Cluster(HashedOnce):
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a cluster file; ValueError names the file and what is wrong with it."""
-        try:
-            return Cluster.from_json(Path(path).read_text())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        return read_document(path, Cluster.from_json)
 
 
 @dataclass(frozen=True, slots=True)

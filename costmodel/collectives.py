@@ -42,8 +42,6 @@ __all__ = [
     "ALGORITHMS",
     "AxisPrice",
     "Steps",
-    "collective_seconds",
-    "default_algorithms",
     "mesh_prices",
     "p2p_seconds",
     "steps_of",
@@ -98,11 +96,6 @@ class Steps:
     sent: float
     messages: int
     incast: int = 1
-
-
-def default_algorithms(backend: str, kind: str) -> tuple[str, ...]:
-    """The algorithms that "nccl" or "gloo" has for ``kind``."""
-    return _BACKEND[backend][ALIASES.get(kind, kind)]
 
 
 def steps_of(kind: str, algorithm: str, p: int) -> Steps:
@@ -166,25 +159,6 @@ def group_rate(link: Link, link_kind: str, group: int, active: int) -> float:
     if link_kind == "ring":
         return min(link.bytes_per_s, link.pair * (group - 1))
     return link.bytes_per_s
-
-
-def collective_seconds(kind: str, nbytes: float, link: Link, group_size: int, algorithm: str | None = None) -> float:
-    """Seconds of one collective of ``group_size`` devices that are joined by one switched link level; the cheapest
-    algorithm by default.
-
-    Raises ValueError for an unknown kind or algorithm, or a group size that the algorithm is not defined for.
-    """
-    kind = ALIASES.get(kind, kind)
-    if algorithm is not None:
-        options = [steps_of(kind, algorithm, group_size)]
-    else:
-        steps_of(kind, ALGORITHMS[kind][0] if kind in ALGORITHMS else "", group_size)  # checks kind and size
-        options = [steps_of(kind, name, group_size) for name in ALGORITHMS[kind] if _defined(kind, name, group_size)]
-    if group_size == 1 or nbytes == 0:
-        return 0.0
-    rate = link.pair if kind == "send" else link.bytes_per_s
-    lines = [_line(steps, link.alpha_s, link.message_s, link.call_s, rate) for steps in options]
-    return min(a + b * nbytes for a, b in lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure", "write_atomically"]
+from .files import read_document, write_atomically
+
+__all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure"]
 
 FORMAT, SCHEMA = "meshwright-table", 1
 
@@ -185,34 +186,13 @@ class Table:
     @staticmethod
     def load(path: str | Path) -> Table:
         """Read a table; ValueError names the file and what is wrong with it."""
-        try:
-            return Table.from_json(Path(path).read_text())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{path}: {error}") from None
+        return read_document(path, Table.from_json)
 
 
 def curve_from(entry: Mapping[str, Any]) -> Curve:
     """A Curve from its JSON object."""
     points = tuple((float(work), float(seconds)) for work, seconds in entry["points"])
     return Curve(str(entry["kind"]), str(entry["dtype"]), str(entry["variable"]), points)
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write to a neighbour, flush to disk, rename: a reader never sees half a file."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 # ---- measuring

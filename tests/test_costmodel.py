@@ -9,8 +9,6 @@ from meshwright.costmodel import tables
 from meshwright.costmodel.cluster import Cluster, Device, Host, Link, Mesh, _local
 from meshwright.costmodel.collectives import (
     ALGORITHMS,
-    collective_seconds,
-    default_algorithms,
     mesh_prices,
     p2p_seconds,
     steps_of,
@@ -239,30 +237,41 @@ def test_steps_against_message_simulator(kind, algorithm, p):
     assert steps.messages == wire.messages
 
 
-def test_collective_seconds_formula_and_cheapest():
-    link = Link("l", 10e-6, 1e9, "test")
-    assert collective_seconds("all_reduce", 8e6, link, 4, "ring") == pytest.approx(6 * 10e-6 + 2 * 0.75 * 8e6 / 1e9)
-    for nbytes in (1, 1e4, 1e8):
-        each = [collective_seconds("all_reduce", nbytes, link, 6, name) for name in ALGORITHMS["all_reduce"]]
-        assert collective_seconds("all_reduce", nbytes, link, 6) == min(each)
-    assert collective_seconds("all_gather", 8e6, link, 1) == 0.0
-    assert collective_seconds("all_reduce_max", 100, link, 4) == collective_seconds("all_reduce", 100, link, 4)
+def joined(size, backend="nccl", **link):
+    """A host of ``size`` devices behind one switch."""
+    device = Device("d", 1, (("float32", 1.0),), 1.0, 0.0, "t")
+    wire = replace(Link("l", 10e-6, 1e9, "t"), **link)
+    cluster = Cluster("c", (Host(device, size, wire),), wire, backend=backend)
+    return mesh_prices(cluster, cluster.mesh())[0], mesh_prices(cluster, cluster.mesh(), "all")[0]
+
+
+def test_price_formula_and_cheapest():
+    ring, _ = joined(4)
+    assert ring.seconds("all_reduce", 8e6) == pytest.approx(6 * 10e-6 + 2 * 0.75 * 8e6 / 1e9)
+    assert ring.seconds("all_reduce_max", 100) == ring.seconds("all_reduce", 100)
+    _, cheapest = joined(6)
+    for nbytes in (1, 1e8):
+        rows = [steps_of("all_reduce", name, 6) for name in ALGORITHMS["all_reduce"]]
+        each = [row.rounds * 10e-6 + row.sent * nbytes / 1e9 for row in rows]
+        assert cheapest.seconds("all_reduce", nbytes) == pytest.approx(min(each))
+    assert joined(1)[0].seconds("all_gather", 8e6) == 0.0
     # further messages into one device cost
-    slow = replace(link, message_s=5e-6)
-    assert collective_seconds("all_to_all", 1, slow, 5, "all_to_all") == pytest.approx(10e-6 + 3 * 5e-6, rel=1e-3)
+    slow, _ = joined(5, message_s=5e-6)
+    assert slow.seconds("all_to_all", 1) == pytest.approx(10e-6 + 3 * 5e-6, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("kind", "algorithm", "size", "message"),
     [
-        ("gossip", None, 4, "a collective is one of"),
+        ("gossip", "ring", 4, "a collective is one of"),
         ("all_reduce", "magic", 4, "has the algorithms"),
-        ("all_reduce", None, 0, "at least one"),
+        ("all_reduce", "ring", 0, "at least one"),
+        ("all_gather", "recursive_doubling", 6, "powers of two"),
     ],
 )
 def test_collective_errors(kind, algorithm, size, message):
     with pytest.raises(ValueError, match=message):
-        collective_seconds(kind, 1, Link("l", 0, 1, "t"), size, algorithm)
+        steps_of(kind, algorithm, size)
 
 
 # ---- clusters and meshes
@@ -353,7 +362,7 @@ def test_fingerprint_is_of_hardware_not_of_rates():
     cluster = Cluster.preset("dgx-h100", 2)
     profiled = replace(cluster, link=replace(cluster.link, bytes_per_s=1e9))
     assert profiled.fingerprint() == cluster.fingerprint()
-    assert profiled.price_fingerprint() != cluster.price_fingerprint()
+    assert profiled.to_json() != cluster.to_json()
     other = Cluster.preset("dgx-a100-80", 2)
     assert other.fingerprint() != cluster.fingerprint()
     assert any("A100" in line for line in cluster.difference(other))
@@ -749,11 +758,11 @@ def test_measured_state():
         measured_state(lambda ps: torch.optim.LBFGS(ps))
 
 
-def test_backend_algorithms_are_rows_of_the_table():
+def test_a_backend_has_every_kind_and_is_never_cheaper_than_all_algorithms():
     for backend in ("nccl", "gloo"):
+        own, every = joined(6, backend)
         for kind in (*ALGORITHMS, "all_reduce_max"):
-            known = {*ALGORITHMS["all_reduce" if kind == "all_reduce_max" else kind], "hierarchical"}
-            assert set(default_algorithms(backend, kind)) <= known
+            assert 0 < every.seconds(kind, 1e8) <= own.seconds(kind, 1e8) < math.inf
 
 
 def test_values_are_checked():

@@ -1,0 +1,43 @@
+"""Documents on disk: written complete or not at all, and read with the file's name in every complaint."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["read_document", "write_atomically"]
+
+T = TypeVar("T")
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write to a neighbour, flush to disk, rename: a reader never sees half a file. OSError where that fails."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes it private
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_document(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of the file's text; ValueError names the file and what is wrong with it."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)}: cannot be read: {error}") from error
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
