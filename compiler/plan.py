@@ -30,9 +30,20 @@ from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["PLAN_VERSION", "Chunk", "Plan", "Prediction", "Residency", "Stage", "StagePrediction", "Transfer"]
+__all__ = [
+    "BUCKET_BYTES",
+    "PLAN_VERSION",
+    "Chunk",
+    "Plan",
+    "Prediction",
+    "Residency",
+    "Stage",
+    "StagePrediction",
+    "Transfer",
+]
 
 PLAN_VERSION = 1
+BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this size, as in DistributedDataParallel
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..costmodel.collectives import mesh_prices, p2p_seconds
 from ..costmodel.compute import op_seconds
 from ..costmodel.memory import parameter_bytes
 from .graph import TensorType, tensor_operands, types_of
+from .plan import BUCKET_BYTES
 from .reshard import FREE, step_bytes, steps_between
 from .rules import MeshChoice, rule_for
 from .spec import P, Pair, Spec, local_shape
@@ -27,8 +28,6 @@ __all__ = ["MeshPricer", "OpPrice"]
 TWO_SIDED = frozenset(
     {"matmul", "attention", "convolution", "routing"}
 )  # backward costs the forward once per differentiable operand
-
-BUCKET_BYTES = 25 * 2**20  # gradients are reduced in buckets of this size, as in DistributedDataParallel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from .graph import TensorType
-from .spec import Pair, Spec
+from .spec import Pair
 
 __all__ = ["ChunkProgram", "Exit", "Slot"]
 
@@ -64,7 +64,3 @@ class ChunkProgram:
     mesh_shape: tuple[int, ...]
     collectives: Mapping[str, int]  # "forward all_reduce", "backward all_gather", … → count per microbatch
     constants: Mapping[str, torch.Tensor]
-
-    def gradient_specs(self) -> dict[str, Spec]:
-        """Parameter → placement of the gradient that the backward leaves (P axes are still to be reduced)."""
-        return {slot.name: slot.pair.cotangent for slot in self.slots if slot.kind == "parameter"}

@@ -155,7 +155,7 @@ def known_schedules() -> tuple[str, ...]:
 
 def _family(name: str) -> _Family:
     if name not in _FAMILIES:
-        raise ValueError(f"a schedule is one of {', '.join(_FAMILIES)}, but got {name!r}; choose one of these")
+        raise ValueError(f"a schedule is one of {', '.join(known_schedules())}, but got {name!r}; choose one of these")
     return _FAMILIES[name]
 
 

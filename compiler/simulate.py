@@ -43,12 +43,6 @@ class Simulation:
         total = self.pipeline_s * len(self.timeline)
         return 1.0 - sum(self.busy_s) / total if total else 0.0
 
-    @property
-    def bubble_ratio(self) -> float:
-        """Idle seconds over busy seconds, the bubble of the literature: (p − 1)/m for equal stages."""
-        busy = sum(self.busy_s)
-        return self.pipeline_s * len(self.timeline) / busy - 1.0 if busy else 0.0
-
 
 def simulate(
     schedule: Schedule,

@@ -22,7 +22,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 __all__ = ["PMAX", "P", "Pair", "Placement", "R", "S", "Spec", "local_shape", "parse_pair", "parse_spec", "replicated"]
 
@@ -126,8 +125,3 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh_shape: Sequence[int]) -> 
             assert out[placement.dim] % size == 0, (shape, spec, mesh_shape)
             out[placement.dim] //= size
     return tuple(out)
-
-
-def num_shards(spec: Spec, mesh_shape: Sequence[int]) -> int:
-    """Into how many different blocks ``spec`` cuts a tensor."""
-    return prod(size for placement, size in zip(spec, mesh_shape, strict=True) if placement.is_shard)

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from ..compiler.graph import TensorType
-from ..compiler.plan import Plan
+from ..compiler.plan import BUCKET_BYTES, Plan
 from .crossmesh import Layout, Port, tiles
 from .groups import DistributedComm
 
-__all__ = ["BUCKET_BYTES", "GradientReducer", "TiedParameters", "holders", "parameter_layout"]
+__all__ = ["GradientReducer", "TiedParameters", "holders", "parameter_layout"]
 
-BUCKET_BYTES = 25 * 2**20  # as in PyTorch's DDP
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
 _TIED_TAG = 1 << 30
 

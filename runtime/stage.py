@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compiler.plan import Plan
+from ..compiler.plan import BUCKET_BYTES, Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.spec import R, spec_text
@@ -29,7 +29,7 @@ from .crossmesh import Layout, cut, wire
 from .executor import Executor
 from .facts import Facts, exchange, facts_of
 from .feeding import Feeder
-from .gradients import BUCKET_BYTES, GradientReducer, TiedParameters
+from .gradients import GradientReducer, TiedParameters
 from .groups import bind_all
 from .optimizer import OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
 from .state import Init, ModelInfo, State, Weights

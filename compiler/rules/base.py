@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ..spec import P, Pair, Placement, R, S
 
-__all__ = ["DATA", "FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard"]
+__all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard"]
 
 AxisPair = tuple[Placement, Placement]  # (value, cotangent) along one mesh axis
 
@@ -28,9 +28,6 @@ ROW: AxisPair = (P, R)  # an addend of the value, gets the whole gradient
 def shard(dim: int) -> AxisPair:
     """``(S(dim), S(dim))``."""
     return (S(dim), S(dim))
-
-
-DATA = shard(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +114,3 @@ class Rule:
 def pairs_on_mesh(per_axis: Sequence[AxisPair]) -> Pair:
     """Zip one AxisPair per mesh axis into a Pair of specs."""
     return Pair(tuple(p[0] for p in per_axis), tuple(p[1] for p in per_axis))
-
-
-def localize_sizes(sizes: Sequence[Any], local: torch.Size | tuple[int, ...]) -> list[Any]:
-    """A size list (of view, expand, …) with global ints replaced by the local shape; -1 stays."""
-    return [size if size == -1 else here for size, here in zip(sizes, local, strict=True)]
