@@ -8,19 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import Parallel, parallelize, plan
-    from meshwright.compiler.driver import InfeasibleError
+    from meshwright.api import parallelize, plan
     from meshwright.compiler.plan import Plan
+    from meshwright.compiler.strategy import InfeasibleError
     from meshwright.costmodel.cluster import Cluster, Mesh
+    from meshwright.parallel import Parallel
 
 __all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "plan"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Cluster": "costmodel.cluster",
-    "InfeasibleError": "compiler.driver",
+    "InfeasibleError": "compiler.strategy",
     "Mesh": "costmodel.cluster",
-    "Parallel": "api",
+    "Parallel": "parallel",
     "Plan": "compiler.plan",
     "parallelize": "api",
     "plan": "api",

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .compiler.capture import capture
-from .compiler.driver import InfeasibleError, Strategy, make_plan, parse_strategy
-from .compiler.evaluation import plan_evaluation
-from .compiler.example import batch_dims_of, flat_inputs
-from .compiler.graph import Graph, Source, TensorType
-from .compiler.lower import lower
+from .compiler.driver import make_plan
+from .compiler.example import batch_extent, flat_inputs
 from .compiler.plan import Plan
-from .compiler.program import ChunkProgram
-from .compiler.spec import Pair
-from .compiler.validate import require
+from .compiler.strategy import Strategy, parse_strategy
 from .costmodel.cluster import Cluster, Mesh
-from .runtime.agreement import alike
-from .runtime.checkpoint import load_checkpoint, save_checkpoint
+from .parallel import OptimizerFactory, Parallel
 from .runtime.launch import ensure_initialized
-from .runtime.stage import Session
-from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
+from .runtime.state import Init
 
 __all__ = ["Parallel", "parallelize", "plan"]
 
 Progress = Callable[[str, float], None]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def plan(
@@ -66,44 +54,18 @@ def plan(
     started = time.perf_counter()
     graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
     capture_s = time.perf_counter() - started
-    batch = global_batch or _batch_of(
-        graph, flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
-    )
-    return _planned(graph, capture_s, cluster, batch, microbatches, strategy, schedule, optimizer, progress)
-
-
-def _planned(
-    graph: Graph,
-    capture_s: float,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None,
-    strategy: Strategy | Mapping[str, int] | str | None,
-    schedule: str,
-    optimizer: str,
-    progress: Progress | None,
-) -> Plan:
-    found = make_plan(
+    inputs = flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
+    return make_plan(
         graph,
         cluster,
-        global_batch,
+        global_batch or batch_extent(graph, inputs),
         microbatches,
         parse_strategy(strategy),
         schedule,
         optimizer,
+        capture_s=capture_s,
         progress=progress or (lambda name, fraction: None),
     )
-    provenance = dict(found.provenance)
-    provenance["passes"] = {"capture": round(capture_s, 4), **provenance["passes"]}
-    return replace(found, provenance=provenance)
-
-
-def _batch_of(graph: Graph, inputs: Mapping[str, Any]) -> int:
-    for node in graph.placeholders("input"):
-        source = node.meta["source"]
-        if source.batch_dim is not None and source.name in inputs:
-            return int(inputs[source.name].shape[source.batch_dim])
-    raise ValueError("global_batch is the batch of the example inputs, but none of them has one; pass global_batch=")
 
 
 def parallelize(
@@ -170,362 +132,3 @@ def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
             f"the mesh has one device per rank, but got {size} devices and {world} ranks; start {size} ranks"
         )
     return mesh if isinstance(mesh, Cluster) else None
-
-
-class Parallel:
-    """A model bound to its plan and to this job's ranks. Made by ``parallelize``; every method is called by all ranks
-    alike."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster | None,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
-        global_batch: int | None,
-        microbatches: int | None,
-        strategy: Strategy | Mapping[str, int] | str | None,
-        schedule: str,
-        plan: Plan | None,
-        optimizer: OptimizerFactory | None,
-        clip_grad_norm: float | None,
-        data: str,
-        init: Init | None,
-        state_dict: Mapping[str, torch.Tensor] | None,
-        seed: int,
-    ) -> None:
-        self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
-        self._global_batch, self._microbatches, self._strategy, self._schedule = (
-            global_batch,
-            microbatches,
-            strategy,
-            schedule,
-        )
-        self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
-        self._init, self._state, self._seed = init, state_dict, seed
-        self._session: Session | None = None
-        self._graph: Graph | None = None
-        self._training = True
-        self._first = False  # whether the first batch stands for the example inputs
-        self._dims: dict[str, int | None] = {}  # of the training inputs
-        self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
-        self._forwards: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
-        self._measured: list[float] = []
-
-    # ---- binding
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
-        """Capture, plan (or check the given plan), lower, and place the weights, for inputs like these."""
-        started = time.perf_counter()
-        inputs = flat_inputs(args, kwargs, targets)
-        with alike():
-            graph = capture(self._model, args, kwargs, targets, self._loss_fn, self._batch_dims)
-        capture_s = time.perf_counter() - started
-        decided = self._agreed(graph, capture_s, inputs)
-        with alike():
-            if decided.model != graph.fingerprint():
-                raise ValueError(
-                    f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} "
-                    "on rank 0; build it alike on all ranks"
-                )
-            small = graph.with_batch(decided.microbatch_size)
-            stage = decided.stage_of(dist.get_rank())
-            programs = (
-                []
-                if stage is None
-                else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
-            )
-            weights = self._weights(graph)
-        self._session = Session(
-            decided,
-            programs,
-            _model_info(graph, self._model),
-            weights,
-            init=self._init,
-            optimizer=self._factory,
-            seed=self._seed,
-            clip_grad_norm=self._clip,
-            data=self._data,
-        )
-        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
-        self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
-
-    def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        """Rank 0's plan, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0
-        raises."""
-        found: Plan | None = None
-        told: Any = None
-        fault: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                found = self._decide(graph, capture_s, inputs)
-                told = found.to_json()
-            except Exception as error:
-                fault, told = error, f"{type(error).__name__}\n{error}"
-        shared = [told]
-        dist.broadcast_object_list(shared, src=0)
-        if fault is not None:
-            raise fault
-        if isinstance(shared[0], str):
-            _raise_as(shared[0])
-        decided = Plan.from_json(shared[0])
-        if decided.num_devices != dist.get_world_size():
-            raise ValueError(
-                f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
-                f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
-            )
-        return decided
-
-    def _weights(self, graph: Graph) -> nn.Module | dict[str, torch.Tensor]:
-        """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name
-        that is not the model's."""
-        if self._state is None:
-            return self._model
-        nodes = graph.placeholders("buffer")
-        hidden = {node.meta["source"].name for node in nodes if not node.meta["source"].persistent}
-        buffers = {name: x for name, x in self._model.named_buffers() if name in hidden}
-        known = set(self._model.state_dict())
-        if unknown := [name for name in self._state if name not in known]:
-            raise ValueError(
-                f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; "
-                "is it of another model?"
-            )
-        return {**buffers, **self._state}
-
-    def _decide(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        if self._plan is not None:
-            require(self._plan, graph, self._cluster)
-            return self._plan
-        if self._data == "local" and self._global_batch is None and self._session is None and self._first:
-            raise ValueError(
-                "under data='local' a rank's first batch is not the global one, but got neither global_batch nor "
-                "example_inputs; pass one of them to parallelize"
-            )
-        cluster = self._cluster or Cluster.local(dist.get_world_size())
-        batch = self._global_batch or _batch_of(graph, inputs)
-        name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
-        return _planned(
-            graph, capture_s, cluster, batch, self._microbatches, self._strategy, self._schedule, name, None
-        )
-
-    @property
-    def session(self) -> Session:
-        """The runtime behind this object; ValueError before the first step where no example inputs were given."""
-        if self._session is None:
-            raise ValueError("there is no plan yet: pass example_inputs to parallelize, or call train_step first")
-        return self._session
-
-    # ---- training
-
-    def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
-        """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank."""
-        started = time.perf_counter()
-        loss = self.forward_backward(*inputs, targets=targets, **kwargs)
-        self.optimizer_step()
-        self._measured.append(time.perf_counter() - started)
-        return loss
-
-    def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
-        """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every
-        rank."""
-        targets = targets if isinstance(targets, tuple) else (targets,)
-        if self._session is None:
-            self._first = True
-            self.bind(inputs, kwargs, targets)
-        flat = flat_inputs(inputs, kwargs, targets)
-        self._check_names(flat)
-        return self.session.forward_backward(flat)
-
-    def _check_names(self, flat: Mapping[str, Any]) -> None:
-        """ValueError unless these are the inputs that were captured."""
-        if flat.keys() != self._dims.keys():
-            raise ValueError(
-                f"the model was captured with inputs {', '.join(self._dims)}, but got {', '.join(flat) or 'none'}; "
-                "pass the same"
-            )
-        for name, value in self._fixed.items():
-            if isinstance(flat[name], torch.Tensor) or flat[name] != value:
-                raise ValueError(
-                    f"an input that is no tensor keeps the value that it was captured with, but got {flat[name]!r} "
-                    f"for {name!r}, which was {value!r}; pass it as a tensor, or parallelize again"
-                )
-
-    def optimizer_step(self) -> None:
-        """Clip (if asked to) and update; clears the gradients at the next ``forward_backward``."""
-        self.session.optimizer_step()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer of this rank's parameters."""
-        if self.session.optimizer is None:
-            raise ValueError("no optimizer was given to parallelize, so there is none; pass optimizer=")
-        return self.session.optimizer
-
-    @property
-    def grad_norm(self) -> torch.Tensor:
-        """The fp32 norm of the whole model's gradient before clipping, every unique element once (0-d). Collective."""
-        return self.session.grad_norm
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that this model trains by."""
-        assert self._plan is not None or self.session is not None
-        assert self._plan is not None
-        return self._plan
-
-    @property
-    def data_index(self) -> int:
-        """Which part of the batch this rank passes under data="local"."""
-        return self.session.data_index
-
-    @property
-    def data_count(self) -> int:
-        """Into how many parts the batch falls under data="local"."""
-        return self.session.data_count
-
-    def report(self) -> dict[str, Any]:
-        """Predicted against measured: "predicted_step_s", "measured_step_s" (median after the first step),
-        "peak_bytes", …"""
-        later = sorted(self._measured[1:] or self._measured)
-        measured = later[len(later) // 2] if later else None
-        prediction = self.plan.prediction
-        return {
-            "predicted_step_s": prediction.step_s,
-            "measured_step_s": measured,
-            "steps": len(self._measured),
-            "predicted_peak_bytes": [stage.peak_bytes for stage in prediction.stages],
-            **{key: value for key, value in self.session.timings.items() if key != "actions"},
-        }
-
-    # ---- outputs
-
-    def train(self, mode: bool = True) -> Parallel:
-        """Select the training capture for ``parallel(x)`` (``mode=False``: evaluation)."""
-        self._training = mode
-        return self
-
-    def eval(self) -> Parallel:
-        """Select the evaluation capture for ``parallel(x)``."""
-        return self.train(False)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's whole output on every rank, without gradients; any batch size, the whole batch on every rank.
-
-        In training mode dropout draws as in the first microbatch of the next step and batch norm uses the batch's
-        statistics; running statistics stay as they are. Weights and buffers are those of training so far.
-        """
-        session, flat = self.session, flat_inputs(inputs, kwargs, ())
-        graph, evaluated, programs = self._forward_of(inputs, kwargs, flat)
-        outputs = session.forward(flat, evaluated, programs)
-        nodes, leaves = graph.by_name(), [None] * graph.output_spec.num_leaves
-        for result in graph.results:
-            if result.kind == "output":
-                source = nodes[result.node].meta.get("source")
-                value = outputs.get(result.name) if source is None else self._given(source, flat, graph)
-                leaves[int(result.name)] = value  # type: ignore[call-overload]
-        return pytree.tree_unflatten(leaves, graph.output_spec)
-
-    def _forward_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any]
-    ) -> tuple[Graph, Plan, list[ChunkProgram]]:
-        """The output graph for inputs like these, at their batch, with its plan and this rank's programs; made once."""
-        given = {name: dim for name, dim in self._dims.items() if isinstance(flat.get(name), torch.Tensor)}
-        dims = batch_dims_of(flat, given)
-        key = (self._training, *((name, _kind(x, dims[name])) for name, x in flat.items()))
-        if key not in self._forwards:
-            with alike():
-                captured = capture(self._model, args, kwargs, (), None, given, training=self._training, outputs=True)
-            self._forwards[key] = (captured, {})
-        graph, bound = self._forwards[key]
-        batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)
-        if batch not in bound:
-            with alike():
-                small = graph.with_batch(batch)
-                cluster = Cluster.from_json(json.dumps(self.plan.cluster))
-                evaluated = plan_evaluation(small, self.plan, cluster, self._buffers())
-                stage = evaluated.stage_of(dist.get_rank())
-                bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
-        return (graph, *bound[batch])
-
-    def _given(self, source: Source, flat: Mapping[str, Any], graph: Graph) -> Any:
-        """An output that the model only passes on."""
-        if source.kind == "input":
-            return flat[source.name]
-        return (
-            graph.constants[source.name].clone() if source.kind == "constant" else self.session.state.whole(source.name)
-        )
-
-    def _buffers(self) -> dict[str, dict[int, Pair]]:
-        assert self._graph is not None
-        out: dict[str, dict[int, Pair]] = {}
-        for node in self._graph.placeholders("buffer"):
-            for index, stage in enumerate(self.plan.stages):
-                for chunk in stage.chunks:
-                    if node.name in chunk.sources:
-                        out.setdefault(node.meta["source"].name, {})[index] = chunk.sources[node.name]
-        return out
-
-    # ---- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Original names → DTensors: what this rank's stage holds."""
-        return self.session.state_dict()
-
-    def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take values by original names, whole tensors or DTensors."""
-        self.session.load_state_dict(values)
-
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Original names → whole CPU tensors on rank 0, empty elsewhere; loads into the original model."""
-        return self.session.full_state_dict()
-
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan.
-        Collective."""
-        save_checkpoint(self.session, path)
-
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
-        load_checkpoint(self.session, path)
-
-
-def _raise_as(text: str) -> None:
-    """Raise what rank 0 raised, on every rank."""
-    kind, _, message = text.partition("\n")
-    raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
-        kind, RuntimeError
-    )(message)
-
-
-def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
-    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
-    if not isinstance(leaf, torch.Tensor):
-        return (repr(leaf),)
-    return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))
-
-
-def _optimizer_name(factory: OptimizerFactory) -> str:
-    """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
-    made = factory([nn.Parameter(torch.zeros(1))])
-    momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
-    return type(made).__name__ + ("+momentum" if momentum else "")
-
-
-def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:
-    """Every tensor of the model; those that the graph does not use come from the model itself."""
-    parameters: dict[str, ParameterInfo] = {}
-    buffers: dict[str, BufferInfo] = {}
-    for node in graph.placeholders("parameter", "buffer"):
-        source = node.meta["source"]
-        if source.kind == "parameter":
-            parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
-        else:
-            buffers[source.name] = BufferInfo(node.meta["type"], source.aliases, source.persistent, node.name)
-    known = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
-    known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
-    for name, parameter in model.named_parameters():
-        if name not in known:
-            parameters[name] = ParameterInfo(
-                TensorType(tuple(parameter.shape), parameter.dtype), (), parameter.requires_grad
-            )
-    return ModelInfo(parameters, buffers)

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MESHWRIGHT_DEBUG"):
             raise
-        from .compiler.driver import InfeasibleError
+        from .compiler.strategy import InfeasibleError
 
         if isinstance(error, InfeasibleError):
             return _fail(str(error), INFEASIBLE)

@@ -27,6 +27,7 @@ def find_alternatives(search: Search, plan: Plan, assemble: Assemble) -> list[di
             out.append(row)
             continue
         inner = replace(search, passes={}, misses=[], bounds={})
+        inner.layering = search.layering
         usable = usable_counts(search.global_batch, strategy)
         counts = sorted(
             {m for m in usable if m == plan.microbatches} | set(microbatch_counts(search.global_batch, strategy)[:4])

@@ -1,12 +1,12 @@
 """The pass list from a graph to a plan, readable top to bottom. Every pass is named and timed
 (``provenance["passes"]``).
 
-    layers      cluster the graph's ops into layers and classes                       layers.py
-    compose     per mesh: tables per layer class, costs of all intervals               compose.py, eliminate.py
-    stages      dynamic programming over layers × devices, for each microbatch count     search.py, inter_op.py
-    refine      per chosen stage: the whole stage as one problem, memory as a constraint   lagrange.py, ilp.py
-    simulate    the schedule's makespan with the stages' own times                     simulate.py
-    alternatives    what the best pure data, tensor and pipeline plans would have cost       alternatives.py
+    layers        cluster the graph's ops into layers and classes                         layers.py
+    compose       per mesh: tables per layer class, costs of all intervals                compose.py, eliminate.py
+    stages        dynamic programming over layers × devices, per microbatch count         search.py, inter_op.py
+    refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
+    simulate      the schedule's makespan with the stages' own times                      simulate.py
+    alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .rules import mesh_choices, rule_for
 from .schedule import generate, in_flight_formula
 from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, usable_bytes
 from .simulate import simulate
-from .strategy import InfeasibleError, Strategy, check_batch, parse_strategy
+from .strategy import InfeasibleError, Strategy, check_batch
 
-__all__ = ["InfeasibleError", "Strategy", "make_plan", "parse_strategy"]
+__all__ = ["make_plan"]
 
 
 def make_plan(
@@ -48,20 +48,22 @@ def make_plan(
     schedule: str = "1f1b",
     optimizer: str = "AdamW",
     alternatives: bool = True,
+    capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
 ) -> Plan:
     """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
 
     global_batch: samples per step over all devices. microbatches, strategy and schedule are searched where they are
     None ("1f1b" never
-    holds more than GPipe in the same time, so the schedule has that default). progress(pass, fraction) is called along
+    holds more than GPipe in the same time, so the schedule has that default). capture_s: what capture took, for the
+    record. progress(pass, fraction) is called along
     the way.
     """
     check_batch(global_batch, microbatches)
     with _without_gc():
-        return _make_plan(
-            graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, alternatives, progress
-        )
+        search = Search(graph, cluster, global_batch, optimizer, schedule, progress)
+        search.passes["capture"] = capture_s
+        return _run_passes(search, microbatches, strategy, alternatives)
 
 
 @contextmanager
@@ -76,23 +78,13 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _make_plan(
-    graph: Graph,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None,
-    strategy: Strategy | None,
-    schedule: str,
-    optimizer: str,
-    alternatives: bool,
-    progress: Callable[[str, float], None],
-) -> Plan:
+def _run_passes(search: Search, microbatches: int | None, strategy: Strategy | None, alternatives: bool) -> Plan:
+    graph, cluster, global_batch = search.graph, search.cluster, search.global_batch
     begin = time.perf_counter()
     if strategy and strategy.num_devices > cluster.num_devices:
         raise ValueError(
             f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}"
         )
-    search = Search(graph, cluster, global_batch, optimizer, schedule, None, progress)  # type: ignore[arg-type]
     with search.timed("layers"):
         search.layering = cluster_layers(graph)
     if strategy and strategy.pp > len(search.layering.layers):

@@ -10,7 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["Inputs", "batch_dims_of", "fake_inputs", "flat_inputs"]
+from .graph import Graph
+
+__all__ = ["Inputs", "batch_dims_of", "batch_extent", "fake_inputs", "flat_inputs"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ def batch_dims_of(
     """Source name → which dim of that input is the batch (None: none), for ``flat_inputs`` and ``batch_dims`` of
     ``capture``; ValueError if they do not fit."""
     return dict(zip(inputs, _batch_dims(tuple(inputs), tuple(inputs.values()), overrides), strict=True))
+
+
+def batch_extent(graph: Graph, inputs: Mapping[str, Any]) -> int:
+    """The batch size of these inputs (source name → leaf) of ``graph``; ValueError if none of them has a batch."""
+    for node in graph.placeholders("input"):
+        source = node.meta["source"]
+        if source.batch_dim is not None and source.name in inputs:
+            return int(inputs[source.name].shape[source.batch_dim])
+    raise ValueError("global_batch is the batch of the example inputs, but none of them has one; pass global_batch=")
 
 
 def _source_name(path: Sequence[Any]) -> str:

@@ -70,8 +70,8 @@ class Search:
     global_batch: int
     optimizer: str
     schedule: str
-    layering: Layering
     progress: Callable[[str, float], None]
+    layering: Layering = field(init=False)  # set by the first pass
     passes: dict[str, float] = field(default_factory=dict)
     misses: list[inter_op.Infeasible] = field(default_factory=list)
     bounds: dict[int, float] = field(

@@ -129,18 +129,18 @@ def test_any_mesh_and_no_example_inputs(ranks: Any, kind: str) -> None:
 
 def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
     """The program, the model and the losses under a saved plan, on a rank where searching would fail."""
-    import meshwright.api as api
+    import meshwright.parallel as parallel_module
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the search was entered")
 
-    kept, api.make_plan = api.make_plan, refuse  # type: ignore[assignment]
+    kept, parallel_module.make_plan = parallel_module.make_plan, refuse  # type: ignore[assignment]
     try:
         plan = mw.Plan.load(path)
         parallel = mw.parallelize(net(), plan=plan, example_inputs=BATCHES[0], optimizer=sgd)
         losses = losses_of(parallel, BATCHES)
     finally:
-        api.make_plan = kept
+        parallel_module.make_plan = kept
     assert parallel.plan == plan
     program = parallel.session.program
     return None if program is None else str(program.module.code), parallel.plan.model, losses

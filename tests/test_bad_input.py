@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from meshwright.compiler.capture import CaptureError, capture
-from meshwright.compiler.driver import InfeasibleError
+from meshwright.compiler.strategy import InfeasibleError
 from meshwright.compiler.validate import check_plan
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 from meshwright.runtime.stage import NonFiniteLoss

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from meshwright.compiler.capture import capture
 from meshwright.compiler.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
-from meshwright.compiler.driver import make_plan, parse_strategy
+from meshwright.compiler.driver import make_plan
 from meshwright.compiler.explain import explain
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
+from meshwright.compiler.strategy import parse_strategy
 from meshwright.compiler.summary import summary_json
 from meshwright.compiler.typeset import bar, bytes_text, count_text, seconds_text, span_text, table
 from meshwright.compiler.validate import check_plan, require

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from meshwright.compiler.capture import capture
 from meshwright.compiler.compose import Composer
-from meshwright.compiler.driver import InfeasibleError, Strategy, make_plan, parse_strategy
+from meshwright.compiler.driver import make_plan
 from meshwright.compiler.eliminate import eliminate
 from meshwright.compiler.graph import op_name
 from meshwright.compiler.ilp import solve_ilp
@@ -18,6 +18,7 @@ from meshwright.compiler.lower import lower
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.problem import Restriction
+from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from zoo import ZOO
 
