@@ -3,7 +3,8 @@
     python benchmarks/peers.py [--quick] [--cells NAME ...] [--repeat N] [--json out/peers.json]
 
 Two ranks of one thread each compute for real; four ranks sleep in proportion to their local FLOPs, over real
-collectives (see README.md). Exit status 1 if ours and a peer disagree on the loss.
+collectives (see README.md). Exit status 1 if ours and a peer disagree on the loss, or a
+cell fails.
 """
 
 from __future__ import annotations
@@ -152,15 +153,20 @@ def main() -> int:
     options = parser.parse_args()
     rounds = Rounds(1, options.rounds or 3, 1) if options.quick else Rounds(3, options.rounds or 20, 1)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    results = []
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
     for turn in range(options.repeat):
         for cell in CELLS:
             if options.cells is None or cell.name in options.cells:
                 with console.status(f"{cell.name} ({turn + 1} of {options.repeat})"):
-                    results.append(run_cell(cell, rounds, options.quick))
+                    try:
+                        results.append(run_cell(cell, rounds, options.quick))
+                    except (RuntimeError, TimeoutError) as error:  # the other cells may still say something
+                        failed.append(cell.name)
+                        console.print(f"{cell.name} failed: {error}", markup=False)
                 write(options.json, results, options.quick)
     show(results, console)
-    return 0 if all(result["equal_loss"] for result in results) else 1
+    return 0 if not failed and all(result["equal_loss"] for result in results) else 1
 
 
 if __name__ == "__main__":
