@@ -3,8 +3,8 @@
     python benchmarks/peers.py [--quick] [--cells NAME ...] [--repeat N] [--json out/peers.json]
 
 Two ranks of one thread each compute for real; four ranks sleep in proportion to their local FLOPs, over real
-collectives (see README.md). Exit status 1 if ours and a peer disagree on the loss, or a
-cell fails.
+collectives (see README.md). Exit status 1 if ours and a peer disagree on the loss, or a cell
+fails.
 """
 
 from __future__ import annotations
