@@ -2,11 +2,9 @@
 as a constraint.
 
 Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops
-are seen at once.
-First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around it. Then, where it
-may help, the
-stage is solved freely under the memory limit, and the better of both stands. The prices of what was chosen are summed
-by cause.
+are seen at once. First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around
+it. Then, where it may help, the stage is solved freely under the memory limit, and the better of both stands. The
+prices of what was chosen are summed by cause.
 """
 
 from __future__ import annotations

@@ -54,10 +54,8 @@ def make_plan(
     """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
 
     global_batch: samples per step over all devices. microbatches, strategy and schedule are searched where they are
-    None ("1f1b" never
-    holds more than GPipe in the same time, so the schedule has that default). capture_s: what capture took, for the
-    record. progress(pass, fraction) is called along
-    the way.
+    None ("1f1b" never holds more than GPipe in the same time, so the schedule has that default). capture_s: what
+    capture took, for the record. progress(pass, fraction) is called along the way.
     """
     check_batch(global_batch, microbatches)
     with _without_gc():

@@ -82,10 +82,16 @@ class Table:
             raise ValueError(
                 f"kept choices must be possible together, but got {tuple(kept_choices)}; see where cost is finite"
             )
-        value = dict(zip(self.keep, map(int, kept_choices)))
+        return tuple(int(found) for found in self.assignments([np.asarray(choice) for choice in kept_choices]))
+
+    def assignments(self, kept_choices: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """``assignment`` for many cells at once: index arrays of one shape in, one array of choices per operator out.
+
+        Where the cost is inf, the choices mean nothing."""
+        value = dict(zip(self.keep, kept_choices))
         for step in reversed(self._steps):
-            value[step.variable] = int(step.best[tuple(value[v] for v in step.scope)])
-        return tuple(int(idx[value[i]]) for i, idx in enumerate(self._original))
+            value[step.variable] = step.best[tuple(value[v] for v in step.scope)]
+        return [idx[value[i]] for i, idx in enumerate(self._original)]
 
 
 def eliminate(

@@ -2,8 +2,8 @@
 searched twice.
 
 The evaluation graph is another graph (no loss, no dropout, running statistics), so it has choices of its own. Each op
-goes to the first
-stage that has its parameters and comes no earlier than its operands; each stage is then solved as one problem.
+goes to the first stage that has its parameters and comes no earlier than its operands; each stage is then solved as one
+problem.
 """
 
 from __future__ import annotations

@@ -169,12 +169,11 @@ def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[s
 
 
 def _blocks_gradient(node: Node) -> bool:
-    """A detach, or an output that is not differentiable: the count of a cross entropy, the statistics of a batch
-    norm."""
+    """A detach, or an output that is not differentiable: the statistics of a batch norm."""
     if op_name(node) == "aten.detach.default":
         return True
     producer, index = output_of(node)
-    return index != 0 and op_name(producer) in ("meshwright.cross_entropy", "meshwright.batch_norm")
+    return index != 0 and op_name(producer) == "meshwright.batch_norm"
 
 
 def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
@@ -208,10 +207,8 @@ def _is_heavy(node: Node) -> bool:
 
 def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
     """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where
-    that is no
-    dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a position bias
-    looked up in the
-    middle of an attention makes a shallow minimum there)."""
+    that is no dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a
+    position bias looked up in the middle of an attention makes a shallow minimum there)."""
     at = [p for p, is_heavy in enumerate(heavy) if is_heavy]
     gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in pairwise(at)]
     price = [inf, *(cost[p] for p in gaps), inf]

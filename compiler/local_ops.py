@@ -134,7 +134,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, vocab_axes: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
         classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
         if vocab_axes:
@@ -165,13 +165,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(probability, local, here, valid)
         ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
         count = valid.sum(dtype=wide)
-        ctx.mark_non_differentiable(count)
-        return rows.masked_fill_(~valid, 0).sum(), count
+        return torch.stack([rows.masked_fill_(~valid, 0).sum(), count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, local, here, valid = ctx.saved_tensors
-        row = valid * grads[0].to(probability.dtype)
+        row = valid * grads[0][0].to(probability.dtype)
         out = probability * row[:, None]
         if ctx.smoothing:
             out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
@@ -182,15 +181,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
-) -> tuple[Tensor, Tensor]:
-    """(loss_sum, count), 0-d and fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over
-    the rows whose target is not
-    ``ignore_index``, and how many those are; ``count`` has no gradient. The mean is their quotient.
+) -> Tensor:
+    """[2], fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over the rows whose target is
+    not ``ignore_index``, and how many those are (no gradient). The mean is their quotient; as one tensor they are
+    reduced over the parts of a batch in one message.
 
     logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``
-    each
-    device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing) in
-    the forward, none in the backward. Keeps the probabilities for the backward.
+    each device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing)
+    in the forward, none in the backward. Keeps the probabilities for the backward.
     """
     return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, tuple(vocab_axes))
 

@@ -2,10 +2,9 @@
 costs.
 
 Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, priced with the
-reduction
-of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every rank), every
-*entry* (a
-tensor that arrives from an earlier layer, in a boundary state) and every *exit* (a tensor that must leave in one).
+reduction of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every
+rank), every *entry* (a tensor that arrives from an earlier layer, in a boundary state) and every *exit* (a tensor that
+must leave in one).
 
 A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
 """
@@ -35,8 +34,7 @@ SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
 @dataclass(frozen=True)
 class Restriction:
     """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
-    no batch, but
-    the work of every heavy op that it can) or None.
+    no batch, but the work of every heavy op that it can) or None.
 
     pinned: op or parameter or source node → the only choice label (labels joined by ",", or a pair's text).
     """
@@ -50,8 +48,8 @@ class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
     kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for
-    ops, Pair for the rest;
-    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight).
+    ops, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch
+    in flight).
     """
 
     names: tuple[str, ...]

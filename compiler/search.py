@@ -2,10 +2,8 @@
 programming.
 
 Microbatch counts are the divisors of the batch, thinned to about six, then the neighbours of the best. Every submesh
-size and logical shape
-is an option for every run of layers. Where memory binds, each option is offered again with bytes priced into its
-seconds (λ at three levels),
-so that leaner shardings of the same meshes stand for choice.
+size and logical shape is an option for every run of layers. Where memory binds, each option is offered again with bytes
+priced into its seconds (λ at three levels), so that leaner shardings of the same meshes stand for choice.
 """
 
 from __future__ import annotations

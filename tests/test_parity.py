@@ -2,10 +2,8 @@
 automatic plans.
 
 fp32 at rtol 1e-4. AdamW divides a gradient by its own size, so where the true gradient is zero it amplifies rounding to
-steps of lr: eps is
-1e-6 (above the rounding of these gradients), and tensors whose gradient is zero throughout are named below and compared
-in absolute terms.
-In float64 no such exception is needed, and the same runs agree to 1e-9.
+steps of lr: eps is 1e-6 (above the rounding of these gradients), and tensors whose gradient is zero throughout are
+named below and compared in absolute terms. In float64 no such exception is needed, and the same runs agree to 1e-9.
 """
 
 from __future__ import annotations

@@ -51,10 +51,8 @@ class AxisChoice:
     """One way to use one mesh axis for an op.
 
     label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed
-    through).
-    inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor.
-    extent: what the product of all axes with this label must divide (the dim's own size, or its major factor for merged
-    dims).
+    through). inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor. extent:
+    what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
     splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not).
     """
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..graph import tensor_operands
 from ..local_ops import embedding_shard
 from . import register, whole
-from .base import AxisChoice, Rule
+from .base import FREE_GRAD, WHOLE, AxisChoice, Rule
 from .named import argument, axes_of, cut, random_float, replace_arguments
 
 __all__ = ["EmbeddingRule"]
@@ -26,13 +26,14 @@ class EmbeddingRule(Rule):
     cost_kind = "embedding"
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "b0", "b1", …, "vocab", "hidden"."""
+        """ "b0", "b1", …, "vocab", "hidden", and "grad": all look up whole, each has a share of the gradient."""
         weight, index = (operand.meta["type"].shape for operand in tensor_operands(node))
         choices = [whole(node)]
         if not argument(node, "scale_grad_by_freq"):
             choices += [cut(node, f"b{d}", extent, [None, d], [d]) for d, extent in enumerate(index) if extent > 1]
             choices.append(cut(node, "vocab", weight[0], [0, None], [None]))
         choices.append(cut(node, "hidden", weight[1], [1, None], [len(index)]))
+        choices.append(AxisChoice("grad", (FREE_GRAD, WHOLE), (FREE_GRAD,), extent=1, splits_work=False))
         return tuple(choices)
 
     def localize(
