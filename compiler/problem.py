@@ -236,9 +236,8 @@ class _Builder:
             return mesh_choices(node, self.mesh, 1)
         kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
-        if (
-            rule_for(node).cost_kind in SPLIT_WORK
-        ):  # repeating heavy work on several devices is worse than leaving them idle
+        # repeating heavy work on several devices is worse than leaving them idle
+        if rule_for(node).cost_kind in SPLIT_WORK:
             for axis in range(len(self.mesh)):
                 if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed

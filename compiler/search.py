@@ -137,14 +137,11 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
     plain = stage_options(search.cluster, strategy)
     options = list(plain)
     if (missing := _aggregate_miss(search, graph, m)) > 0:
-        short, limit = (
-            missing / search.cluster.num_devices,
-            sum(usable_bytes(search.cluster)) / search.cluster.num_devices,
-        )
+        number = search.cluster.num_devices
+        short, limit = missing / number, sum(usable_bytes(search.cluster)) / number
         reason = (
-            f"with {m} microbatches even one stage on all {search.cluster.num_devices} devices "
-            f"needs {limit + short:,.0f} bytes per "
-            f"device where the limit is {limit:,.0f}: {short:,.0f} bytes are missing"
+            f"with {m} microbatches even one stage on all {number} devices needs at least {limit + short:,.0f} bytes "
+            f"per device where the limit is {limit:,.0f}: {short:,.0f} bytes are missing"
         )
         search.misses.append(inter_op.Infeasible(reason, short, needed_bytes=limit + short))
         return None
@@ -183,9 +180,14 @@ def _aggregate_miss(search: Search, graph: Graph, m: int) -> float:
     devices together.
 
     Whatever the plan, each of these bytes lies on some device; where they do not fit, no mesh needs to be tried."""
+    single = _composer(search, graph, m, Option((), 1, Restriction()))
     with search.timed("compose"):
-        costs = _composer(search, graph, m, Option((), 1, Restriction())).intervals()
-    return float(costs.resident[0, -1] + costs.saved[0, -1]) - sum(usable_bytes(search.cluster))
+        saved = float(single.intervals().saved[0, -1])
+    weights = sum(  # each once, though layers that share one would each count it
+        sum(single.pricer.parameter_memory(node.meta["type"], (), node.meta["source"].requires_grad).values())
+        for node in graph.placeholders("parameter")
+    )
+    return weights + saved - sum(usable_bytes(search.cluster))
 
 
 def _composer(search: Search, graph: Graph, m: int, option: Option) -> Composer:
