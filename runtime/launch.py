@@ -40,6 +40,7 @@ def join(rank: int, world_size: int, store_path: str, timeout: timedelta = _TIME
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.barrier()  # a rank that is through at once must not leave while another still connects to it
 
 
 def leave() -> None:
