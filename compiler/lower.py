@@ -124,8 +124,7 @@ class _Lowering:
             target = torch.ops.aten.reshape.default
         args = torch.fx.map_arg(args, lambda _: next(operands))
         kwargs = torch.fx.map_arg(kwargs, lambda _: next(operands))
-        new = self.out.call_function(target, args, kwargs)
-        new.name = self.out._graph_namespace.create_name(node.name, None)
+        new = self.out.create_node("call_function", target, args, kwargs, name=node.name)
         for axis, message in choice.internal:
             if message.phase == "forward" or node.name in self.grad:
                 self.collectives[f"{message.phase} {message.kind}"] += 1
