@@ -56,19 +56,13 @@ def assemble_stage(
     """The stage of ``layers`` [first, end) whose ops carry ``labels``, entering and leaving in these boundary
     states."""
     first, end = layers
-    free = composer.section(first, end, [into], [out])
-    pinned = replace(
-        composer,
-        restriction=replace(composer.restriction, pinned=dict(labels)),
-        _tables={},
-        _states={},
-        _entries={},
-        _sections={},
-    ).section(first, end, [into], [out])
+    labelled = composer.afresh(restriction=replace(composer.restriction, pinned=dict(labels)))
+    pinned = labelled.section(first, end, [into], [out])
     chosen_section, chosen = pinned, solve_section(pinned, in_flight)
     problem = chosen_section.problem(in_flight)
     seconds, size = evaluate(problem, chosen)
-    if len(free.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
+    if len(pinned.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
+        free = composer.section(first, end, [into], [out])
         better = solve(free.problem(in_flight), limit_bytes, FREE_SOLVE_S)
         if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes):
             chosen_section, chosen = free, better.choice

@@ -88,6 +88,18 @@ class Composer:
         default_factory=dict
     )  # by layer class: a layer and its section; λ does not touch them, so leaner copies share them
 
+    def afresh(self, pricer: MeshPricer | None = None, restriction: Restriction | None = None) -> Composer:
+        """The same search with another pricer or restriction, and nothing cached."""
+        return Composer(
+            self.graph,
+            self.layering,
+            pricer or self.pricer,
+            self.microbatches,
+            restriction or self.restriction,
+            self.byte_weight,
+            self.in_flight,
+        )
+
     # ---- boundary states
 
     def states(self, boundary: int) -> list[State]:

@@ -142,9 +142,7 @@ def finish(search: Search, best: Candidate) -> Plan:
         for index, stage in enumerate(pipeline.stages):
             option = best.options[stage.option]
             pricer = MeshPricer(cluster, stage.device_offset, option.shape, search.optimizer)
-            composer = replace(
-                best.composers[stage.option], pricer=pricer, _tables={}, _states={}, _entries={}, _sections={}
-            )
+            composer = best.composers[stage.option].afresh(pricer=pricer)
             labels, boundary = states[index]
             device = cluster.device(stage.device_offset)
             limit = min(usable_bytes(cluster)[stage.device_offset : stage.device_offset + option.num_devices])
