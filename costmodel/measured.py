@@ -1,0 +1,87 @@
+"""Values that a measurement leaves behind: op times by signature, collectives by group, rates of the optimizer.
+
+Grammar of a cluster's measurements::
+
+    device    ::= curves, op times, optimizer rates, overlap, action          (what one rank does alone)
+    cluster   ::= wires                                                       (what ranks do together)
+    wire      ::= kind, algorithm, size, members, groups, pieces, points      (one collective on one kind of group)
+    piece     ::= seconds = alpha_s + beta_s_per_byte · bytes, from ``from_bytes`` bytes on
+
+All frozen, hashable, and written to JSON as they stand. Bytes of a collective are counted as in ``collectives``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+__all__ = ["OpTime", "OptimizerRate", "Piece", "Wire"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """One op on one device, as it runs inside a training step (operands out of cache, outputs on fresh pages).
+
+    signature: the op with the dtypes and local shapes of its operands (``compiler.signature``). Seconds of the forward,
+    of the gradients of activations, and of the gradients of parameters; the backward is the sum of the last two.
+    """
+
+    signature: str
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    samples: int
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward."""
+        return self.backward_input_s + self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRate:
+    """One step of a torch optimizer: ``alpha_s`` per parameter tensor and ``beta_s_per_byte`` per parameter byte."""
+
+    name: str
+    alpha_s: float
+    beta_s_per_byte: float
+    residual: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``seconds = alpha_s + beta_s_per_byte · bytes`` for messages of ``from_bytes`` bytes or more."""
+
+    from_bytes: float
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One collective (or "send") on groups of one form.
+
+    algorithm: "backend" (what the runtime calls by default) or a name of ``collectives.ALGORITHMS``. size: devices of a
+    group; members: the most of them on one host, so that ``members == size`` is a group within a host; groups: how many
+    such groups do the same at once. pieces: in rising ``from_bytes``, the first at 0; points: (bytes, seconds), the
+    minimum or low quantile of each size; residual: median relative error of the pieces at the points.
+    """
+
+    kind: str
+    algorithm: str
+    size: int
+    members: int
+    groups: int
+    pieces: tuple[Piece, ...]
+    points: tuple[tuple[float, float], ...]
+    residual: float
+    samples: int
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds for ``nbytes``; 0 for none."""
+        if nbytes <= 0:
+            return 0.0
+        at = bisect_right(self.pieces, nbytes, key=lambda piece: piece.from_bytes) - 1
+        piece = self.pieces[max(at, 0)]
+        return piece.alpha_s + piece.beta_s_per_byte * nbytes
