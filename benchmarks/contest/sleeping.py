@@ -1,10 +1,11 @@
 """Cells of four ranks on two cores: linear layers that sleep in proportion to their local FLOPs, over real collectives.
 
-``bench::sleep_linear`` is ``torch.nn.functional.linear`` on matrices so small that their arithmetic hardly counts, and
-a sleep of ``2·B·I·O / RATE`` seconds in the forward and twice that in the backward, B, I and O being those of the local
-operands. A rank that splits the work therefore sleeps less, and one that waits for another really idles. Results are
-those of a linear layer, so losses compare. Peers use the same op. That ours can plan and split it takes one line: the
-registration of its rule, below.
+``bench::sleep_linear`` is ``torch.nn.functional.linear`` on matrices so small that their arithmetic hardly counts,
+and a sleep until ``2·B·I·O / RATE`` seconds are over: once in the forward, once for the gradient of its input and once
+for that of its weight, where the backward is asked for them. B, I and O are those of the local operands. A rank that
+splits the work therefore sleeps less, and one that waits for another really idles. Results are those of a linear layer,
+so losses compare. Peers use the same op. That ours can plan and split it takes one line: the registration of its rule,
+below.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ from .measure import Contender, Rounds, contest
 from .models import Case
 from .real import ddp, make_optimizer, ours, pipeline_1f1b
 
-__all__ = ["RATE_FLOPS_PER_S", "data_parallel", "pipeline", "sleep_linear", "tensor_parallel"]
+__all__ = ["RATE_FLOPS_PER_S", "Sleeper", "data_parallel", "pipeline", "sleep_linear", "tensor_parallel"]
 
 RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fifty times faster
 
 
-def _nap(x: Tensor, w: Tensor, times: float) -> None:
-    time.sleep(times * 2.0 * prod(x.shape[:-1]) * w.numel() / RATE_FLOPS_PER_S)
+def _doze(started: float, x: Tensor, w: Tensor) -> None:
+    """Sleep until one product of these operands would be done on the pretended device."""
+    due = started + 2.0 * prod(x.shape[:-1]) * w.numel() / RATE_FLOPS_PER_S
+    time.sleep(max(0.0, due - time.perf_counter()))
 
 
 @torch.library.custom_op("bench::sleep_linear", mutates_args=())
 def sleep_linear(x: Tensor, w: Tensor) -> Tensor:
     """x: [..., I]; w: [O, I]; returns [..., O] after the time that this takes on the pretended device."""
-    _nap(x, w, 1.0)
-    return F.linear(x, w)
+    started = time.perf_counter()
+    y = F.linear(x, w)
+    _doze(started, x, w)
+    return y
 
 
 @sleep_linear.register_fake
@@ -53,10 +58,31 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _asked_for(ctx: Any) -> list[bool]:
+    """Whether this backward needs the gradient of each input (``ctx.needs_input_grad`` tells it of any backward)."""
+    wanted = []
+    for needed, (node, _) in zip(ctx.needs_input_grad, ctx.next_functions, strict=True):
+        try:
+            wanted.append(needed and torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # a leaf that ``torch.autograd.grad`` was given
+            wanted.append(True)
+    return wanted
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, w = ctx.saved_tensors
-    _nap(x, w, 2.0)
-    return grad @ w, grad.flatten(0, -2).T @ x.flatten(0, -2)
+    of_x: Tensor | None = None
+    of_w: Tensor | None = None
+    for_x, for_w = _asked_for(ctx)
+    if for_x:
+        started = time.perf_counter()
+        of_x = grad @ w
+        _doze(started, x, w)
+    if for_w:
+        started = time.perf_counter()
+        of_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        _doze(started, x, w)
+    return of_x, of_w
 
 
 sleep_linear.register_autograd(_backward, setup_context=_save)
