@@ -18,27 +18,28 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from .curves import Curve
+from .documents import cluster_fields, cluster_text
 from .files import read_document, write_atomically
 from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_of, positive
+from .measured import Wire
 from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
-from .tables import Curve, Table, curve_from, local_table
+from .tables import Table, local_table
 
 __all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
-
-FORMAT, SCHEMA = "meshwright-cluster", 1
 
 
 @dataclass(frozen=True)
 class Cluster(HashedOnce):
     """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates);
-    ``backend``: "nccl" or "gloo", whose algorithms the default prices assume."""
+    ``backend``: "nccl" or "gloo", whose algorithms the default prices assume. ``wires``: measured collectives;
+    ``provenance``: what was measured where, when and with which software, as (name, text) pairs."""
 
     name: str
     hosts: tuple[Host, ...]
@@ -46,6 +47,8 @@ class Cluster(HashedOnce):
     link_kind: str = "switch"
     backend: str = "nccl"
     oversubscription: float = 1.0
+    wires: tuple[Wire, ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -179,49 +182,13 @@ class Cluster(HashedOnce):
 
     def to_json(self) -> str:
         """Versioned, human-readable JSON; equal neighbouring hosts are written once with a count."""
-        hosts = [{"count": len(list(run))} | asdict(host) for host, run in groupby(self.hosts)]
-        body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "name": self.name, "backend": self.backend}
-        body |= {
-            "oversubscription": self.oversubscription,
-            "link_kind": self.link_kind,
-            "link": asdict(self.link),
-            "hosts": hosts,
-        }
-        return json.dumps(body, indent=1)
+        return cluster_text(self)
 
     @staticmethod
     def from_json(text: str) -> Cluster:
         """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible
         values."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"a cluster is a JSON document, but it breaks off or is corrupt ({error}); save it again"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"a cluster has format {FORMAT!r}, but this document has none of it; is it another file?")
-        if data.get("schema") != SCHEMA:
-            raise ValueError(
-                f"this release reads cluster schema {SCHEMA}, but got {data.get('schema')!r}; save it again"
-            )
-        try:
-            hosts: list[Host] = []
-            for entry in data["hosts"]:
-                device = dict(entry["device"])
-                device["curves"] = tuple(curve_from(curve) for curve in device.get("curves", ()))
-                for key in ("flops_per_s", "efficiency"):
-                    device[key] = tuple((str(name), float(value)) for name, value in device.get(key, ()))
-                host = Host(Device(**device), int(entry["num_devices"]), Link(**entry["link"]), str(entry["link_kind"]))
-                hosts += [host] * int(entry["count"])
-            link = Link(**data["link"])
-            return Cluster(
-                data["name"], tuple(hosts), link, data["link_kind"], data["backend"], float(data["oversubscription"])
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form"
-            ) from None
+        return Cluster(**cluster_fields(text))
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``: complete or not at all."""
@@ -318,7 +285,9 @@ def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
         view_s=table.view_s * slowdown,
     )
     loopback = link_of(LOOPBACK, slowdown)
-    return Cluster(f"local:{ranks}", (Host(device, ranks, loopback),), loopback, "switch", "gloo", slowdown)
+    return Cluster(
+        f"local:{ranks}", (Host(device, ranks, loopback),), loopback, "switch", "gloo", slowdown, (), table.provenance
+    )
 
 
 def _link_text(link: Link, kind: str) -> str:

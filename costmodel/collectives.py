@@ -186,6 +186,11 @@ class AxisPrice:
         axis of one device."""
         return self.pieces[kind][-1]
 
+    def source(self, kind: str) -> str:
+        """Where the prices of a kind come from: "measured" (a wire of this very form), "scaled" (a wire of another
+        form, by the ratio of the analytic prices) or "analytic"."""
+        return "analytic"
+
 
 def mesh_prices(cluster: Cluster, mesh: Mesh, algorithms: str = "backend") -> tuple[AxisPrice, ...]:
     """One AxisPrice per mesh axis. ``algorithms``: "backend", what NCCL or Gloo runs by itself, or "all", every row of

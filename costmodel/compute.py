@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .cluster import Device
-from .tables import Curve
+from .curves import Curve
+from .hardware import Device
 
 __all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "op_price", "op_seconds"]
 
@@ -58,7 +58,16 @@ def efficiency(kind: str, device: Device) -> tuple[float, str]:
 
 
 @lru_cache(maxsize=1 << 17)  # equal layers ask for equal prices
-def op_price(kind: str, flops: float, nbytes: float, dtype: object, device: Device) -> Price:
+def op_price(
+    kind: str,
+    flops: float,
+    nbytes: float,
+    dtype: object,
+    device: Device,
+    *,
+    direction: str = "forward",
+    shapes: tuple[tuple[int, ...], ...] = (),
+) -> Price:
     """Price of one op that does ``flops`` and moves ``nbytes`` (operands and outputs) on ``device``. ``dtype``: torch
     dtype or its name.
 

@@ -11,8 +11,9 @@ from functools import cached_property
 from math import isfinite
 from typing import Any
 
-from .presets import Constant, DeviceSheet, LinkSheet
-from .tables import Curve
+from .curves import Curve, Surface
+from .measured import OpTime, OptimizerRate
+from .presets import OVERLAP, Constant, DeviceSheet, LinkSheet
 
 __all__ = ["LINK_KINDS", "Device", "HashedOnce", "Host", "Link", "device_of", "link_of", "positive"]
 
@@ -35,8 +36,12 @@ class HashedOnce:
 @dataclass(frozen=True)
 class Device(HashedOnce):
     """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable
-    share of the peak) pairs; ``curves``: measured op times, if any; ``view_s``: cost of an op that moves no data;
-    ``kind``: "cuda" or "cpu"."""
+    share of the peak) pairs; ``view_s``: cost of an op that moves no data; ``kind``: "cuda" or "cpu".
+
+    Measured, if at all: ``curves`` and ``surfaces`` of op times by kind, ``op_times`` by exact signature,
+    ``optimizers`` by name; ``overlap``: the share of a collective that hides behind compute beside it, (t_compute +
+    t_collective − t_both) / min(t_compute, t_collective); ``action_s``: host time of one pipeline action beyond its
+    ops."""
 
     name: str
     memory_bytes: int
@@ -48,10 +53,17 @@ class Device(HashedOnce):
     efficiency: tuple[tuple[str, float], ...] = ()
     curves: tuple[Curve, ...] = ()
     view_s: float = 0.0
+    op_times: tuple[OpTime, ...] = ()
+    optimizers: tuple[OptimizerRate, ...] = ()
+    overlap: float = 0.0
+    action_s: float = 0.0
+    surfaces: tuple[Surface, ...] = ()
 
     def __post_init__(self) -> None:
         positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
-        not_negative(f"device {self.name}", self, "launch_s", "view_s")
+        not_negative(f"device {self.name}", self, "launch_s", "view_s", "overlap", "action_s")
+        if self.overlap > 1:
+            raise ValueError(f"device {self.name} needs overlap <= 1, but got {self.overlap}; correct it")
         rates = dict(self.flops_per_s)
         if "float32" not in rates or min(rates.values()) <= 0:
             raise ValueError(
@@ -60,6 +72,18 @@ class Device(HashedOnce):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def _op_times(self) -> dict[str, OpTime]:
+        return {time.signature: time for time in self.op_times}
+
+    def op_time(self, signature: str) -> OpTime | None:
+        """The measured time of the op with this exact signature (``compiler.signature``), if there is one."""
+        return self._op_times.get(signature)
+
+    def optimizer_rate(self, name: str) -> OptimizerRate | None:
+        """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
+        return next((rate for rate in self.optimizers if rate.name == name), None)
 
     def peak(self, dtype: object) -> float:
         """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of
@@ -122,6 +146,7 @@ def device_of(sheet: DeviceSheet) -> Device:
     ]
     constants += [(f"{dtype} peak", c) for dtype, c in sheet.flops]
     constants += [(f"{kind} share", c) for kind, c in sheet.efficiency]
+    constants.append(("overlap", OVERLAP[sheet.kind]))
     return Device(
         name=sheet.name,
         memory_bytes=int(sheet.memory.value),
@@ -133,6 +158,7 @@ def device_of(sheet: DeviceSheet) -> Device:
         efficiency=tuple((kind, c.value) for kind, c in sheet.efficiency),
         # compiled away on an accelerator; on a CPU measured here: 0.7 µs against 1 to 3 for an op
         view_s=0.0 if sheet.kind == "cuda" else sheet.launch.value / 5,
+        overlap=OVERLAP[sheet.kind].value,
     )
 
 

@@ -14,8 +14,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
 
 __all__ = ["OpTime", "OptimizerRate", "Piece", "Wire"]
+
+
+def _not_negative(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (isfinite(value) and value >= 0):
+            raise ValueError(f"{where} needs a finite {name} >= 0, but got {value}; measure it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,14 @@ class OpTime:
     backward_weight_s: float
     samples: int
 
+    def __post_init__(self) -> None:
+        _not_negative(
+            f"op time {self.signature}",
+            forward_s=self.forward_s,
+            backward_input_s=self.backward_input_s,
+            backward_weight_s=self.backward_weight_s,
+        )
+
     @property
     def backward_s(self) -> float:
         """The whole backward."""
@@ -47,6 +63,9 @@ class OptimizerRate:
     beta_s_per_byte: float
     residual: float
     samples: int
+
+    def __post_init__(self) -> None:
+        _not_negative(f"optimizer {self.name}", alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,8 @@ class Wire:
     algorithm: "backend" (what the runtime calls by default) or a name of ``collectives.ALGORITHMS``. size: devices of a
     group; members: the most of them on one host, so that ``members == size`` is a group within a host; groups: how many
     such groups do the same at once. pieces: in rising ``from_bytes``, the first at 0; points: (bytes, seconds), the
-    minimum or low quantile of each size; residual: median relative error of the pieces at the points.
+    minimum or low quantile of each size (noise may make a larger message a little faster; less than half the time of a
+    smaller one is an error); residual: median relative error of the pieces at the points.
     """
 
     kind: str
@@ -77,6 +97,35 @@ class Wire:
     points: tuple[tuple[float, float], ...]
     residual: float
     samples: int
+
+    def __post_init__(self) -> None:
+        where = self.label
+        if not 1 <= self.members <= self.size or self.groups < 1:
+            raise ValueError(f"{where} needs 1 <= members <= size and groups >= 1, but got other numbers; correct it")
+        starts = [piece.from_bytes for piece in self.pieces]
+        if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
+            raise ValueError(
+                f"{where} needs pieces in rising from_bytes, the first at 0, but got {starts}; fit it again"
+            )
+        for piece in self.pieces:
+            _not_negative(where, alpha_s=piece.alpha_s, beta_s_per_byte=piece.beta_s_per_byte)
+        slowest = (0.0, 0.0)
+        for number, (nbytes, seconds) in enumerate(self.points):
+            _not_negative(where, bytes=nbytes, seconds=seconds)
+            if number and nbytes <= self.points[number - 1][0]:
+                raise ValueError(f"{where} needs points in rising bytes, but got {nbytes:g} again or late; sort them")
+            if seconds < slowest[1] / 2:
+                raise ValueError(
+                    f"{where} needs seconds that do not fall as bytes grow, but got {slowest[1]:.3g} s for"
+                    f" {slowest[0]:g} bytes and {seconds:.3g} s for {nbytes:g}; measure it again"
+                )
+            slowest = max(slowest, (nbytes, seconds), key=lambda point: point[1])
+
+    @property
+    def label(self) -> str:
+        """The wire in words, as errors and differences name it."""
+        own = "" if self.algorithm == "backend" else f" by {self.algorithm}"
+        return f"wire {self.kind}{own} of {self.size} ({self.members} on a host, {self.groups} at once)"
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for ``nbytes``; 0 for none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LOOPBACK", "PRESETS", "Constant", "DeviceSheet", "LinkSheet", "PresetSheet"]
+__all__ = ["LOOPBACK", "OVERLAP", "PRESETS", "Constant", "DeviceSheet", "LinkSheet", "PresetSheet"]
 
 GIB = 2.0**30
 
@@ -86,6 +86,16 @@ _CALL = _us(8.4, "NCCL src/graph/tuning.cc, base latency of ring Simple")
 _ASSUMED_MESSAGE = "assumed: a quarter of alpha for each further message of a round"
 _LAUNCH = _us(5.0, "assumed: kernel launch as commonly published, 4-6 us")
 _SCORES = "scores written to memory: 5*a*s^2*b bytes per pass (Korthikanti et al. 2022, table 2) beside 4*b*s^2*h FLOP"
+
+#: share of a collective that hides behind compute beside it, by kind of device
+OVERLAP = {
+    "cuda": Constant(
+        0.8,
+        "share of the shorter of the two",
+        "the collective hides, but compute beside it is 18.9 % slower on average (Lee et al. 2025, arXiv 2507.03114)",
+    ),
+    "cpu": Constant(0.0, "share of the shorter of the two", "Gloo's threads run on the cores that compute"),
+}
 
 V100 = DeviceSheet(
     "V100-SXM2-16GB",

@@ -1,8 +1,7 @@
 """What was measured: op time curves of this machine with provenance, a robust α–β fit, and their versioned JSON.
 
-A curve is op time against work (FLOPs or bytes) on a grid; it is read by interpolation in log space. Sample statistics
-are minima: on a shared machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is
-cached on disk."""
+A curve is op time against work (FLOPs or bytes) on a grid (``curves``). Sample statistics are minima: on a shared
+machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is cached on disk."""
 
 from __future__ import annotations
 
@@ -11,18 +10,18 @@ import json
 import os
 import platform
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
-from math import exp, isfinite, log
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from .curves import Curve, curve_from
 from .files import read_document, write_atomically
 
 __all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure"]
@@ -79,48 +78,6 @@ def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
         weights = [min(1.0, scale / e) if e else 1.0 for e in errors]
     errors = sorted(abs(alpha + beta * x - t) / t for x, t in points)
     return Fit(alpha, beta, errors[len(errors) // 2], len(points), len(samples))
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Measured time of one op kind and dtype: ``points`` are (work, seconds), increasing; ``variable`` is "flops" or
-    "bytes"."""
-
-    kind: str
-    dtype: str
-    variable: str
-    points: tuple[tuple[float, float], ...]
-
-    def __post_init__(self) -> None:
-        where = f"curve {self.kind}/{self.dtype}"
-        if self.variable not in ("flops", "bytes"):
-            raise ValueError(f"{where}: variable is 'flops' or 'bytes', but got {self.variable!r}")
-        if len(self.points) < 2:
-            raise ValueError(f"{where}: needs at least two points, but got {len(self.points)}; profile again")
-        for (x0, t0), (x1, t1) in zip(self.points, self.points[1:]):
-            if x1 <= x0 or t1 < t0:
-                raise ValueError(
-                    f"{where}: work and seconds must not fall, but got {(x0, t0)} then {(x1, t1)}; profile again"
-                )
-        if not all(isfinite(v) and v > 0 for point in self.points for v in point):
-            raise ValueError(f"{where}: work and seconds are positive finite numbers; profile again")
-
-    def covers(self, work: float) -> bool:
-        """Whether ``work`` lies on the measured grid."""
-        return self.points[0][0] <= work <= self.points[-1][0]
-
-    def seconds(self, work: float, launch_s: float) -> float:
-        """Interpolated in log space; below the grid it falls in proportion down to ``launch_s``, above it the last rate
-        holds."""
-        (low, first), (high, last) = self.points[0], self.points[-1]
-        if work >= high:
-            return last * work / high
-        if work <= low:
-            floor = min(launch_s, first)
-            return floor + (first - floor) * work / low
-        right = bisect_left(self.points, (work, 0.0))
-        (x0, t0), (x1, t1) = self.points[right - 1], self.points[right]
-        return exp(log(t0) + (log(t1) - log(t0)) * (log(work) - log(x0)) / (log(x1) - log(x0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +144,6 @@ class Table:
     def load(path: str | Path) -> Table:
         """Read a table; ValueError names the file and what is wrong with it."""
         return read_document(path, Table.from_json)
-
-
-def curve_from(entry: Mapping[str, Any]) -> Curve:
-    """A Curve from its JSON object."""
-    points = tuple((float(work), float(seconds)) for work, seconds in entry["points"])
-    return Curve(str(entry["kind"]), str(entry["dtype"]), str(entry["variable"]), points)
 
 
 # ---- measuring

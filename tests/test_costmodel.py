@@ -334,7 +334,7 @@ def test_parse_reads_files(tmp_path):
     [
         (lambda text: text[: len(text) // 2], "breaks off"),
         (lambda text: "[]", "format"),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "schema"),
+        (lambda text: text.replace('"schema": 2', '"schema": 99'), "schema"),
         (lambda text: text.replace('"num_devices"', '"devices"'), "lacks or misnames"),
         (lambda text: text.replace('"alpha_s"', '"alpha"'), "lacks or misnames"),
         (lambda text: json.dumps(json.loads(text) | {"hosts": []}), "at least one host"),

@@ -1,0 +1,217 @@
+"""The engine of the profiler: measures what it is given within a budget, and remembers what it has measured.
+
+It knows no graph and no process group. A ``Task`` makes a call that takes a few samples; where ranks must do the same
+at once, ``agree`` (the elementwise maximum over ranks) makes them decide alike and take the slowest rank's time::
+
+    state  ::= records, skipped                                  (JSON; a later run continues it)
+    record ::= visits, samples                                   visit = one vector of seconds, itself a median
+    run    ::= round*                                            every task once, in order of value, then again
+
+Visits of one task lie a round apart, so a disturbance of a second hits one visit of many tasks, not all of one: the
+median over visits is then the time that training pays. A visit that would not fit the budget is left out; what a first
+visit takes is foreseen from the last smaller task of its series.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from .files import read_document, write_atomically
+
+__all__ = ["Agree", "Engine", "Progress", "Record", "State", "Task", "Visit", "out_of_memory"]
+
+FORMAT, SCHEMA = "meshwright-profile-state", 1
+NO_TIME = "the budget ended before it"
+_SAVE_EVERY_S = 2.0
+
+Agree = Callable[[Sequence[float]], Sequence[float]]
+Progress = Callable[[str, float], None]
+Visit = tuple[Sequence[float], int]  # seconds (one or several figures), samples behind them
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to be measured. key: its name in the state. series, work: tasks of one series differ in ``work`` alone
+    and come in rising order. make: allocates what is needed (here memory may end) and returns the call that takes one
+    visit. width: figures in a visit."""
+
+    key: str
+    series: str
+    work: float
+    make: Callable[[], Callable[[], Visit]]
+    width: int = 1
+
+
+@dataclass
+class Record:
+    """What is known of one task: a vector of seconds per visit, and how many samples they stand for."""
+
+    visits: list[list[float]] = field(default_factory=list)
+    samples: int = 0
+
+    def medians(self) -> tuple[float, ...]:
+        """The median of each figure over the visits."""
+        return tuple(median(column) for column in zip(*self.visits))
+
+
+@dataclass
+class State:
+    """All measurements so far. ``about``: what they hold for (a fingerprint); ``skipped``: key → why."""
+
+    about: str
+    records: dict[str, Record] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def seconds(self, key: str) -> tuple[float, ...] | None:
+        """The medians of one task; None where it was not measured."""
+        record = self.records.get(key)
+        return record.medians() if record is not None and record.visits else None
+
+    def to_json(self) -> str:
+        """Human-readable, versioned JSON."""
+        body = {"format": FORMAT, "schema": SCHEMA, "about": self.about, "skipped": self.skipped}
+        records = {key: {"visits": r.visits, "samples": r.samples} for key, r in self.records.items()}
+        return json.dumps({**body, "records": records}, indent=0)
+
+    @staticmethod
+    def from_json(text: str) -> State:
+        """The inverse of ``to_json``; ValueError on a corrupt or foreign document."""
+        try:
+            data: Any = json.loads(text)
+            if data["format"] != FORMAT or data["schema"] != SCHEMA:
+                raise KeyError(f"{FORMAT} {SCHEMA}")
+            records = {
+                str(key): Record([[float(x) for x in visit] for visit in entry["visits"]], int(entry["samples"]))
+                for key, entry in data["records"].items()
+            }
+            return State(str(data["about"]), records, {str(k): str(v) for k, v in data["skipped"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"an interrupted profile is a JSON document of format {FORMAT!r}, but this is none ({error!r}); "
+                "delete it or profile without resuming"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write to ``path``: complete or not at all."""
+        write_atomically(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> State:
+        """Read an interrupted profile; ValueError names the file."""
+        return read_document(path, State.from_json)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ended, on a CPU or an accelerator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("not enough memory" in text or "can't allocate memory" in text)
+
+
+def _alone(values: Sequence[float]) -> Sequence[float]:
+    return values
+
+
+class Engine:
+    """Runs tasks into ``state``. With ``agree``, every rank runs the same tasks with its own engine.
+
+    clock: seconds, for tests. save: called with the state every few seconds and at the end.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        agree: Agree = _alone,
+        clock: Callable[[], float] = perf_counter,
+        save: Callable[[State], None] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.state, self.agree, self.clock, self.save, self.progress = state, agree, clock, save, progress
+        self._costs: dict[str, float] = {}  # of a visit, by key
+        self._reached: dict[str, tuple[float, float]] = {}  # series → work and cost of its largest task so far
+        self._saved = clock()
+
+    def run(self, tasks: Sequence[Task], budget_s: float, *, title: str = "profile", visits: int = 5) -> None:
+        """Give every task one visit, in order, then a second, up to ``visits``, as far as ``budget_s`` goes.
+
+        Tasks that a state already has enough visits of are not measured again. Raises what a task raises, but for the
+        end of memory: that size and the larger ones of its series are skipped and recorded.
+        """
+        started = self.clock()
+        for number in range(1, visits + 1):
+            for task in tasks:
+                record = self.state.records.get(task.key)
+                if (record is not None and len(record.visits) >= number) or self._memory_ended(task):
+                    continue
+                elapsed, cost = self.agree([self.clock() - started, self._foreseen(task)])
+                if elapsed + cost > budget_s:
+                    if number == 1:
+                        self.state.skipped[task.key] = NO_TIME
+                    continue
+                if self.progress is not None:
+                    self.progress(f"{title}: {task.key}", min(elapsed / budget_s, 1.0))
+                self._visit(task)
+                self._save_sometimes()
+        if self.save is not None:
+            self.save(self.state)
+
+    def _memory_ended(self, task: Task) -> bool:
+        return self.state.skipped.get(task.key, NO_TIME) != NO_TIME
+
+    def _foreseen(self, task: Task) -> float:
+        if task.key in self._costs:
+            return self._costs[task.key]
+        work, cost = self._reached.get(task.series, (task.work, 0.0))
+        return cost * max(task.work / work, 1.0) if work > 0 else cost
+
+    def _visit(self, task: Task) -> None:
+        before, fault = self.clock(), 0.0
+        call: Callable[[], Visit] | None = None
+        try:
+            call = task.make()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            fault = 1.0
+        if self.agree([fault])[0]:
+            self._skip(task)
+            return
+        assert call is not None
+        seconds: Sequence[float] = [0.0] * task.width
+        samples = 0
+        try:
+            seconds, samples = call()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            fault = 1.0
+        del call
+        cost = self.clock() - before
+        fault, cost, *together = self.agree([fault, cost, *seconds])
+        if fault:
+            self._skip(task)
+            return
+        record = self.state.records.setdefault(task.key, Record())
+        record.visits.append(list(together))
+        record.samples += samples
+        self.state.skipped.pop(task.key, None)
+        self._costs[task.key] = cost
+        self._reached[task.series] = (task.work, cost)
+
+    def _skip(self, task: Task) -> None:
+        self.state.skipped[task.key] = f"out of memory at {task.work:.6g}"
+
+    def _save_sometimes(self) -> None:
+        if self.save is not None and self.clock() - self._saved > _SAVE_EVERY_S:
+            self.save(self.state)
+            self._saved = self.clock()
