@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import DistributedComm
 from .state import State
+from .trace import TimedComm, Trace
 
 __all__ = ["Executor"]
 
@@ -71,11 +71,12 @@ class Executor:
         groups: tuple[Any, Any] = (None, None),
         seed: int = 0,
         training: bool = True,
+        trace: Trace | None = None,
     ) -> None:
         self.plan, self.program, self.comm, self.state, self.feeder = plan, program, comm, state, feeder
         self.reducer, self.training, self.device = reducer, training, state.device
         self.microbatches = plan.microbatches if training else 1
-        self.timings: list[tuple[str, float]] = []
+        self.trace = trace or Trace(self.device)
         self.works: list[_Work] = []
         self.borrowed: dict[
             str, torch.Tensor
@@ -84,7 +85,7 @@ class Executor:
             return
         assert state.stage is not None
         self.stage = state.stage
-        self.context = Context(comm, seed)
+        self.context = Context(TimedComm(comm, self.trace), seed)
         self.forward = program.module.forward
         self.template: list[Any] = [None] * len(program.slots)
         self.buffer_slots: list[tuple[int, str, tuple[Any, ...]]] = []
@@ -206,11 +207,11 @@ class Executor:
         Returns (the mean loss on ranks of the loss stage else None, the outputs of an evaluation on ranks of their
         stages).
         """
-        self.timings = []
         if not self.works:
             return None, {}
         assert self.comm is not None
         self.context.step = step
+        mark = self.trace.mark
         self._refresh_buffers()
         if self.reducer is not None and self.training:
             self.reducer.begin()
@@ -224,14 +225,16 @@ class Executor:
                 action = work.action
                 arriving = posted
                 posted = self._post(self.works[index + 1]) if index + 1 < len(self.works) else []
-                started = perf_counter()
+                started = mark()
                 arrived = [(position, incoming.wait()) for position, incoming in arriving]
                 for done in work.settled:
                     _drain(held.pop(done, []))
+                ready = mark()
                 self.context.microbatch = first_microbatch + action.microbatch
                 if action.kind == "F":
                     self.comm.phase = "forward"
                     arguments, exits = self._forward(inputs, arrived, action.microbatch)
+                    worked = mark()
                     if self.outward:
                         held[index] = self._send_forward(exits, action.microbatch)
                     for position, name in self.buffer_exits:
@@ -252,13 +255,15 @@ class Executor:
                     arguments, exits = saved.pop(action.microbatch)
                     self._backward(exits, arrived, scale)
                     del exits
+                    worked = mark()
                     if self.inward:
                         held[index] = self._send_backward(arguments, action.microbatch)
                     del arguments
-                self.timings.append((f"{action.kind}{action.microbatch}", perf_counter() - started))
+                self.trace.action(f"{action.kind}{action.microbatch}", started, ready, worked, mark())
             self.comm.phase = "step"
             if self.reducer is not None and self.training:
-                self.reducer.finish()
+                with self.trace.span("gradient"):
+                    self.reducer.finish()
         for sends in held.values():
             _drain(sends)
         if not losses:

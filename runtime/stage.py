@@ -9,8 +9,6 @@ Nothing is planned after construction. An idle rank takes part in the collective
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from time import perf_counter
@@ -33,6 +31,7 @@ from .gradients import GradientReducer, TiedParameters
 from .groups import bind_all
 from .optimizer import OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
 from .state import Init, ModelInfo, State, Weights
+from .trace import Trace, peak_bytes
 
 __all__ = ["NonFiniteLoss", "Session"]
 
@@ -98,13 +97,14 @@ class Session:
         self.tied = TiedParameters(plan, self.state.parameters, types, self.rank, self.device, None)
         self.owned = {name: leaf for name, leaf in self.state.parameters.items() if name not in self.tied.copies}
         self.layouts = {name: self.state.layout(name, self.stage) for name in self.owned if self.stage is not None}
+        self.trace = Trace(self.device)
         with alike():  # one stage of an edited plan may be what cannot run
             self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
             uses = [use for fact in self.facts for use in fact.inputs]
             self.feeder = Feeder(plan, uses, self.comm, self.device, data)
             self.executor = Executor(
                 plan, self.program, self.comm, self.state, self.facts, self.feeder,
-                reducer=self.reducer, groups=self.directions, seed=seed,
+                reducer=self.reducer, groups=self.directions, seed=seed, trace=self.trace,
             )  # fmt: skip
         self.loss_stage = next((index for index, fact in enumerate(self.facts) if fact.loss is not None), None)
         self.step = 0
@@ -153,17 +153,22 @@ class Session:
             )
         self.feeder.check(inputs)
         if self._stepped:
-            for leaf in self.state.parameters.values():
-                leaf.grad = None
-            self._stepped, self._batches = False, 0
-        self._norm = None
-        loss, _ = self.executor.run(
-            inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches, scale=scale
-        )
-        self._batches += 1
-        self.tied.gather_gradients()
-        loss = self._share_loss(loss)
-        value = float(loss)
+            self.trace.begin()
+        with self.trace.call(batches=1):
+            if self._stepped:
+                for leaf in self.state.parameters.values():
+                    leaf.grad = None
+                self._stepped, self._batches = False, 0
+            self._norm = None
+            loss, _ = self.executor.run(
+                inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches, scale=scale
+            )
+            self._batches += 1
+            with self.trace.span("tied"):
+                self.tied.gather_gradients()
+            with self.trace.span("loss"):
+                loss = self._share_loss(loss)
+            value = float(loss)
         if not math.isfinite(value):
             self._stepped = True
             raise NonFiniteLoss(value, self.plan.stages[self.loss_stage].devices[0], self.loss_stage, self.step)
@@ -188,10 +193,14 @@ class Session:
                 "optimizer_step needs an optimizer, but got none; pass optimizer=lambda ps: torch.optim.AdamW(ps)"
             )
         started = perf_counter()
-        if self.clip_grad_norm is not None:
-            clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
-        self.optimizer.step()
-        self.tied.publish_values()
+        with self.trace.call():
+            with self.trace.span("optimizer"):
+                if self.clip_grad_norm is not None:
+                    clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
+                self.optimizer.step()
+            with self.trace.span("tied"):
+                self.tied.publish_values()
+        self.trace.close()
         self.step += 1
         self._stepped = True
         self._seconds["optimizer_s"] = perf_counter() - started
@@ -306,11 +315,8 @@ class Session:
     def timings(self) -> dict[str, Any]:
         """Of the last step: "forward_backward_s", "optimizer_s", "actions" [(label, seconds)], "peak_bytes" of this
         process so far."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {**self._seconds, "actions": list(self.executor.timings), "peak_bytes": peak}
+        actions = [(action.label, action.seconds) for action in self.trace.actions()]
+        return {**self._seconds, "actions": actions, "peak_bytes": peak_bytes(self.device)}
 
 
 def _check_plan(plan: Plan) -> None:

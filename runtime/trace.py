@@ -1,0 +1,232 @@
+"""What a training step really took on this rank: per action the wait for messages, the work, the sends; and the end of
+the step.
+
+Grammar of a record::
+
+    step    ::= action* span* wall                 one optimizer step, whose wall time is the library's own work
+    action  ::= label wait work exchange send      "F0", "B3"; exchange: collectives inside the work (Gloo blocks there)
+    span    ::= "gradient" | "loss" | "tied" | "optimizer"
+
+A mark is a reading of the clock on a CPU and a recorded event on a CUDA stream; events are read when somebody asks for
+the figures, so that a step never waits for its own measurement. The last steps are kept, older ones are forgotten.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..compiler.context import Comm
+
+__all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "peak_bytes"]
+
+KEEP_STEPS = 64
+KEEP_STEPS_CUDA = 8  # events are kept until they are read
+
+Mark = Any  # float seconds, or torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class ActionTimes:
+    """Seconds of one action: blocked until its messages were there; its program without the collectives in it; these
+    collectives; starting its sends."""
+
+    label: str
+    wait_s: float
+    compute_s: float
+    exchange_s: float
+    send_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Everything together."""
+        return self.wait_s + self.compute_s + self.exchange_s + self.send_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of one step. ``gradient_s``: what was left of the reduction after the last backward; ``loss_s``: until
+    the loss was here; ``tied_s``: exchange of tied weights; ``wall_s``: all of it; ``batches``: accumulated calls."""
+
+    actions: tuple[ActionTimes, ...]
+    gradient_s: float
+    loss_s: float
+    tied_s: float
+    optimizer_s: float
+    wall_s: float
+    batches: int
+
+    @property
+    def other_s(self) -> float:
+        """What no other figure holds: the library between actions."""
+        known = self.gradient_s + self.loss_s + self.tied_s + self.optimizer_s
+        return max(0.0, self.wall_s - known - sum(action.seconds for action in self.actions))
+
+
+@dataclass(slots=True)
+class _Record:
+    actions: list[tuple[str, tuple[Mark, Mark, Mark, Mark], Any]] = field(default_factory=list)
+    spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
+    wall_s: float = 0.0
+    batches: int = 0
+
+
+class Trace:
+    """The records of the last ``keep`` steps of one rank.
+
+    A step is ``begin`` (once per optimizer step), then any number of ``call`` blocks with actions and spans in them,
+    then ``close``. A record that is begun and never closed is dropped.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", keep: int | None = None) -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self.mark: Callable[[], Mark] = _event if self._cuda else perf_counter
+        self._kept: deque[_Record] = deque(maxlen=keep or (KEEP_STEPS_CUDA if self._cuda else KEEP_STEPS))
+        self._open = self._last = _Record()
+        self._exchanges: list[tuple[Mark, Mark]] = []
+        self.enabled = True
+        self.count = 0  # steps closed so far
+
+    # ---- while the step runs
+
+    def begin(self) -> None:
+        """A new step."""
+        self._open, self._exchanges = _Record(), []
+
+    def close(self) -> None:
+        """The step is done; it is kept unless ``enabled`` is off."""
+        if self._open.batches and self.enabled:
+            self._kept.append(self._open)
+            self.count += 1
+        self._last, self._open = self._open, _Record()
+
+    @contextmanager
+    def call(self, batches: int = 0) -> Iterator[None]:
+        """A stretch of the library's own work, which counts as the step's wall time."""
+        started = perf_counter()
+        yield
+        self._open.wall_s += perf_counter() - started
+        self._open.batches += batches
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A part of the end of the step: "gradient", "loss", "tied" or "optimizer"."""
+        begin = self.mark()
+        yield
+        self._open.spans.append((name, begin, self.mark()))
+
+    def action(self, label: str, begin: Mark, arrived: Mark, done: Mark, sent: Mark) -> None:
+        """One action, by four marks: before its messages, when they were there, after its work, after its sends."""
+        exchanges: Any = self._exchanges
+        if exchanges:
+            self._exchanges = []
+            if not self._cuda:
+                exchanges = sum(after - before for before, after in exchanges)
+        self._open.actions.append((label, (begin, arrived, done, sent), exchanges or 0.0))
+
+    def exchanged(self, begin: Mark) -> None:
+        """A collective inside the running action, from ``begin`` until now."""
+        self._exchanges.append((begin, self.mark()))
+
+    # ---- afterwards
+
+    def actions(self) -> list[ActionTimes]:
+        """Of the step that runs, or of the last."""
+        record = self._open if self._open.batches else self._last
+        self._settle()
+        return [self._action(*entry) for entry in record.actions]
+
+    def steps(self) -> list[StepTimes]:
+        """The kept steps, oldest first. On CUDA this waits for the device."""
+        self._settle()
+        return [self._times(record) for record in self._kept]
+
+    def clear(self) -> None:
+        """Forget all kept steps."""
+        self._kept.clear()
+
+    def _settle(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _times(self, record: _Record) -> StepTimes:
+        spans = dict.fromkeys(("gradient", "loss", "tied", "optimizer"), 0.0)
+        for name, begin, end in record.spans:
+            spans[name] += self._between(begin, end)
+        actions = tuple(self._action(*entry) for entry in record.actions)
+        return StepTimes(
+            actions, spans["gradient"], spans["loss"], spans["tied"], spans["optimizer"], record.wall_s, record.batches
+        )
+
+    def _action(self, label: str, marks: Sequence[Mark], exchanges: Any) -> ActionTimes:
+        wait, work, send = (self._between(a, b) for a, b in pairwise(marks))
+        exchange = sum(self._between(a, b) for a, b in exchanges) if isinstance(exchanges, list) else exchanges
+        return ActionTimes(label, wait, max(0.0, work - exchange), exchange, send)
+
+    def _between(self, begin: Mark, end: Mark) -> float:
+        return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
+
+
+def peak_bytes(device: torch.device | str = "cpu") -> int:
+    """The most memory that this process has held so far: its resident set; of a CUDA device what was allocated."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _event() -> Mark:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class TimedComm:
+    """A ``Comm`` whose collectives are noted in a trace; everything else is the inner one's."""
+
+    def __init__(self, inner: Comm, trace: Trace) -> None:
+        self._inner, self._trace = inner, trace
+
+    def size(self, axis: int) -> int:
+        """Number of devices along ``axis``."""
+        return self._inner.size(axis)
+
+    def index(self, axis: int) -> int:
+        """This device's coordinate along ``axis``."""
+        return self._inner.index(axis)
+
+    def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
+        """The sum (or "max") over the axis, on every device of it."""
+        begin = self._trace.mark()
+        out = self._inner.all_reduce(x, axis, op)
+        self._trace.exchanged(begin)
+        return out
+
+    def all_gather(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """The blocks of the axis concatenated along ``dim``."""
+        begin = self._trace.mark()
+        out = self._inner.all_gather(x, axis, dim)
+        self._trace.exchanged(begin)
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        """This device's block along ``dim`` of the sum over the axis; the extent divides evenly."""
+        begin = self._trace.mark()
+        out = self._inner.reduce_scatter(x, axis, dim)
+        self._trace.exchanged(begin)
+        return out
+
+    def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
+        """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
+        begin = self._trace.mark()
+        out = self._inner.all_to_all(x, axis, split_dim, concat_dim)
+        self._trace.exchanged(begin)
+        return out
