@@ -40,6 +40,7 @@ def plan(
     strategy: Strategy | Mapping[str, int] | str | None = None,
     schedule: str = "1f1b",
     optimizer: str = "AdamW",
+    recompute: str = "none",
     progress: Progress | None = None,
 ) -> Plan:
     """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (meta is fine).
@@ -47,8 +48,11 @@ def plan(
     cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example
     tensors give shapes and dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides).
     global_batch: samples per step, by default that of the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp":
-    2}`` or ``"pp2,tp2"``): searched unless given. schedule: "1f1b" or "gpipe". optimizer: its torch.optim class name,
-    for memory. Raises ValueError for bad input, InfeasibleError if nothing fits.
+    2}`` or ``"pp2,tp2"``; stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers):
+    searched unless given. schedule: "1f1b" or "gpipe". optimizer: its torch.optim class name, for memory. recompute:
+    "none", or "layer" to keep only what crosses a border between layers and run each layer's forward again for its
+    backward (such a plan can be looked at, but not yet be run). Raises ValueError for bad input, InfeasibleError if
+    nothing fits.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     started = time.perf_counter()
@@ -65,6 +69,7 @@ def plan(
         optimizer,
         capture_s=capture_s,
         progress=progress or (lambda name, fraction: None),
+        recompute=recompute,
     )
 
 

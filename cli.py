@@ -91,8 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help=cluster_help)
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
     plan.add_argument("--microbatches", type=_positive, metavar="M", help="force their number")
-    plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2")
+    plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
     plan.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="pipeline schedule")
+    plan.add_argument(
+        "--recompute", choices=("none", "layer"), default="none", help="layer: run each layer's forward again"
+    )
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures")
@@ -154,6 +157,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             strategy=arguments.strategy,
             schedule=arguments.schedule,
             optimizer=arguments.optimizer,
+            recompute=arguments.recompute,
             progress=progress,
         )
     if arguments.output is not None:

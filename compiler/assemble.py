@@ -9,7 +9,7 @@ prices of what was chosen are summed by cause.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +22,7 @@ from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction
 from .pricing import MeshPricer
 from .problem import Section
+from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .rules import MeshChoice
 from .spec import P, Pair, R, Spec
@@ -63,12 +64,27 @@ def assemble_stage(
     seconds, size = evaluate(problem, chosen)
     if len(pinned.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
         free = composer.section(first, end, [into], [out])
-        better = solve(free.problem(in_flight), limit_bytes, FREE_SOLVE_S)
-        if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes):
+        held = recomputed_bytes(pinned, chosen, composer.recompute)
+        better = solve(free.problem(in_flight), limit_bytes - held, FREE_SOLVE_S)
+        if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes - held):
             chosen_section, chosen = free, better.choice
     return describe_stage(
-        composer.graph, composer.pricer, composer.layering, layers, chosen_section, chosen, in_flight, framework
-    )
+        composer.graph, composer.pricer, composer.layering, layers, chosen_section, chosen, in_flight, framework,
+        composer.recompute,
+    )  # fmt: skip
+
+
+def recomputed_bytes(section: Section, chosen: Sequence[int], recompute: Recompute) -> float:
+    """The most that the backward of one layer holds beside the bytes kept; 0 where nothing is recomputed."""
+    held: defaultdict[int | None, float] = defaultdict(float)
+    for name, size, pick in zip(section.names, section.transient, chosen):
+        held[recompute.layer_of.get(name)] += float(size[pick])
+    for edge, size in zip(section.edges, section.edge_transient):
+        given = edge.source[chosen[edge.producer]]
+        at = recompute.layer_of.get(edge.name, recompute.layer_of.get(section.names[edge.consumers[0][0]]))
+        for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+            held[at] += float(size[given, target])
+    return max(held.values(), default=0.0)
 
 
 def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
@@ -91,10 +107,11 @@ def describe_stage(
     chosen: Sequence[int],
     in_flight: int,
     framework: float,
+    recompute: Recompute = NOTHING,
 ) -> Assembled:
     """The stage that these choices make, with everything that its prices say."""
     nodes, grad = graph.by_name(), layering.needs_grad
-    seconds = dict.fromkeys(("compute", "reshard", "internal", "transfer", "gradient", "optimizer"), 0.0)
+    seconds = dict.fromkeys(("compute", "recompute", "reshard", "internal", "transfer", "gradient", "optimizer"), 0.0)
     memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
@@ -116,6 +133,9 @@ def describe_stage(
             seconds["internal"] += price.internal_forward_s + price.internal_backward_s
             forward += price.forward_s + price.internal_forward_s
             backward += price.backward_s + price.internal_backward_s
+            if name in recompute.repeated:
+                seconds["recompute"] += price.forward_s + price.internal_forward_s
+                backward += price.forward_s + price.internal_forward_s
             wasted += price.wasted_flops
             for _, message in choice.internal:
                 if message.phase == "forward" or name in grad:
@@ -164,6 +184,9 @@ def describe_stage(
                 ahead, back = pricer.reshard(pair, want, kind_, needs)
                 forward, backward = forward + ahead, backward + back
                 seconds["reshard"] += ahead + back
+                if edge.name in recompute.repeated and edge.name not in recompute.kept:
+                    seconds["recompute"] += ahead
+                    backward += ahead
             steps = [("forward", steps_between(pair.value, want.value))]
             if needs:
                 steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
@@ -171,6 +194,7 @@ def describe_stage(
                 for step in path:
                     if step.kind not in FREE:
                         collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
+    memory["activations"] += recomputed_bytes(section, chosen, recompute)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
     chunk = Chunk(

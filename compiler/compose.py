@@ -19,10 +19,11 @@ import numpy as np
 
 from .eliminate import Table, eliminate
 from .graph import Graph, op_name, types_of
-from .intra_op import Operator, Problem
+from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
 from .problem import Restriction, Section, build_section, divides
+from .recompute import NOTHING, Recompute
 from .spec import Pair, Placement, R, S
 
 __all__ = ["Composer", "Intervals", "LayerTable"]
@@ -34,12 +35,13 @@ TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns 
 
 @dataclass(frozen=True, eq=False)
 class LayerTable:
-    """One layer class on one mesh: cost, seconds, resident and saved bytes [in states, out states], and the way to the
-    choices."""
+    """One layer class on one mesh: cost, seconds, resident, saved and transient bytes [in states, out states], and the
+    way to the choices. transient: what is saved only while this layer is recomputed."""
 
     cost: np.ndarray
     resident: np.ndarray
     saved: np.ndarray
+    transient: np.ndarray
     section: Section
     table: Table
     kept: tuple[tuple[str, str], ...]  # (kind, tensor) per axis of the table
@@ -56,17 +58,18 @@ class Intervals:
     transient: np.ndarray
 
 
-def _copies(section: Section, chosen: Sequence[np.ndarray]) -> np.ndarray:
-    """Bytes of the resharded copies kept for the backward, once per (tensor, target state), for many assignments."""
+def _copies(edges: Sequence[Edge], nbytes: Sequence[np.ndarray], chosen: Sequence[np.ndarray]) -> np.ndarray:
+    """Bytes (``nbytes`` by edge) of the resharded copies kept for the backward, once per (tensor, target state), for
+    many assignments."""
     total = np.zeros(np.broadcast_shapes(*(c.shape for c in chosen)))
-    for edge in section.edges:
-        if not edge.bytes.any():
+    for edge, size in zip(edges, nbytes):
+        if not size.any():
             continue
         source = edge.source[chosen[edge.producer]]
         wanted = [target[chosen[consumer]] for consumer, target in edge.consumers]
-        for state in range(edge.bytes.shape[1]):
+        for state in range(size.shape[1]):
             asked = np.any([want == state for want in wanted], axis=0)
-            total += np.where(asked, edge.bytes[source, state], 0.0)
+            total += np.where(asked, size[source, state], 0.0)
     return total
 
 
@@ -81,6 +84,7 @@ class Composer:
     restriction: Restriction = field(default_factory=Restriction)
     byte_weight: float = 0.0  # seconds per byte (λ)
     in_flight: float = 1.0  # microbatches whose saved bytes λ counts
+    recompute: Recompute = NOTHING
     _tables: dict[str, LayerTable] = field(default_factory=dict)
     _states: dict[tuple, list[State]] = field(default_factory=dict)
     _entries: dict[tuple, np.ndarray] = field(default_factory=dict)
@@ -98,6 +102,7 @@ class Composer:
             restriction or self.restriction,
             self.byte_weight,
             self.in_flight,
+            self.recompute,
         )
 
     # ---- boundary states
@@ -164,8 +169,9 @@ class Composer:
         }
         exits = {name: list(dict.fromkeys(s[t] for s in out)) for t, name in enumerate(leaving) if name not in entering}
         return build_section(
-            self.graph, self.layering, ops, self.pricer, self.microbatches, entries, exits, self.restriction
-        )
+            self.graph, self.layering, ops, self.pricer, self.microbatches, entries, exits, self.restriction,
+            self.recompute,
+        )  # fmt: skip
 
     def _build(self, layer: int) -> LayerTable:
         key = self.layering.layers[layer].class_key
@@ -183,11 +189,15 @@ class Composer:
         possible = compatible & np.isfinite(table.cost[cells])
         chosen = table.assignments(cells)
         resident = sum((r[c] for r, c in zip(section.resident, chosen)), np.zeros(()))
-        saved = sum((k[c] for k, c in zip(section.saved, chosen)), np.zeros(())) + _copies(section, chosen)
+        copies = _copies(section.edges, [edge.bytes for edge in section.edges], chosen)
+        saved = sum((k[c] for k, c in zip(section.saved, chosen)), np.zeros(())) + copies
+        transient = sum((k[c] for k, c in zip(section.transient, chosen)), np.zeros(possible.shape))
+        transient = transient + _copies(section.edges, section.edge_transient, chosen)
         return LayerTable(
             np.where(possible, table.cost[cells], np.inf),
             np.where(possible, resident, 0.0),
             np.where(possible, saved, 0.0),
+            np.where(possible, transient, 0.0),
             section,
             table,
             tuple(kept),
@@ -280,13 +290,13 @@ class Composer:
     def intervals(self) -> Intervals:
         """Cost and bytes of every interval, each with its best boundary states."""
         num = len(self.layering.layers)
-        result = [np.full((num, num + 1), np.inf), np.zeros((num, num + 1)), np.zeros((num, num + 1))]
+        result = [np.full((num, num + 1), np.inf), *(np.zeros((num, num + 1)) for _ in range(3))]
         rows: list[list[np.ndarray]] = []
         for end in range(num):
             start = self.entry_seconds(end)
-            rows.append([start, np.zeros_like(start), np.zeros_like(start)])
+            rows.append([start, *(np.zeros_like(start) for _ in range(3))])
             table = self.table(end)
-            cost, resident, saved = (np.stack([row[q] for row in rows]) for q in range(3))
+            cost, resident, saved, held = (np.stack([row[q] for row in rows]) for q in range(4))
             total = cost[:, :, None] + table.cost[None]
             best = total.argmin(axis=1)  # [starts, out states]
             lines = np.arange(len(rows))[:, None]
@@ -295,10 +305,11 @@ class Composer:
                 total.min(axis=1),
                 resident[lines, best] + table.resident[best, columns],
                 saved[lines, best] + table.saved[best, columns],
+                np.maximum(held[lines, best], table.transient[best, columns]),
             ]
-            rows = [[new[q][i] for q in range(3)] for i in range(len(rows))]
+            rows = [[new[q][i] for q in range(4)] for i in range(len(rows))]
             exit_state = new[0].argmin(axis=1)
-            for q in range(3):
+            for q in range(4):
                 result[q][: end + 1, end + 1] = new[q][np.arange(len(rows)), exit_state]
         # λ has done its work in the choice; what an interval takes are its plain seconds
         seconds = result[0] - self.byte_weight * np.where(
@@ -307,7 +318,7 @@ class Composer:
         peak, transient = self.transient_bytes(), np.zeros((num, num + 1))
         for first in range(num):
             transient[first, first + 1 :] = np.maximum.accumulate(peak[first:])
-        return Intervals(seconds, result[1], result[2], transient)
+        return Intervals(seconds, result[1], result[2], transient + result[3])
 
     def path(self, first: int, end: int) -> list[int]:
         """The boundary states (indices) of the best way through layers [first, end): end - first + 1 of them."""

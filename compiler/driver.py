@@ -30,6 +30,7 @@ from .graph import Graph, op_name
 from .layers import cluster_layers
 from .plan import Plan, Prediction, Transfer
 from .pricing import MeshPricer
+from .recompute import recompute_of
 from .rules import mesh_choices, rule_for
 from .schedule import generate, in_flight_formula
 from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, usable_bytes
@@ -50,16 +51,18 @@ def make_plan(
     alternatives: bool = True,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
+    recompute: str = "none",
 ) -> Plan:
     """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
 
     global_batch: samples per step over all devices. microbatches, strategy and schedule are searched where they are
     None ("1f1b" never holds more than GPipe in the same time, so the schedule has that default). capture_s: what
-    capture took, for the record. progress(pass, fraction) is called along the way.
+    capture took, for the record. progress(pass, fraction) is called along the way. recompute: "none", or "layer" to
+    keep only what crosses a border between layers and run each layer's forward again for its backward.
     """
     check_batch(global_batch, microbatches)
     with _without_gc():
-        search = Search(graph, cluster, global_batch, optimizer, schedule, progress)
+        search = Search(graph, cluster, global_batch, optimizer, schedule, progress, recompute)
         search.passes["capture"] = capture_s
         return _run_passes(search, microbatches, strategy, alternatives)
 
@@ -85,15 +88,17 @@ def _run_passes(search: Search, microbatches: int | None, strategy: Strategy | N
         )
     with search.timed("layers"):
         search.layering = cluster_layers(graph)
-    if strategy and strategy.pp > len(search.layering.layers):
+        recompute_of(graph, search.layering, search.recompute, search.schedule)  # refuses an unknown mode
+    if strategy and strategy.num_stages > len(search.layering.layers):
         raise ValueError(
-            f"strategy asks for {strategy.pp} stages, but the model falls into {len(search.layering.layers)} layers"
+            f"strategy asks for {strategy.num_stages} stages, but the model falls into "
+            f"{len(search.layering.layers)} layers"
         )
     counts = [microbatches] if microbatches else microbatch_counts(global_batch, strategy)
-    if not counts or (strategy and (global_batch // counts[0]) % strategy.dp):
+    if not counts or (strategy and (global_batch // counts[0]) % strategy.data_parts):
         size = global_batch // (microbatches or 1)
         raise ValueError(
-            f"dp cuts every microbatch evenly, but got dp {strategy.dp if strategy else 1} "
+            f"dp cuts every microbatch evenly, but got dp {strategy.data_parts if strategy else 1} "
             f"and a microbatch of {size} samples; "
             "use fewer microbatches or a larger global_batch"
         )
@@ -109,7 +114,7 @@ def _run_passes(search: Search, microbatches: int | None, strategy: Strategy | N
         "torch": torch.__version__,
         "passes": {name: round(seconds, 4) for name, seconds in search.passes.items()},
         "cluster": cluster.fingerprint(),
-        "strategy": None if strategy is None else {"pp": strategy.pp, "dp": strategy.dp, "tp": strategy.tp},
+        "strategy": None if strategy is None else strategy.to_json(),
     }
     prediction = replace(plan.prediction, alternatives=tuple(others), notes=notes)
     return replace(plan, prediction=prediction, provenance=provenance)
@@ -183,6 +188,7 @@ def finish(search: Search, best: Candidate) -> Plan:
         microbatches=m,
         schedule=search.schedule,
         optimizer=search.optimizer,
+        recompute=search.recompute,
         layers=tuple(layer.name for layer in layering.layers),
         stages=stages,
         transfers=transfers,

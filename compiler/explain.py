@@ -39,6 +39,7 @@ __all__ = ["explain"]
 
 _CAUSES = {
     "compute": "compute",
+    "recompute": "recompute",
     "reshard": "resharding",
     "internal": "in ops",
     "transfer": "transfer",
@@ -128,7 +129,8 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         (
             "schedule",
             f"{plan.schedule}, {count_text(len(plan.stages), 'stage')},"
-            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
+            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}"
+            + (", every layer's forward runs again for its backward" if plan.recompute == "layer" else ""),
         ),
     ]
     if passes:

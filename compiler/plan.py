@@ -4,7 +4,7 @@ Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
-                  optimizer
+                  optimizer, recompute                ("none" where the field is missing)
     stage     ::= devices, mesh_shape, chunk+         (one chunk per stage but for interleaved schedules)
     chunk     ::= layers [first, end), ops {node: labels}, parameters {name: residency}, sources {node: pair},
                   receives {node: pair}, sends {node: spec}
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BUCKET_BYTES",
     "PLAN_VERSION",
+    "RECOMPUTE_MODES",
     "Chunk",
     "Plan",
     "Prediction",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 PLAN_VERSION = 1
+RECOMPUTE_MODES = ("none", "layer")
 BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this size, as in DistributedDataParallel
 
 
@@ -209,6 +211,7 @@ class Plan:
     prediction: Prediction
     provenance: Mapping[str, Any] = field(default_factory=dict)
     version: int = PLAN_VERSION
+    recompute: str = "none"  # or "layer": only what crosses a border between layers is kept for the backward
 
     @property
     def num_devices(self) -> int:
@@ -242,6 +245,7 @@ class Plan:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "optimizer": self.optimizer,
+            "recompute": self.recompute,
             "layers": list(self.layers),
             "stages": [stage.to_json() for stage in self.stages],
             "transfers": [asdict(transfer) for transfer in self.transfers],
@@ -258,7 +262,7 @@ class Plan:
             raise ValueError(
                 f"meshwright reads plans of version {PLAN_VERSION}, but got version {data['version']!r}; plan again"
             )
-        missing = [f.name for f in fields(cls) if f.name not in data]
+        missing = [f.name for f in fields(cls) if f.name not in data and f.name != "recompute"]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
         try:
@@ -279,6 +283,7 @@ class Plan:
                 transfers=tuple(Transfer(**transfer) for transfer in data["transfers"]),
                 prediction=Prediction(**prediction),
                 provenance=dict(data["provenance"]),
+                recompute=str(data.get("recompute", "none")),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
@@ -300,6 +305,8 @@ class Plan:
         faults = []
         if self.microbatches < 1 or self.global_batch % self.microbatches:
             faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
+        if self.recompute not in RECOMPUTE_MODES:
+            faults.append(f"recompute {self.recompute!r} is none of {', '.join(RECOMPUTE_MODES)}")
         taken: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
             size = 1

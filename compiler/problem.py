@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.fx import Node
@@ -22,6 +22,7 @@ from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
+from .recompute import NOTHING, Recompute
 from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .spec import P, Pair, R, S, Spec, local_shape, parse_pair
 
@@ -49,7 +50,8 @@ class Section:
 
     kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for
     ops, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch
-    in flight).
+    in flight). transient and edge_transient, where layers are recomputed: what autograd saves, beside the bytes kept,
+    while the op's layer is.
     """
 
     names: tuple[str, ...]
@@ -62,6 +64,8 @@ class Section:
     edge_states: tuple[
         tuple[tuple[Pair, ...], tuple[Pair, ...]], ...
     ]  # per edge: the pairs behind its source and target states
+    transient: tuple[np.ndarray, ...] = ()
+    edge_transient: tuple[np.ndarray, ...] = ()
 
     def problem(self, in_flight: float) -> Problem:
         """The problem whose bytes count ``in_flight`` microbatches."""
@@ -131,10 +135,11 @@ def build_section(
     entries: Mapping[str, Sequence[Pair]],
     exits: Mapping[str, Sequence[Pair]],
     restriction: Restriction = Restriction(),
+    recompute: Recompute = NOTHING,
 ) -> Section:
     """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
     states."""
-    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction).build()
+    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction, recompute).build()
 
 
 class _Builder:
@@ -148,9 +153,12 @@ class _Builder:
         entries: Mapping[str, Sequence[Pair]],
         exits: Mapping[str, Sequence[Pair]],
         restriction: Restriction,
+        recompute: Recompute,
     ) -> None:
         self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
         self.m, self.entries, self.exits, self.restriction = microbatches, entries, exits, restriction
+        self.recompute = recompute
+        self.held: list[np.ndarray] = []  # per row, bytes beside those kept while its layer is recomputed
         self.mesh = pricer.mesh_shape
         self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -165,7 +173,8 @@ class _Builder:
         gives: dict[str, tuple[int, list[Pair]]] = {}
         for name, states in self.entries.items():
             kind = self.nodes[name].meta["type"]
-            held = [self.pricer.local_bytes(kind, s.value) if name in self.saved else 0.0 for s in states]
+            stays = name in self.saved or name in self.recompute.kept
+            held = [self.pricer.local_bytes(kind, s.value) if stays else 0.0 for s in states]
             index[name] = self._add(
                 name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
             )
@@ -209,13 +218,30 @@ class _Builder:
             edges.append(edge)
             pairs_of_edge.append(pair_states)
         names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
-        return Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
+        section = Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
+        if not self.recompute:
+            return section
+        keeps = [edge.name in self.recompute.kept for edge in edges]
+        return replace(
+            section,
+            edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, keeps)),
+            transient=tuple(self.held),
+            edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, keeps)),
+        )
 
     # ---- operators
 
     def _add(
-        self, name: str, kind: str, choices: tuple, seconds: np.ndarray, resident: np.ndarray, saved: np.ndarray
+        self,
+        name: str,
+        kind: str,
+        choices: tuple,
+        seconds: np.ndarray,
+        resident: np.ndarray,
+        saved: np.ndarray,
+        held: np.ndarray | None = None,
     ) -> int:
+        held = np.zeros(len(choices)) if held is None else held
         pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit", "result") else None
         if pinned is not None:
             keep = [i for i, c in enumerate(choices) if label(c) == pinned]
@@ -223,8 +249,9 @@ class _Builder:
                 offered = ", ".join(sorted({label(c) for c in choices}))
                 raise ValueError(f"{name} is pinned to {pinned!r}, but may be {offered}")
             choices = tuple(choices[i] for i in keep)
-            seconds, resident, saved = seconds[keep], resident[keep], saved[keep]
+            seconds, resident, saved, held = seconds[keep], resident[keep], saved[keep], held[keep]
         self.rows.append((name, kind, choices, seconds, resident, saved))
+        self.held.append(held)
         return len(self.rows) - 1
 
     def _choices(self, node: Node) -> list[MeshChoice]:
@@ -269,20 +296,42 @@ class _Builder:
         static = node.name in self.layering.static
         prices = [self.pricer.op(node, c, self.grad) for c in choices]
         seconds = np.array([0.0 if static else price.seconds for price in prices])
+        if node.name in self.recompute.repeated:
+            seconds += np.array([price.forward_s + price.internal_forward_s for price in prices])
         if not self.restriction.roles and self.restriction.pinned is None:
             # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
-        saved = np.zeros(len(choices))
-        if node.name in self.grad:
-            extra = rule_for(node).temporary_bytes(node)
-            types = types_of(node)
-            for k in range(len(types)):
-                if (node.name, k) in self.saved or (k == 0 and node.name in self.saved):
-                    saved += np.array([self.pricer.local_bytes(types[k], c.outputs[k].value) for c in choices])
-            if extra:
-                saved += np.array([extra * _share(node, c, self.mesh) for c in choices])
-        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), saved)
+        kept, saved = np.zeros(len(choices)), np.zeros(len(choices))
+        for k, kind in enumerate(types_of(node)):
+            crosses = self._crosses(node, k)
+            if crosses or (
+                node.name in self.grad and ((node.name, k) in self.saved or (k == 0 and node.name in self.saved))
+            ):
+                local = np.array([self.pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
+                kept, saved = (kept + local, saved) if crosses else (kept, saved + local)
+        if node.name in self.grad and (extra := rule_for(node).temporary_bytes(node)):
+            saved += np.array([extra * _share(node, c, self.mesh) for c in choices])
+        none = np.zeros(len(choices))
+        kept, held = (kept, saved) if self.recompute else (saved, none)
+        return self._add(node.name, "op", tuple(choices), seconds, none, kept, held)
+
+    def _crosses(self, node: Node, k: int) -> bool:
+        """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
+        if not self.recompute:
+            return False
+        layer_of = self.recompute.layer_of
+        outputs = (
+            [node]
+            if not isinstance(node.meta["type"], tuple)
+            else [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]
+        )
+        return any(
+            out.name in self.recompute.kept and layer_of.get(user.name, layer_of[out.name]) != layer_of[out.name]
+            for out in outputs
+            for user in out.users
+            if user.name in self.members
+        )
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
@@ -339,12 +388,14 @@ class _Builder:
         copied = any(saved for *_, saved in consumers)
         grad = name in self.grad
         is_placeholder = self.nodes[name].op == "placeholder" and not grad
+        again = name in self.recompute.repeated and name not in self.recompute.kept
         for source, s in sources.items():
             for target, t in targets.items():
                 if source == target:
                     continue
                 free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
-                seconds[s, t] = 0.0 if free else sum(self.pricer.reshard(source, target, kind, grad))
+                ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
+                seconds[s, t] = (2 if again else 1) * ahead + back
                 if copied and source.value != target.value and np.isfinite(seconds[s, t]):
                     nbytes[s, t] = self.pricer.local_bytes(kind, target.value)
         edge = Edge(

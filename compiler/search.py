@@ -24,7 +24,8 @@ from .graph import Graph
 from .layers import Layering
 from .pricing import MeshPricer
 from .problem import Restriction
-from .strategy import InfeasibleError, Strategy, divisors_of
+from .recompute import recompute_of
+from .strategy import InfeasibleError, Strategy, divide, divisors_of
 
 __all__ = [
     "Candidate",
@@ -41,12 +42,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use some devices for a stage."""
+    """A way to use some devices for a stage. place: where the caller wants it, as (first layer, end layer, first
+    device)."""
 
     shape: tuple[int, ...]
     num_devices: int
     restriction: Restriction
     byte_weight: float = 0.0
+    place: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Search:
     optimizer: str
     schedule: str
     progress: Callable[[str, float], None]
+    recompute: str = "none"
     layering: Layering = field(init=False)  # set by the first pass
     passes: dict[str, float] = field(default_factory=dict)
     misses: list[inter_op.Infeasible] = field(default_factory=list)
@@ -100,9 +104,9 @@ def usable_counts(global_batch: int, strategy: Strategy | None) -> list[int]:
     """Divisors of the batch whose microbatches the strategy can cut."""
     divisors = divisors_of(global_batch)
     if strategy is not None:
-        divisors = [m for m in divisors if (global_batch // m) % strategy.dp == 0]
+        divisors = [m for m in divisors if (global_batch // m) % strategy.data_parts == 0]
         # a pipeline with fewer microbatches than stages only idles
-        divisors = [m for m in divisors if m >= strategy.pp] or divisors[-1:]
+        divisors = [m for m in divisors if m >= strategy.num_stages] or divisors[-1:]
     return divisors
 
 
@@ -134,7 +138,7 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
         graph = search.graph.with_batch(search.global_batch // m)
     except ValueError:
         return None
-    plain = stage_options(search.cluster, strategy)
+    plain = stage_options(search.cluster, strategy, search.layering)
     options = list(plain)
     if (missing := _aggregate_miss(search, graph, m)) > 0:
         number = search.cluster.num_devices
@@ -145,9 +149,7 @@ def _search_at(search: Search, m: int, strategy: Strategy | None) -> Candidate |
         )
         search.misses.append(inter_op.Infeasible(reason, short, needed_bytes=limit + short))
         return None
-    composers = [_composer(search, graph, m, option) for option in options]
-    with search.timed("compose"):
-        costs = [composer.intervals() for composer in composers]
+    composers, costs = _composed(search, graph, m, options)
     free = _stages(search, m, options, costs, strategy, limited=False)
     if isinstance(free, inter_op.Pipeline):  # without a memory limit: no plan with m microbatches is faster than this
         search.bounds[m] = free.bound_s
@@ -190,10 +192,26 @@ def _aggregate_miss(search: Search, graph: Graph, m: int) -> float:
     return weights + saved - sum(usable_bytes(search.cluster))
 
 
+def _composed(
+    search: Search, graph: Graph, m: int, options: Sequence[Option]
+) -> tuple[list[Composer], list[Intervals]]:
+    """A composer and its intervals per option; options that differ only in their place share them."""
+    made: dict[tuple[tuple[int, ...], tuple[str | None, ...]], tuple[Composer, Intervals]] = {}
+    for option in options:
+        key = option.shape, option.restriction.roles
+        if key not in made:
+            composer = _composer(search, graph, m, option)
+            with search.timed("compose"):
+                made[key] = composer, composer.intervals()
+    pairs = [made[option.shape, option.restriction.roles] for option in options]
+    return [composer for composer, _ in pairs], [costs for _, costs in pairs]
+
+
 def _composer(search: Search, graph: Graph, m: int, option: Option) -> Composer:
     pricer = MeshPricer(search.cluster, 0, option.shape, search.optimizer)
     in_flight = float(min(m, 4))
-    return Composer(graph, search.layering, pricer, m, option.restriction, option.byte_weight, in_flight)
+    again = recompute_of(search.graph, search.layering, search.recompute, search.schedule)
+    return Composer(graph, search.layering, pricer, m, option.restriction, option.byte_weight, in_flight, again)
 
 
 def _stages(
@@ -210,23 +228,42 @@ def _stages(
             num_layers=len(search.layering.layers),
             num_devices=cluster.num_devices,
             devices=np.array([o.num_devices for o in options]),
-            seconds=np.stack([c.seconds for c in costs]),
+            seconds=np.stack([_placed(c.seconds, o) for c, o in zip(costs, options)]),
             resident_bytes=np.stack([c.resident for c in costs]),
             saved_bytes=np.stack([c.saved for c in costs]),
             transient_bytes=np.stack([c.transient for c in costs]),
-            admissible=np.array([_admissible(cluster, o.num_devices) for o in options]),
+            admissible=np.array([_admissible(cluster, o) for o in options]),
             limit_bytes=np.array(usable_bytes(cluster)) if limited else np.full(cluster.num_devices, 1e30),
         )
         return inter_op.solve(
             table,
             m,
             schedule=search.schedule,
-            num_stages=strategy.pp if strategy else None,
+            num_stages=strategy.num_stages if strategy else None,
         )
 
 
-def stage_options(cluster: Cluster, strategy: Strategy | None) -> list[Option]:
-    """Every submesh size and logical shape that a stage may have, or the one that the strategy forces."""
+def _placed(seconds: np.ndarray, option: Option) -> np.ndarray:
+    """The seconds of an option, inf but for the layers of its place."""
+    if option.place is None:
+        return seconds
+    first, end, _ = option.place
+    only = np.full_like(seconds, np.inf)
+    only[first, end] = seconds[first, end]
+    return only
+
+
+def stage_options(cluster: Cluster, strategy: Strategy | None, layering: Layering) -> list[Option]:
+    """Every submesh size and logical shape that a stage may have, or those that the strategy forces."""
+    if strategy is not None and strategy.stages:
+        keys = [layer.class_key for layer in layering.layers]
+        bounds = divide(keys, [stage.share for stage in strategy.stages])
+        options, offset = [], 0
+        for stage, first, end in zip(strategy.stages, bounds, bounds[1:]):
+            place = first, end, offset
+            options.append(Option(stage.mesh_shape, stage.num_devices, Restriction(stage.roles), place=place))
+            offset += stage.num_devices
+        return options
     if strategy is not None:
         n = strategy.dp * strategy.tp
         return [Option(strategy.mesh_shape, n, Restriction(strategy.roles))]
@@ -256,9 +293,12 @@ def stage_options(cluster: Cluster, strategy: Strategy | None) -> list[Option]:
     return options
 
 
-def _admissible(cluster: Cluster, size: int) -> list[bool]:
-    """Where a submesh of ``size`` devices may start: inside one host, or at a host's first device for whole hosts."""
-    flags = []
+def _admissible(cluster: Cluster, option: Option) -> list[bool]:
+    """Where the submesh may start: inside one host, or at a host's first device for whole hosts; or only at its
+    place."""
+    if option.place is not None:
+        return [device == option.place[2] for device in range(cluster.num_devices)]
+    flags, size = [], option.num_devices
     for device in range(cluster.num_devices):
         host = cluster.host_of(device)
         begin = sum(h.num_devices for h in cluster.hosts[:host])

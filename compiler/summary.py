@@ -24,6 +24,7 @@ def summary_json(plan: Plan) -> dict[str, Any]:
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "optimizer": plan.optimizer,
+        "recompute": plan.recompute,
         "step_s": prediction.step_s,
         "bound_gap": prediction.bound_gap,
         "tflops_per_device": tflops_per_device(plan),

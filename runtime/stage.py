@@ -324,6 +324,11 @@ def _check_plan(plan: Plan) -> None:
     not do."""
     if faults := plan.check():
         raise ValueError(f"a plan must be consistent, but got {'; '.join(faults[:3])}; plan again")
+    if plan.recompute != "none":
+        raise ValueError(
+            f"this runtime keeps what the backward needs, but got a plan with recompute {plan.recompute!r}; "
+            "plan again with recompute 'none'"
+        )
     for index, stage in enumerate(plan.stages):
         for chunk in stage.chunks:
             for name, home in chunk.parameters.items():
