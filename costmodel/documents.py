@@ -89,6 +89,9 @@ def _device(entry: Mapping[str, Any]) -> Device:
 
 
 def _wire(entry: Mapping[str, Any]) -> Wire:
-    pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+    try:
+        pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+    except ValueError as error:
+        raise ValueError(f"wire {entry['kind']} of {entry['size']}: {error}") from None
     points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in entry["points"])
     return Wire(**(dict(entry) | {"pieces": pieces, "points": points}))

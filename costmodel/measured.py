@@ -76,6 +76,10 @@ class Piece:
     alpha_s: float
     beta_s_per_byte: float
 
+    def __post_init__(self) -> None:
+        where = f"piece from {self.from_bytes:g} bytes on"
+        _not_negative(where, from_bytes=self.from_bytes, alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -84,8 +88,7 @@ class Wire:
     algorithm: "backend" (what the runtime calls by default) or a name of ``collectives.ALGORITHMS``. size: devices of a
     group; members: the most of them on one host, so that ``members == size`` is a group within a host; groups: how many
     such groups do the same at once. pieces: in rising ``from_bytes``, the first at 0; points: (bytes, seconds), the
-    minimum or low quantile of each size (noise may make a larger message a little faster; less than half the time of a
-    smaller one is an error); residual: median relative error of the pieces at the points.
+    minimum or low quantile of each size; residual: median relative error of the pieces at the points.
     """
 
     kind: str
@@ -107,19 +110,19 @@ class Wire:
             raise ValueError(
                 f"{where} needs pieces in rising from_bytes, the first at 0, but got {starts}; fit it again"
             )
-        for piece in self.pieces:
-            _not_negative(where, alpha_s=piece.alpha_s, beta_s_per_byte=piece.beta_s_per_byte)
-        slowest = (0.0, 0.0)
-        for number, (nbytes, seconds) in enumerate(self.points):
+        for nbytes, seconds in self.points:
             _not_negative(where, bytes=nbytes, seconds=seconds)
-            if number and nbytes <= self.points[number - 1][0]:
-                raise ValueError(f"{where} needs points in rising bytes, but got {nbytes:g} again or late; sort them")
-            if seconds < slowest[1] / 2:
+        sizes = [nbytes for nbytes, _ in self.points]
+        if any(b <= a for a, b in pairwise(sizes)):
+            raise ValueError(f"{where} needs points in rising bytes, but got {sizes}; sort them")
+        for before, after in pairwise(self.pieces):
+            here = before.alpha_s + before.beta_s_per_byte * after.from_bytes
+            there = after.alpha_s + after.beta_s_per_byte * after.from_bytes
+            if there < 0.99 * here:
                 raise ValueError(
-                    f"{where} needs seconds that do not fall as bytes grow, but got {slowest[1]:.3g} s for"
-                    f" {slowest[0]:g} bytes and {seconds:.3g} s for {nbytes:g}; measure it again"
+                    f"{where} needs seconds that do not fall as bytes grow, but got {here:.4g} then {there:.4g} at"
+                    f" {after.from_bytes:g} bytes; fit it again"
                 )
-            slowest = max(slowest, (nbytes, seconds), key=lambda point: point[1])
 
     @property
     def label(self) -> str:
