@@ -1,0 +1,315 @@
+"""The name of an op's local work, and how to run exactly that work again so that it can be timed.
+
+    signature ::= op "(" argument, … ")" [ " <- " cotangent, … ]
+    argument  ::= dtype "[" local shape "]" [layout] [mark] | literal | name "=" literal
+    mark      ::= "*"  an activation whose gradient is needed   |   "^"  a parameter whose gradient is needed
+    layout    ::= "@0.2.1"  the dims in the order of memory where that is not the order of the shape (``layouts``)
+    cotangent ::= layout | "_" (contiguous) | "-" (none arrives); written only where one is not "_"
+
+    aten.linear.default(f32[512,256]*, f32[1024,256]^, f32[1024]^)
+
+Equal local work has equal text, whatever the mesh: cuts appear as local shapes, and for ops that mask what other
+devices hold as the number of blocks. Numbers that cannot change the work are written "~". Ops that move nothing (views
+that do not copy) have no signature: the empty text.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .context import Context, use
+from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
+from .layers import differentiable
+from .layouts import Layout, NodeLayout, OneDevice, made, note_layouts
+from .plan import Plan
+from .rules import MeshChoice, pairs_choice, rule_for
+from .spec import local_shape
+
+__all__ = ["Instance", "Probe", "entry_probe", "plan_probes", "signature", "signature_of"]
+
+_SHORT = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b1",
+}  # fmt: skip
+_SILENT = ("device", "layout", "pin_memory", "op_index", "cuts")  # arguments that do not change the work
+_TILE = 4096  # random values that a float operand repeats
+
+
+# ---- the text
+
+
+def signature_of(node: Node, labels: Sequence[str], mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
+    """The signature of ``node`` as one device of a mesh runs it under these labels, one per axis; "" if it is free.
+
+    needs_grad: names of the nodes through which gradients flow (``layers.differentiable``). ValueError for labels that
+    the op's rule does not offer.
+    """
+    return signature(node, pairs_choice(node, labels, mesh_shape), mesh_shape, needs_grad)
+
+
+def signature(node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
+    """``signature_of`` for a choice at hand."""
+    rule = rule_for(node)
+    layout: NodeLayout | None = node.meta.get("layout")
+    flows = node.name in needs_grad
+    if rule.cost_kind in ("view", "free") and not (
+        layout is not None and (layout.copies_forward or (flows and layout.copies_backward))
+    ):
+        return ""
+    target, args, kwargs = rule.localize(node, choice.labels, mesh_shape)
+    shapes = [
+        local_shape(types_of(operand)[0].shape, pair.value, mesh_shape)
+        for operand, pair in zip(tensor_operands(node), choice.inputs)
+    ]
+    queue = iter(shapes)
+    name = _name(target)
+    exact = ".pow." in name
+
+    def text(value: Any) -> str:
+        if isinstance(value, Node):
+            return _operand_text(value, next(queue), flows, needs_grad)
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(text, value)) + "]"
+        if isinstance(value, float) and not exact and value not in (0.0, 1.0, -1.0):
+            return "~"
+        return _SHORT[value] if isinstance(value, torch.dtype) and value in _SHORT else _name(value)
+
+    names = _silent_positions(target)
+    parts = [text(value) for k, value in enumerate(args) if k not in names]
+    for key, value in kwargs.items():
+        if key.endswith("_axes"):
+            parts.append(f"{key.removesuffix('axes')}blocks={prod(mesh_shape[axis] for axis in value)}")
+        elif key not in _SILENT:
+            parts.append(f"{key}={text(value)}")
+    arriving = ""
+    if flows and layout is not None and (any(layout.cotangents) or not all(layout.flows)):
+        arriving = " <- " + ", ".join(
+            ("_" if lies is None else str(lies)) if comes else "-"
+            for lies, comes in zip(layout.cotangents, layout.flows)
+        )
+    return f"{name}({', '.join(parts)}){arriving}"
+
+
+def _name(value: Any) -> str:
+    if callable(value) and not isinstance(value, torch._ops.OpOverload):
+        return f"meshwright.{value.__name__}"
+    return str(value)
+
+
+def _silent_positions(target: Any) -> tuple[int, ...]:
+    """Where a function of ours takes arguments that do not change the work, if by position."""
+    found = {"dropout": (1, 2, 3), "scaled_mean": (1,)}
+    return found.get(getattr(target, "__name__", ""), ()) if not isinstance(target, torch._ops.OpOverload) else ()
+
+
+def _operand_text(operand: Node, shape: Sequence[int], flows: bool, needs_grad: frozenset[str]) -> str:
+    kind = types_of(operand)[0]
+    text = f"{_SHORT.get(kind.dtype, str(kind.dtype))}[{','.join(map(str, shape))}]"
+    if (layout := _operand_layout(operand)) is not None:
+        text += str(layout)
+    if flows and kind.is_float and operand.name in needs_grad:
+        text += "^" if operand.op == "placeholder" else "*"
+    return text
+
+
+def _operand_layout(operand: Node) -> Layout | None:
+    producer, k = output_of(operand)
+    layout: NodeLayout | None = producer.meta.get("layout")
+    return None if layout is None else layout.outputs[k]
+
+
+# ---- running it again
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One signature and how to run it. ``make(device, weights=True)`` gives a fresh Instance with operands in memory of
+    its own; with ``weights=False`` its backward leaves the parameters' gradients out. nbytes: of operands, outputs and
+    cotangents of one instance."""
+
+    signature: str
+    make: Callable[..., Instance]
+    nbytes: int = 0
+
+
+class Instance:
+    """An op with operands and cotangents: ``forward()`` keeps what a training step keeps, ``backward()`` uses it up.
+    Both may be called again, in this order. Several instances may be alive, forwards first, then backwards."""
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        operands: Sequence[Tensor],
+        cotangents: Callable[[int, Tensor], Tensor | None],
+    ) -> None:
+        self.operands = tuple(operands)
+        self._call, self._made = call, cotangents
+        self._leaves = [x for x in self.operands if x.requires_grad]
+        self._roots: list[Tensor] = []
+        self._outputs: Any = None
+        self._cotangents: list[tuple[int, Tensor]] | None = None
+
+    def forward(self) -> None:
+        """Run the op; its outputs and what autograd saved stay."""
+        self._outputs = self._call()
+
+    def backward(self) -> None:
+        """The gradients of all leaves from ready cotangents, then let go of everything; nothing without a leaf."""
+        outputs, self._outputs = self._outputs, None
+        if not self._leaves:
+            return
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        if self._cotangents is None:
+            made_ = [(k, self._made(k, y)) for k, y in enumerate(outputs) if y is not None and y.requires_grad]
+            self._cotangents = [(k, g) for k, g in made_ if g is not None]
+        roots = [outputs[k] for k, _ in self._cotangents]
+        del outputs
+        if roots:
+            torch.autograd.grad(roots, self._leaves, [g for _, g in self._cotangents], allow_unused=True)
+
+    def prepare(self) -> None:
+        """Make the cotangents, which need outputs to be like; call it once before timing."""
+        self.forward()
+        self.backward()
+
+
+def entry_probe() -> Probe:
+    """What entering the autograd engine costs beside the ops: its backward passes one view of one element."""
+
+    def make(device: Any, weights: bool = True) -> Instance:
+        x = torch.zeros(1, device=device, requires_grad=True)
+        return Instance(lambda: x.view_as(x), [x], lambda _, y: torch.ones_like(y))
+
+    return Probe("entry", make, 8)
+
+
+def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
+    """Every signature that the stages of ``plan`` run, once, with its probe. ``graph``: the captured model, at any
+    batch extent."""
+    small = graph.with_batch(plan.microbatch_size)
+    note_layouts(small)
+    grad = differentiable(small)
+    nodes = small.by_name()
+    found: dict[str, Probe] = {}
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            for name, labels in chunk.ops.items():
+                if op_name(nodes[name]) == "getitem":
+                    continue
+                choice = pairs_choice(nodes[name], labels, stage.mesh_shape)
+                text = signature(nodes[name], choice, stage.mesh_shape, grad)
+                if text and text not in found:
+                    found[text] = _probe(text, nodes[name], choice, stage.mesh_shape, grad)
+    return found
+
+
+def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> Probe:
+    target, args, kwargs = rule_for(node).localize(node, choice.labels, mesh_shape)
+    if target is torch.ops.aten.view.default:  # as in ``lower``
+        target = torch.ops.aten.reshape.default
+    blocks = {key: prod(mesh_shape[axis] for axis in axes) for key, axes in kwargs.items() if key.endswith("_axes")}
+    operands = tensor_operands(node)
+    kinds = [
+        TensorType(local_shape(types_of(operand)[0].shape, pair.value, mesh_shape), types_of(operand)[0].dtype)
+        for operand, pair in zip(operands, choice.inputs)
+    ]
+    outputs = [
+        TensorType(local_shape(kind.shape, pair.value, mesh_shape), kind.dtype)
+        for kind, pair in zip(types_of(node), choice.outputs)
+    ]
+    lies = [_operand_layout(operand) for operand in operands]
+    layout: NodeLayout | None = node.meta.get("layout")
+    flows = node.name in needs_grad
+    wanted = [flows and kind.is_float and o.name in needs_grad for o, kind in zip(operands, kinds)]
+    is_weight = [operand.op == "placeholder" for operand in operands]
+    source = _Operands(node, kinds, blocks)
+
+    def make(device: Any, weights: bool = True) -> Instance:
+        tensors = source(torch.device(device), lies)
+        for k, x in enumerate(tensors):
+            x.requires_grad_(wanted[k] and (weights or not is_weight[k]))
+        queue = iter(tensors)
+        placed, named = torch.fx.map_arg((args, dict(kwargs)), lambda _: next(queue))
+        named = dict(named)
+        if "device" in named:
+            named["device"] = torch.device(device)
+        context = Context(OneDevice(mesh_shape))
+
+        def bound() -> Any:
+            with use(context):
+                return target(*placed, **named)
+
+        plain = isinstance(target, torch._ops.OpOverload)
+        call = (lambda: target(*placed, **named)) if plain else bound
+
+        def cotangent(k: int, y: Tensor) -> Tensor | None:
+            if layout is None:
+                return torch.ones_like(y, memory_format=torch.contiguous_format, requires_grad=False)
+            if not layout.flows[k]:
+                return None
+            return made(torch.ones(y.shape, dtype=y.dtype, device=y.device), layout.cotangents[k])
+
+        return Instance(call, tensors, cotangent)
+
+    moved = [*kinds, *outputs] + (outputs if flows else [])
+    return Probe(text, make, sum(kind.nbytes for kind in moved))
+
+
+class _Operands:
+    """Random operands of one op on local shapes, as the op's rule makes valid ones."""
+
+    def __init__(self, node: Node, kinds: Sequence[TensorType], blocks: Mapping[str, int]) -> None:
+        stand_in = torch.fx.Graph()
+        places = []
+        for k, kind in enumerate(kinds):
+            places.append(stand_in.placeholder(f"x{k}"))
+            places[-1].meta["type"] = kind
+        queue = iter(places)
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(queue))
+        self.node = stand_in.create_node("call_function", node.target, args, kwargs)
+        self.node.meta.update(type=node.meta["type"], module="", line="")
+        self.kinds, self.blocks = kinds, blocks
+        self.alive: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, device: torch.device, lies: Sequence[Layout | None]) -> list[Tensor]:
+        """Operands in new memory, without gradient; copies of an earlier call's while those are in use."""
+        known = [x.detach() for reference in self.alive if (x := reference()) is not None]
+        if len(known) == len(self.kinds):
+            return [made(x.to(device), lie) for x, lie in zip(known, lies)]
+        generator = torch.Generator().manual_seed(0)
+        tensors = rule_for(self.node).example_operands(self.node, generator)
+        if tensors is None:
+            tensors = [_filled(kind, generator) for kind in self.kinds]
+        tensors = [self._spread(x, generator).to(device) for x in tensors]
+        tensors = [made(x, lie) if lie else x.contiguous() for x, lie in zip(tensors, lies)]
+        self.alive = [weakref.ref(x) for x in tensors]
+        return tensors
+
+    def _spread(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Indices over all blocks where this device holds one of several."""
+        count = max(self.blocks.get("vocab_axes", 1), self.blocks.get("expert_axes", 1))
+        if count == 1 or x.is_floating_point():
+            return x
+        rows = self.kinds[-1].shape[0] if "expert_axes" in self.blocks else max(1, int(x.max()) + 1)
+        if "vocab_axes" in self.blocks:
+            float_kind = next(kind for kind in self.kinds if kind.is_float)
+            rows = float_kind.shape[0] if ".embedding" in op_name(self.node) else float_kind.shape[-1]
+        return x.clamp(min=0) + rows * torch.randint(0, count, x.shape, generator=generator).to(x.dtype)
+
+
+def _filled(kind: TensorType, generator: torch.Generator) -> Tensor:
+    """Normal values, repeated; zeros and ones for integers."""
+    numel = max(1, kind.numel)
+    tile = torch.randn(min(numel, _TILE), generator=generator)
+    if not kind.is_float:
+        tile = (tile > 0).to(torch.int64)
+    return tile.to(kind.dtype).repeat(-(-numel // tile.numel()))[: kind.numel].reshape(kind.shape)
