@@ -1,22 +1,32 @@
-"""Time of one op on one device: the measured curve where the device carries one, else the roofline; a price says which.
+"""Time of one op on one device: what was measured where the device carries it, else the roofline; a price says which.
 
-    roofline:  seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · share)) + launch
-               share = efficiency("memory")
-    measured:  seconds = max(curve(work), bytes / memory rate)     work: the curve's variable, FLOPs or bytes
+    roofline      seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · share)) + launch
+                  share = efficiency("memory")
+    surface       seconds(rows, inner, cols) of a matmul                                  launch included
+    curve         seconds(work), at least bytes / memory rate     work: the curve's variable, FLOPs or bytes; likewise
+    extrapolated  outside the grid: in proportion from its edge, and never below the roofline at the measured peaks
 
-A curve's times include the launch. Outside its grid a curve is continued by a roofline (``tables.Curve.seconds``):
-above at the last measured rate, below in proportion down to the launch. Curves are fp32; another dtype scales them by
-the ratio of the peaks (FLOPs) and by its own bytes."""
+Measurements of the op's own dtype come first, a surface before a curve; else those of another dtype (fp32 if there is
+one), scaled by the ratio of the peaks (FLOPs) or by the op's own bytes.
+
+The direction "backward" is the whole backward pass, all gradients, against the work of the *forward*: FLOPs, bytes and
+shapes are those of the forward. Without a measurement of it a matmul, attention or convolution costs its forward twice;
+other ops the same FLOPs and 1.5 times the traffic. ``measured_backward`` tells callers who know better whether there is
+one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
-from .curves import Curve
+from .curves import DIRECTIONS, Curve, Surface
 from .hardware import Device
 
-__all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "op_price", "op_seconds"]
+T = TypeVar("T", Curve, Surface)
+
+__all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "measured_backward", "op_price", "op_seconds"]
 
 KINDS = (
     "matmul",
@@ -37,13 +47,15 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "convolution": (0.5, "assumed: implicit GEMM with smaller tiles than a large matmul"),
     "memory": (0.8, "assumed: unfused elementwise kernels; stream benchmarks reach about 0.9 of a data sheet's rate"),
 }
+#: the backward costs the forward once per operand that needs a gradient
+TWO_SIDED = frozenset({"matmul", "attention", "convolution"})
 _VECTOR = (1.0, "bound by memory: FLOPs of these kinds are counted at the peak")
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds, and where they come from: "measured", "extrapolated" (outside the measured grid), "roofline" or
-    "free"."""
+    """Seconds, and where they come from: "interpolated" (inside a measured grid), "extrapolated" (outside it),
+    "roofline" or "free"; "measured" is for exact signatures, which are no business of this module."""
 
     seconds: float
     source: str
@@ -69,25 +81,34 @@ def op_price(
     shapes: tuple[tuple[int, ...], ...] = (),
 ) -> Price:
     """Price of one op that does ``flops`` and moves ``nbytes`` (operands and outputs) on ``device``. ``dtype``: torch
-    dtype or its name.
+    dtype or its name; ``shapes``: local shapes of the operands and, last, of the output, where they are known.
 
-    Raises ValueError for a kind that is none of ``KINDS`` or for negative work.
+    Raises ValueError for a kind that is none of ``KINDS``, for a direction that is neither "forward" nor "backward" or
+    for negative work.
     """
     if kind not in KINDS:
         raise ValueError(f"an op kind is one of {', '.join(KINDS)}, but got {kind!r}; price it as pointwise")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"a direction is forward or backward, but got {direction!r}; use one of them")
     if flops < 0 or nbytes < 0:
         raise ValueError(
             f"work is never negative, but got {flops} FLOP and {nbytes} bytes for {kind}; check the op's rule"
         )
     if kind in ("view", "free"):
         return Price(device.view_s, "free")
-    memory_rate, peak, single, share, curve = _constants(kind, str(dtype), device)
-    if curve is not None:
-        work = flops * single / peak if curve.variable == "flops" else nbytes
+    how = _reading(kind, str(dtype).removeprefix("torch."), device, direction)
+    if how.surface is not None and shapes and flops > 0 and (how.surface_is_own or not how.curve_is_own):
+        return _on_surface(how, how.surface, flops, nbytes, shapes[-1], device)
+    if how.curve is not None:
+        work = flops * how.curve_peak / how.peak if how.curve.variable == "flops" else nbytes
         if work > 0:
-            seconds = max(curve.seconds(work, device.launch_s), nbytes / device.memory_bytes_per_s)
-            return Price(seconds, "measured" if curve.covers(work) else "extrapolated")
-    return Price(max(flops / (peak * share), nbytes / memory_rate) + device.launch_s, "roofline")
+            return _on_curve(how, how.curve, work, flops, nbytes, device)
+    if direction == "backward":
+        if kind in TWO_SIDED:
+            once = op_price(kind, flops, nbytes, dtype, device, shapes=shapes)
+            return Price(2 * once.seconds, once.source)
+        return op_price(kind, flops, 1.5 * nbytes, dtype, device)
+    return Price(max(flops / (how.peak * how.share), nbytes / how.memory_rate) + device.launch_s, "roofline")
 
 
 def op_seconds(kind: str, flops: float, nbytes: float, dtype: object, device: Device) -> float:
@@ -95,12 +116,71 @@ def op_seconds(kind: str, flops: float, nbytes: float, dtype: object, device: De
     return op_price(kind, flops, nbytes, dtype, device).seconds
 
 
+def measured_backward(kind: str, dtype: object, device: Device) -> bool:
+    """Whether the device carries a curve or surface of the backward of this kind, in this dtype or another."""
+    how = _reading(kind, str(dtype).removeprefix("torch."), device, "backward")
+    return how.curve is not None or how.surface is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What prices of one kind, dtype and direction on one device are read from. ``peak``: FLOP/s of the op's dtype,
+    ``curve_peak`` and ``surface_peak`` of the dtypes that were measured; ``share``: achievable share of the peak;
+    ``*_is_own``: whether measured in the op's own dtype."""
+
+    memory_rate: float
+    peak: float
+    share: float
+    curve: Curve | None
+    curve_peak: float
+    curve_is_own: bool
+    surface: Surface | None
+    surface_peak: float
+    surface_is_own: bool
+
+
 @lru_cache(maxsize=4096)
-def _constants(kind: str, dtype: str, device: Device) -> tuple[float, float, float, float, Curve | None]:
-    """(achievable memory rate, peak of the dtype, peak of fp32, share of the peak, the kind's curve)."""
+def _reading(kind: str, dtype: str, device: Device, direction: str) -> _Reading:
+    measured = bool(device.curves or device.surfaces)
     memory_rate = device.memory_bytes_per_s
-    if not device.curves:  # a measured rate is already what is achieved
+    if not measured:  # a measured rate is already what is achieved
         memory_rate *= efficiency("memory", device)[0]
-    curve = next((curve for curve in device.curves if curve.kind == kind), None)
-    share = efficiency(kind, device)[0] if not device.curves else 1.0
-    return memory_rate, device.peak(dtype), device.peak("float32"), share, curve
+    share = 1.0 if measured else efficiency(kind, device)[0]
+    curve = _nearest(device.curves, kind, dtype, direction)
+    surface = _nearest(device.surfaces, kind, dtype, direction)
+    return _Reading(
+        memory_rate,
+        device.peak(dtype),
+        share,
+        curve,
+        device.peak(curve.dtype) if curve else 1.0,
+        curve is not None and curve.dtype == dtype,
+        surface,
+        device.peak(surface.dtype) if surface else 1.0,
+        surface is not None and surface.dtype == dtype,
+    )
+
+
+def _nearest(measured: Iterable[T], kind: str, dtype: str, direction: str) -> T | None:
+    """The measurement of this kind and direction in this dtype, else in fp32, else in any."""
+    own = [m for m in measured if m.kind == kind and m.direction == direction]
+    return min(own, key=lambda m: (m.dtype != dtype, m.dtype != "float32"), default=None)
+
+
+def _on_surface(
+    how: _Reading, surface: Surface, flops: float, nbytes: float, output: tuple[int, ...], device: Device
+) -> Price:
+    sizes = Surface.sizes(flops, output)
+    seconds = surface.at(*sizes, device.launch_s) * how.surface_peak / how.peak
+    if surface.covers(*sizes):
+        return Price(seconds, "interpolated")
+    return Price(max(seconds, flops / how.peak, nbytes / how.memory_rate), "extrapolated")
+
+
+def _on_curve(how: _Reading, curve: Curve, work: float, flops: float, nbytes: float, device: Device) -> Price:
+    seconds, inside = curve.seconds(work, device.launch_s), curve.covers(work)
+    if curve.variable == "flops" or not inside:  # skinny operands: more bytes than the measured ones of the same FLOPs
+        seconds = max(seconds, nbytes / how.memory_rate)
+    if not inside:
+        seconds = max(seconds, flops / how.peak)
+    return Price(seconds, "interpolated" if inside else "extrapolated")

@@ -867,9 +867,9 @@ def test_roofline():
         op_price("matmul", -1, 1, "float32", device)
 
 
-def test_measured_price_says_so():
+def test_price_from_a_curve_says_so():
     device = on_two_cores(2).device(0)
-    assert op_price("matmul", 1e6, 1e3, "float32", device).source == "measured"
+    assert op_price("matmul", 1e6, 1e3, "float32", device).source == "interpolated"
     assert op_price("matmul", 1e6, 1e3, "float32", device).seconds == pytest.approx(2e-5)
     assert op_price("matmul", 1e12, 1e3, "float32", device).source == "extrapolated"
     assert op_price("normalization", 0, 1e6, "float32", device).source == "roofline"  # no curve in this table
