@@ -21,14 +21,17 @@ from .compiler.graph import Graph, Source, TensorType
 from .compiler.lower import lower
 from .compiler.plan import Plan
 from .compiler.program import ChunkProgram
+from .compiler.report import THRESHOLD, Report
 from .compiler.spec import Pair
 from .compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from .compiler.validate import require
 from .costmodel.cluster import Cluster
 from .runtime.agreement import alike
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
+from .runtime.meter import live_bytes
 from .runtime.stage import Session
 from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
+from .truth import foreign_bytes, gather_report
 
 __all__ = ["OptimizerFactory", "Parallel"]
 
@@ -73,7 +76,7 @@ class Parallel:
         self._dims: dict[str, int | None] = {}  # of the training inputs
         self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
         self._forwards: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
-        self._measured: list[float] = []
+        self._live_bytes: int | None = None  # of this rank, in the last metered step
 
     # ---- binding
 
@@ -181,10 +184,8 @@ class Parallel:
 
     def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank."""
-        started = time.perf_counter()
         loss = self.forward_backward(*inputs, targets=targets, **kwargs)
         self.optimizer_step()
-        self._measured.append(time.perf_counter() - started)
         return loss
 
     def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
@@ -245,19 +246,29 @@ class Parallel:
         """Into how many parts the batch falls under data="local"."""
         return self.session.data_count
 
-    def report(self) -> dict[str, Any]:
-        """Predicted against measured: "predicted_step_s", "measured_step_s" (median after the first step),
-        "peak_bytes", …"""
-        later = sorted(self._measured[1:] or self._measured)
-        measured = later[len(later) // 2] if later else None
-        prediction = self.plan.prediction
-        return {
-            "predicted_step_s": prediction.step_s,
-            "measured_step_s": measured,
-            "steps": len(self._measured),
-            "predicted_peak_bytes": [stage.peak_bytes for stage in prediction.stages],
-            **{key: value for key, value in self.session.timings.items() if key != "actions"},
-        }
+    def report(self, threshold: float = THRESHOLD) -> Report:
+        """Predicted against measured: step, terms of every stage, memory of every rank. Collective: the same on every
+        rank.
+
+        Times are medians over the last steps, without the first. Where the step is off by more than ``threshold`` (a
+        fraction), the report says which terms explain it.
+        """
+        return gather_report(self.plan, self.session, threshold, self._live_bytes)
+
+    def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
+        """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out."""
+        if self._session is None:
+            self.bind(inputs, kwargs, targets if isinstance(targets, tuple) else (targets,))
+        trace = self.session.trace
+        trace.enabled = False
+        try:
+            with live_bytes(self.session.device) as reading:
+                loss = self.train_step(*inputs, targets=targets, **kwargs)
+        finally:
+            trace.enabled = True
+        if reading.peak_bytes is not None:
+            self._live_bytes = reading.peak_bytes - foreign_bytes(self._model, self.session)
+        return loss
 
     # ---- outputs
 

@@ -264,8 +264,9 @@ class Executor:
             if self.reducer is not None and self.training:
                 with self.trace.span("gradient"):
                     self.reducer.finish()
-        for sends in held.values():
-            _drain(sends)
+        with self.trace.span("drain"):
+            for sends in held.values():
+                _drain(sends)
         if not losses:
             return None, outputs
         total = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / self.microbatches

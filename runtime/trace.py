@@ -5,7 +5,7 @@ Grammar of a record::
 
     step    ::= action* span* wall                 one optimizer step, whose wall time is the library's own work
     action  ::= label wait work exchange send      "F0", "B3"; exchange: collectives inside the work (Gloo blocks there)
-    span    ::= "gradient" | "loss" | "tied" | "optimizer"
+    span    ::= "gradient" | "drain" | "loss" | "tied" | "optimizer"        drain: until peers took the last messages
 
 A mark is a reading of the clock on a CPU and a recorded event on a CUDA stream; events are read when somebody asks for
 the figures, so that a step never waits for its own measurement. The last steps are kept, older ones are forgotten.
@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from ..compiler.context import Comm
+from ..compiler.report import RankTimes
 
 __all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "peak_bytes"]
 
@@ -54,13 +56,13 @@ class ActionTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step. ``gradient_s``: what was left of the reduction after the last backward; ``loss_s``: until
-    the loss was here; ``tied_s``: exchange of tied weights; ``wall_s``: all of it; ``batches``: accumulated calls."""
+    """Seconds of one step. ``gradient_s``: what was left of the reduction after the last backward; ``peers_s``: until
+    other stages took the last messages, exchanged tied weights and told the loss; ``wall_s``: all of it; ``batches``:
+    accumulated calls."""
 
     actions: tuple[ActionTimes, ...]
     gradient_s: float
-    loss_s: float
-    tied_s: float
+    peers_s: float
     optimizer_s: float
     wall_s: float
     batches: int
@@ -68,8 +70,12 @@ class StepTimes:
     @property
     def other_s(self) -> float:
         """What no other figure holds: the library between actions."""
-        known = self.gradient_s + self.loss_s + self.tied_s + self.optimizer_s
+        known = self.gradient_s + self.peers_s + self.optimizer_s
         return max(0.0, self.wall_s - known - sum(action.seconds for action in self.actions))
+
+    def sum_s(self, kind: str, part: str) -> float:
+        """One field of all actions whose label begins with ``kind``, seconds."""
+        return sum(float(getattr(action, part)) for action in self.actions if action.label.startswith(kind))
 
 
 @dataclass(slots=True)
@@ -119,7 +125,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A part of the end of the step: "gradient", "loss", "tied" or "optimizer"."""
+        """A part of the end of the step, by its name in the grammar."""
         begin = self.mark()
         yield
         self._open.spans.append((name, begin, self.mark()))
@@ -150,22 +156,43 @@ class Trace:
         self._settle()
         return [self._times(record) for record in self._kept]
 
-    def clear(self) -> None:
-        """Forget all kept steps."""
-        self._kept.clear()
+    def times(self, rank: int, stage: int | None, resident_bytes: int, live_bytes: int | None = None) -> RankTimes:
+        """The medians of the kept steps but the very first, which fills buffers and caches, and those that accumulated
+        several batches; a single step stands for itself."""
+        steps = self.steps()
+        later = steps[1:] if self.count == len(steps) else steps
+        ones = [step for step in later if step.batches == 1] or [step for step in steps if step.batches == 1]
+
+        def middle(read: Callable[[StepTimes], float]) -> float:
+            return median(map(read, ones)) if ones else 0.0
+
+        return RankTimes(
+            rank, stage, len(ones),
+            step_s=middle(lambda step: step.wall_s),
+            forward_s=middle(lambda step: step.sum_s("F", "compute_s")),
+            backward_s=middle(lambda step: step.sum_s("B", "compute_s")),
+            forward_exchange_s=middle(lambda step: step.sum_s("F", "exchange_s")),
+            backward_exchange_s=middle(lambda step: step.sum_s("B", "exchange_s")),
+            sends_s=middle(lambda step: step.sum_s("", "send_s")),
+            waiting_s=middle(lambda step: step.sum_s("", "wait_s") + step.peers_s),
+            gradient_s=middle(lambda step: step.gradient_s),
+            optimizer_s=middle(lambda step: step.optimizer_s),
+            host_s=middle(lambda step: step.other_s),
+            resident_bytes=resident_bytes,
+            live_bytes=live_bytes,
+        )  # fmt: skip
 
     def _settle(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
     def _times(self, record: _Record) -> StepTimes:
-        spans = dict.fromkeys(("gradient", "loss", "tied", "optimizer"), 0.0)
+        spans = dict.fromkeys(("gradient", "drain", "loss", "tied", "optimizer"), 0.0)
         for name, begin, end in record.spans:
             spans[name] += self._between(begin, end)
         actions = tuple(self._action(*entry) for entry in record.actions)
-        return StepTimes(
-            actions, spans["gradient"], spans["loss"], spans["tied"], spans["optimizer"], record.wall_s, record.batches
-        )
+        peers_s = spans["drain"] + spans["tied"] + spans["loss"]
+        return StepTimes(actions, spans["gradient"], peers_s, spans["optimizer"], record.wall_s, record.batches)
 
     def _action(self, label: str, marks: Sequence[Mark], exchanges: Any) -> ActionTimes:
         wait, work, send = (self._between(a, b) for a, b in pairwise(marks))

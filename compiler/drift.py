@@ -1,0 +1,152 @@
+"""A plan's prediction held against what its ranks measured, term by term, and which term explains the difference.
+
+Every step of a stage falls into the same terms on both sides::
+
+    step = forward + backward + collectives + sends + waiting + gradient + optimizer + host
+
+    forward, backward   ops of all microbatches, without the collectives among them
+    collectives         inside forward and backward
+    sends               starting them; the wire itself runs beside the ops
+    waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step
+    gradient            what is left of its reduction after the last backward
+    optimizer           clipping and the update
+    host                whatever the library does in between
+
+Waiting follows from the rest, so a term is blamed by the clock: the schedule runs once as predicted, and once with this
+term alone as measured; by how much the step grows is what the term explains. What no term explains is the waiting's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean, median
+
+from .plan import Plan, StagePrediction
+from .report import THRESHOLD, RankTimes, Report, Term
+from .schedule import generate
+from .simulate import simulate
+
+__all__ = ["TERMS", "compare", "predicted_terms"]
+
+TERMS = ("forward", "backward", "collectives", "sends", "waiting", "gradient", "optimizer", "host")
+_BY_MICROBATCH = ("forward", "backward", "collectives", "sends")
+
+
+def predicted_terms(plan: Plan) -> list[dict[str, float]]:
+    """Per stage: term → seconds per step, as the plan predicts them."""
+    out = []
+    for stage in plan.prediction.stages:
+        forward, backward = _compute_s(stage)
+        m, host = plan.microbatches, stage.seconds.get("host", 0.0)
+        actions = m * (stage.forward_s + stage.backward_s)
+        gradient = stage.seconds.get("gradient", 0.0)
+        out.append({
+            "forward": m * forward, "backward": m * backward,
+            "collectives": max(0.0, actions - m * (forward + backward + host)),
+            "sends": 0.0, "waiting": max(0.0, plan.prediction.step_s - actions - stage.step_s),
+            "gradient": gradient, "optimizer": max(0.0, stage.step_s - gradient), "host": m * host,
+        })  # fmt: skip
+    return out
+
+
+def _compute_s(stage: StagePrediction) -> tuple[float, float]:
+    """Seconds of the ops alone per microbatch, forward and backward."""
+    seconds = stage.seconds
+    if "forward" in seconds:
+        backward = ("backward_input", "backward_weight", "recompute")
+        return seconds["forward"], sum(seconds.get(cause, 0.0) for cause in backward)
+    whole = stage.forward_s + stage.backward_s  # a document of before: one cause for both, parted like the actions
+    share = stage.forward_s / whole if whole else 0.0
+    return seconds["compute"] * share, seconds["compute"] * (1 - share)
+
+
+def compare(plan: Plan, ranks: Sequence[RankTimes], threshold: float = THRESHOLD, notes: Sequence[str] = ()) -> Report:
+    """The report of what these ranks measured. ``threshold``: relative error of the step beyond which terms are
+    blamed."""
+    if not threshold > 0:
+        raise ValueError(f"a threshold is a positive fraction like 0.2, but got {threshold}; pass one")
+    prediction, m, stages = plan.prediction, plan.microbatches, range(len(plan.stages))
+    expected = predicted_terms(plan)
+    members = [[rank for rank in ranks if rank.stage == stage and rank.steps] for stage in stages]
+    peaks = tuple(stage.peak_bytes for stage in prediction.stages)
+    live = tuple(s.peak_bytes - s.memory_bytes.get("framework", 0.0) for s in prediction.stages)
+    bubble = mean(terms["waiting"] for terms in expected) / prediction.step_s if prediction.step_s else 0.0
+    if not all(members):
+        return Report(
+            prediction.step_s, None, 0, m, bubble, None, (), tuple(ranks), peaks, live, threshold, tuple(notes)
+        )
+    measured = [_stage_measured(group) for group in members]
+    step_s = median(rank.step_s for group in members for rank in group)
+    clock = _Clock(plan)
+    base = clock.run({})
+    terms = []
+    for stage in stages:
+        for name in TERMS:
+            times = m if name in _BY_MICROBATCH else 1
+            effect = 0.0
+            if name != "waiting":
+                effect = clock.run({(stage, name): measured[stage]}) - base
+            terms.append(Term(stage, name, expected[stage][name], measured[stage][name], times, effect))
+    # transfers, and what the clock does not know of: on the stage whose waiting is furthest off
+    everything = clock.run({(stage, name): measured[stage] for stage in stages for name in TERMS})
+    unexplained = step_s - prediction.step_s - (everything - base)
+    worst = max(stages, key=lambda s: abs(measured[s]["waiting"] - expected[s]["waiting"]))
+    terms = [
+        Term(t.stage, t.name, t.predicted_s, t.measured_s, t.times, unexplained)
+        if (t.stage, t.name) == (worst, "waiting")
+        else t
+        for t in terms
+    ]
+    measured_bubble = mean(stage["waiting"] for stage in measured) / step_s if step_s else None
+    steps = min(rank.steps for group in members for rank in group)
+    return Report(
+        prediction.step_s, step_s, steps, m, bubble, measured_bubble, tuple(terms), tuple(ranks), peaks, live,
+        threshold, tuple(notes),
+    )  # fmt: skip
+
+
+def _stage_measured(ranks: Sequence[RankTimes]) -> dict[str, float]:
+    """Term → seconds per step; "collectives" also apart by direction."""
+
+    out = {name: mean(float(getattr(rank, f"{name}_s")) for rank in ranks) for name in TERMS if name != "collectives"}
+    out["forward collectives"] = mean(rank.forward_exchange_s for rank in ranks)
+    out["backward collectives"] = mean(rank.backward_exchange_s for rank in ranks)
+    out["collectives"] = out["forward collectives"] + out["backward collectives"]
+    return out
+
+
+class _Clock:
+    """The plan's schedule with the predicted times, some of them replaced by measured ones."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.m, self.stages = plan.microbatches, plan.prediction.stages
+        self.expected = predicted_terms(plan)
+        self.schedule = generate(plan.schedule, len(plan.stages), plan.microbatches)
+        edges = dict.fromkeys((t.source, t.target) for t in plan.transfers)
+        into = [sum(target == stage for _, target in edges) for stage in range(len(plan.stages))]
+        received = [stage.seconds.get("transfer", 0.0) for stage in self.stages]  # there and back
+        self.transfers = {(a, b): received[b] / 2 / into[b] for a, b in edges}
+
+    def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]]) -> float:
+        """Seconds of the step with these (stage, term)s as the mappings say."""
+        forward = [stage.forward_s for stage in self.stages]
+        backward = [stage.backward_s for stage in self.stages]
+        once = [stage.step_s for stage in self.stages]
+        for (stage, name), measured in replaced.items():
+            extra = measured[name] - self.expected[stage][name]
+            if name == "forward":
+                forward[stage] += extra / self.m
+            elif name == "backward":
+                backward[stage] += extra / self.m
+            elif name == "collectives":
+                both = measured["collectives"]
+                ahead = measured["forward collectives"] / both if both else 0.5
+                forward[stage] += ahead * extra / self.m
+                backward[stage] += (1 - ahead) * extra / self.m
+            elif name == "sends":
+                forward[stage] += extra / 2 / self.m
+                backward[stage] += extra / 2 / self.m
+            elif name != "waiting":
+                once[stage] += extra
+        forward, backward = ([max(0.0, value) for value in values] for values in (forward, backward))
+        return simulate(self.schedule, forward, backward, self.transfers, once).makespan_s

@@ -1,0 +1,49 @@
+"""What a run was worth: the report that ranks make together, and the cluster refitted from it.
+
+Imported by ``parallel`` only; ``compiler.drift`` compares and ``compiler.refit`` refits, both without any rank.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .compiler.drift import compare
+from .compiler.plan import Plan
+from .compiler.report import RankTimes, Report
+from .runtime.stage import Session
+from .runtime.trace import peak_bytes
+
+__all__ = ["foreign_bytes", "gather_report"]
+
+
+def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
+    """Every rank's medians, compared with the plan; the same on every rank. Collective."""
+    mine = session.trace.times(session.rank, session.stage, peak_bytes(session.device), live_bytes)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    ranks: list[RankTimes] = everyone
+    notes = []
+    cores = _cores()
+    if session.device.type == "cpu" and len(ranks) > cores:
+        notes.append(f"{len(ranks)} ranks share {cores} cores: times of single terms include each other's")
+    return compare(plan, ranks, threshold, notes)
+
+
+def foreign_bytes(model: nn.Module, session: Session) -> int:
+    """Bytes of the original model's tensors that live on this rank beside the session's own."""
+    own = {
+        x.untyped_storage().data_ptr() for x in (*session.state.parameters.values(), *session.state.buffers.values())
+    }
+    found: dict[int, int] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        if x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
