@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from meshwright.architectures import GPT, Block
 from torch import Tensor, nn
 
-__all__ = ["Case", "make_convnet", "make_gpt", "make_mlp"]
+__all__ = ["MLP", "Case", "ConvNet", "make_convnet", "make_gpt", "make_mlp"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def make_gpt(batch: int, layers: int = 4, hidden: int = 256, sequence: int = 128
     return Case(model, tokens, targets, _gpt_units, _token_loss)
 
 
-class _MLP(nn.Module):
+class MLP(nn.Module):
+    """Linear layers and GELU; mean squared error."""
+
     def __init__(self, features: int, hidden: int, layers: int) -> None:
         super().__init__()
         widths = [features, *[hidden] * layers, features]
@@ -99,7 +101,7 @@ class _MLP(nn.Module):
 def make_mlp(batch: int, features: int = 512, hidden: int = 1024, layers: int = 4) -> Case:
     """Linear layers and GELU; many parameters for its compute, so gradients weigh."""
     torch.manual_seed(0)
-    model = _MLP(features, hidden, layers).train()
+    model = MLP(features, hidden, layers).train()
     x, y = torch.randn(2, batch, features)
     return Case(model, x, y)
 
@@ -121,7 +123,9 @@ class _Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.skip(x))
 
 
-class _ConvNet(nn.Module):
+class ConvNet(nn.Module):
+    """Residual blocks; cross entropy."""
+
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, 1, 1, bias=False)
@@ -138,5 +142,5 @@ class _ConvNet(nn.Module):
 def make_convnet(batch: int, channels: int = 32, size: int = 32, classes: int = 10) -> Case:
     """A small residual network."""
     torch.manual_seed(0)
-    model = _ConvNet(channels, classes).train()
+    model = ConvNet(channels, classes).train()
     return Case(model, torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,)))

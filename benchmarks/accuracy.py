@@ -1,0 +1,87 @@
+"""Predicted against measured: step time and peak memory of forced plans, over several models, shapes and rank counts.
+
+    python benchmarks/accuracy.py [--quick] [--parts real sleep crowd] [--shaped] [--rounds N] [--json PATH]
+
+Every prediction is made before its plan runs. Parts are reported apart (see README.md). Exit status 1 if a part fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from meshwright.runtime.launch import spawn_local
+from rich.console import Console
+from truth.ranks import Settings
+from truth.report import show, summaries
+from truth.trials import PARTS, Trial, select
+
+LOCAL, SHAPED = ("real", "sleep", "crowd"), ("gigabit", "slow")
+
+
+def run_part(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
+    """The results of one part: one world of local ranks per rank count."""
+    results: list[dict[str, Any]] = []
+    for ranks, some in groupby(sorted(trials, key=lambda trial: trial.ranks), key=lambda trial: trial.ranks):
+        results += spawn_local("truth.ranks:run", ranks, (list(some), settings), timeout_s=900)[0]
+    return results
+
+
+def write(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
+    """The document so far: an interrupted run keeps the parts that it has finished."""
+    document = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        "torch": torch.__version__,
+        "rounds": settings.rounds,
+        "summaries": summaries(results),
+        "trials": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="few plans and rounds: does it run, not how well")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these (default: real sleep crowd)")
+    parser.add_argument("--shaped", action="store_true", help="the parts over shaped links: gigabit slow (needs root)")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="only trials whose name contains a WORD")
+    parser.add_argument("--rounds", type=int, help="rounds of one step per plan (10; 3 with --quick)")
+    parser.add_argument("--budget", type=float, help="seconds for each profile (60; 15 with --quick)")
+    parser.add_argument("--json", type=Path, default=Path("out/accuracy.json"), help="where the results go")
+    options = parser.parse_args()
+    settings = Settings(
+        options.rounds or (3 if options.quick else 10),
+        1 if options.quick else 2,
+        options.budget or (15.0 if options.quick else 60.0),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    results: list[dict[str, Any]] = []
+    failed = False
+    for part in options.parts or (SHAPED if options.shaped else LOCAL):
+        trials = select([part], options.quick, options.only)
+        if not trials:
+            continue
+        with console.status(f"{part}: {PARTS[part]}"):
+            try:
+                results += run_part(trials, settings)
+            except (RuntimeError, TimeoutError) as error:  # the other parts may still say something
+                failed = True
+                console.print(f"{part} failed: {error}", markup=False)
+        write(options.json, results, settings)
+    show(results, console)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
