@@ -15,20 +15,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
+from .comparison import check, merged
 from .curves import Curve
 from .documents import cluster_fields, cluster_text
 from .files import read_document, write_atomically
-from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_of, positive
+from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_behind, link_of, positive
 from .measured import Wire
+from .mesh import Mesh
+from .networks import NETWORKS
 from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
 from .tables import Table, local_table
 
@@ -112,20 +112,62 @@ class Cluster(HashedOnce):
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), else the path of a
-        cluster file."""
-        name, _, count = text.partition(":")
-        if name in PRESETS or name == "local":
-            if count and not count.isdecimal():
-                raise ValueError(
-                    f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say"
-                )
-            number = int(count) if count else None
-            return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
+        """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), several of them
+        joined (``"p3.16xlarge:2+8x4090"``), any of these over a network (``"p3.16xlarge:4@world"``, one of
+        ``networks.NETWORKS``), else the path of a cluster file."""
+        parts, _, network = text.partition("@")
+        names = [part.partition(":")[0] for part in parts.split("+")]
+        if all(name in PRESETS or name == "local" for name in names):
+            cluster = Cluster.join(*(Cluster._parse_one(part) for part in parts.split("+")))
+            return cluster.over(network) if "@" in text else cluster
         if Path(text).is_file():
             return Cluster.load(text)
         raise ValueError(
             f"a cluster is a file, local or one of {', '.join(PRESETS)} with :hosts, but got {text!r}; no such file"
+        )
+
+    @staticmethod
+    def _parse_one(text: str) -> Cluster:
+        name, _, count = text.partition(":")
+        if count and not count.isdecimal():
+            raise ValueError(f"a preset is followed by ':' and a whole number, but got {text!r}; write {name}:2, say")
+        number = int(count) if count else None
+        return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
+
+    def over(self, network: str) -> Cluster:
+        """The same hosts joined by one of ``networks.NETWORKS`` behind their own adapters: "rack", "zone", "region",
+        "continent" or "world"; ValueError for another."""
+        sheet = NETWORKS.get(network)
+        if sheet is None:
+            raise ValueError(f"a network is one of {', '.join(NETWORKS)}, but got {network!r}; use one of them")
+        name = f"{self.name}@{network}"
+        return replace(self, name=name, link=link_behind(self.link, sheet), wires=())
+
+    @staticmethod
+    def join(
+        *clusters: Cluster, link: Link | None = None, link_kind: str = "switch", name: str | None = None
+    ) -> Cluster:
+        """One cluster of the hosts of several, in order, all joined by ``link`` (default: the longest latency and the
+        lowest rate of theirs). What was measured on devices stays; wires do not: they are of the parts' own networks.
+
+        Raises ValueError for no cluster or for different backends.
+        """
+        if len({cluster.backend for cluster in clusters}) != 1:
+            known = ", ".join(f"{cluster.name}: {cluster.backend}" for cluster in clusters) or "none"
+            raise ValueError(f"joined clusters have one backend, but got {known}; replace the backend of one first")
+        if len(clusters) == 1 and link is None:
+            return clusters[0]
+        if link is None:
+            slow = max((cluster.link for cluster in clusters), key=lambda link: (1 / link.bytes_per_s, link.alpha_s))
+            link = replace(slow, alpha_s=max(cluster.link.alpha_s for cluster in clusters))
+        return Cluster(
+            name or "+".join(cluster.name for cluster in clusters),
+            tuple(host for cluster in clusters for host in cluster.hosts),
+            link,
+            link_kind,
+            clusters[0].backend,
+            max(cluster.oversubscription for cluster in clusters),
+            provenance=tuple({key: value for cluster in clusters for key, value in cluster.provenance}.items()),
         )
 
     @staticmethod
@@ -141,6 +183,18 @@ class Cluster(HashedOnce):
         if count < 1:
             raise ValueError(f"a cluster has at least one rank, but got {count}; ask for 1 or more")
         return _local(local_table(), count, max(1.0, count / cores))
+
+    # ---- measurements
+
+    def merge(self, other: Cluster) -> Cluster:
+        """This cluster with the measurements of ``other`` beside its own, the other's where both have one; ValueError
+        unless both are the same hardware."""
+        return merged(self, other)
+
+    def validate(self) -> list[str]:
+        """Warnings, one line each, where the measurements are of other software or hardware than this process has, or
+        doubtful; ValueError, naming the entry, for what cannot be."""
+        return check(self)
 
     # ---- identity and JSON
 
@@ -159,6 +213,7 @@ class Cluster(HashedOnce):
             lines.append(f"{self.num_devices} devices against {other.num_devices}")
         mine, theirs = self.text().splitlines()[1:], other.text().splitlines()[1:]
         if self.fingerprint() != other.fingerprint():
+            mine, theirs = ([line for line in text if not line.startswith("  measured")] for text in (mine, theirs))
             lines += [f"- {line.strip()}" for line in mine if line not in theirs]
             lines += [f"+ {line.strip()}" for line in theirs if line not in mine]
         return lines
@@ -176,9 +231,25 @@ class Cluster(HashedOnce):
             )
         if len(self.hosts) > 1:
             lines.append(f"  between hosts: {_link_text(self.link, self.link_kind)}")
+        if measured := self._measured():
+            lines.append(f"  measured: {measured}")
         return "\n".join(lines)
 
     __str__ = text
+
+    def _measured(self) -> str:
+        devices = {id(host.device): host.device for host in self.hosts}.values()
+        counts = {
+            "collectives": len(self.wires),
+            "op curves": sum(len(device.curves) + len(device.surfaces) for device in devices),
+            "exact ops": sum(len(device.op_times) for device in devices),
+            "optimizers": sum(len(device.optimizers) for device in devices),
+        }
+        found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        where = dict(self.provenance)
+        software = f"torch {where['torch']}" if "torch" in where else None
+        parts = (where.get("gpu") or where.get("processor"), software, where.get("date"))
+        return f"{found} ({', '.join(part for part in parts if part)})" if found else ""
 
     def to_json(self) -> str:
         """Versioned, human-readable JSON; equal neighbouring hosts are written once with a count."""
@@ -198,70 +269,6 @@ class Cluster(HashedOnce):
     def load(path: str | Path) -> Cluster:
         """Read a cluster file; ValueError names the file and what is wrong with it."""
         return read_document(path, Cluster.from_json)
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Consecutive devices (numbers in a cluster) as an array: row-major, axis 0 is the major one. Shape ``()`` is one
-    device."""
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    devices: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert len(self.shape) == len(self.axis_names), (self.shape, self.axis_names)
-        assert prod(self.shape) == len(self.devices), (self.shape, self.devices)
-
-    @staticmethod
-    def of(cluster: Cluster, offset: int, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> Mesh:
-        """The ``prod(shape)`` devices from ``offset`` on; axis names default to x, y, z, …; ValueError if they are not
-        all in the cluster."""
-        sizes = tuple(int(size) for size in shape)
-        if any(size < 1 for size in sizes):
-            raise ValueError(f"a mesh shape has positive sizes, but got {sizes}; drop the empty axis")
-        count = prod(sizes)
-        if offset < 0 or offset + count > cluster.num_devices:
-            raise ValueError(
-                f"{cluster.name} has devices 0 to {cluster.num_devices - 1}, but a mesh {sizes} from device {offset}"
-                f" needs {count}; shrink the mesh"
-            )
-        names = tuple(axis_names) if axis_names is not None else tuple("xyzwvutsrqp"[: len(sizes)])
-        if len(names) != len(sizes) or len(set(names)) != len(names):
-            raise ValueError(
-                f"a mesh has one distinct name per axis, but got {names} for shape {sizes}; name each axis"
-            )
-        return Mesh(sizes, names, tuple(range(offset, offset + count)))
-
-    @staticmethod
-    def parse(cluster: Cluster, text: str) -> Mesh:
-        """The inverse of ``str`` (default axis names)."""
-        match = re.fullmatch(r"(\d+(?:x\d+)*)?@(\d+)", text)
-        if not match:
-            raise ValueError(f"a mesh is written SHAPE@FIRST like 2x4@8, but got {text!r}; write it so")
-        return Mesh.of(cluster, int(match[2]), [int(size) for size in match[1].split("x")] if match[1] else ())
-
-    def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))}@{self.devices[0]}"
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices."""
-        return len(self.devices)
-
-    def coordinates(self, device: int) -> tuple[int, ...]:
-        """The place of cluster device ``device`` in this mesh, one index per axis."""
-        position, out = self.devices.index(device), []
-        for size in reversed(self.shape):
-            position, index = divmod(position, size)
-            out.append(index)
-        return tuple(reversed(out))
-
-    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The device groups that communicate along ``axis``, each in order of its coordinate."""
-        stride, size = prod(self.shape[axis + 1 :]), self.shape[axis]
-        starts = (block + i for block in range(0, len(self.devices), stride * size) for i in range(stride))
-        return tuple(self.devices[start : start + stride * size : stride] for start in starts)
 
 
 def _local(table: Table, ranks: int, slowdown: float) -> Cluster:

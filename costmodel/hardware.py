@@ -15,7 +15,7 @@ from .curves import Curve, Surface
 from .measured import OpTime, OptimizerRate
 from .presets import OVERLAP, Constant, DeviceSheet, LinkSheet
 
-__all__ = ["LINK_KINDS", "Device", "HashedOnce", "Host", "Link", "device_of", "link_of", "positive"]
+__all__ = ["LINK_KINDS", "Device", "HashedOnce", "Host", "Link", "device_of", "link_behind", "link_of", "positive"]
 
 LINK_KINDS = ("switch", "ring", "shared")
 
@@ -173,6 +173,21 @@ def link_of(sheet: LinkSheet, slowdown: float = 1.0) -> Link:
         sheet.pair.value / slowdown,
         sheet.message.value * slowdown,
         sheet.call.value * slowdown,
+    )
+
+
+def link_behind(own: Link, network: LinkSheet) -> Link:
+    """The link of hosts whose own adapter is ``own`` over a network: the longer latencies, the lower rates of the
+    two."""
+    far = link_of(network)
+    return Link(
+        f"{own.name} over {far.name}",
+        max(own.alpha_s, far.alpha_s),
+        min(own.bytes_per_s, far.bytes_per_s),
+        f"{far.source}; where the adapter is slower: {own.source}",
+        min(own.pair, far.pair),
+        min(own.message_s, far.message_s) if far.alpha_s > own.alpha_s else own.message_s,
+        max(own.call_s, far.call_s),
     )
 
 

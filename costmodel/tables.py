@@ -5,10 +5,12 @@ machine noise only ever adds. ``local_table`` takes at most two seconds once per
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -247,14 +249,18 @@ def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
 
 @cache
 def machine() -> dict[str, str]:
-    """What a measurement depends on: processor, cores, torch."""
+    """What a measurement depends on: processor, cores and torch; GPU, CUDA and driver where there is a GPU."""
     processor = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass
-    return {"processor": processor, "cores": str(os.cpu_count()), "torch": torch.__version__}
+    found = {"processor": processor, "cores": str(os.cpu_count()), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(0), "cuda": str(torch.version.cuda)}
+        with contextlib.suppress(OSError):
+            version = re.search(r"Module.*?(\d+[.\d]+)", Path("/proc/driver/nvidia/version").read_text())
+            found["driver"] = version[1] if version else "unknown"
+    return found
 
 
 def cache_directory() -> Path:

@@ -1,0 +1,265 @@
+"""Two descriptions of hardware held against each other: what changed, both in one, and what is wrong with one.
+
+changes      every measured price that both have, before and after
+compare      the same as text, with what only one of them has
+merged       the measurements of both, the second's where both have one
+check        ValueError for what cannot be, warnings for what may be out of date
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import log
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from .hardware import Device, Host
+from .measured import Wire
+from .tables import machine
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+__all__ = ["Change", "changes", "check", "compare", "merged"]
+
+T = TypeVar("T")
+_SIZES = ((2**10, "1 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"))  # where wires are compared
+_MANY = 20  # lines of one section that compare prints
+_NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One price before and after; ``section``: "device", "wires", "curves", "ops" or "optimizers"."""
+
+    section: str
+    name: str
+    before: float
+    after: float
+    unit: str = "s"
+
+    @property
+    def ratio(self) -> float:
+        """After over before; infinite or 0 where one of them is 0, 1 where both are."""
+        if self.before == self.after:
+            return 1.0
+        return self.after / self.before if self.before else float("inf")
+
+    def __str__(self) -> str:
+        percent = f"{(self.ratio - 1) * 100:+.1f} %" if self.before else "from nothing"
+        return f"{self.name}: {self.before:.4g} → {self.after:.4g} {self.unit} ({percent})"
+
+
+# ---- what there is, by name
+
+
+def _wires(cluster: Cluster) -> dict[str, Wire]:
+    return {wire.label: wire for wire in cluster.wires}
+
+
+def _devices(cluster: Cluster) -> dict[str, Device]:
+    """The first device of each name, in order."""
+    found: dict[str, Device] = {}
+    for host in cluster.hosts:
+        found.setdefault(host.device.name, host.device)
+    return found
+
+
+def _curve_prices(device: Device) -> dict[str, tuple[tuple[tuple[float, ...], float], ...]]:
+    """Points (work, seconds) of each curve and surface by its name."""
+    found: dict[str, tuple[tuple[tuple[float, ...], float], ...]] = {}
+    for curve in device.curves:
+        name = f"curve {curve.kind} {curve.dtype} {curve.direction}"
+        found[name] = tuple(((work,), seconds) for work, seconds in curve.points)
+    for surface in device.surfaces:
+        grid = [(r, i, c) for r in surface.rows for i in surface.inner for c in surface.cols]
+        name = f"surface {surface.kind} {surface.dtype} {surface.direction}"
+        found[name] = tuple(zip(grid, surface.seconds))
+    return found
+
+
+def changes(before: Cluster, after: Cluster) -> list[Change]:
+    """Every measured price that both clusters have: wires at three sizes, curves and surfaces at the points they
+    share, op times, optimizers (a million elements of fp32), rates of the devices of the same name."""
+    found: list[Change] = []
+    ours, theirs = _devices(before), _devices(after)
+    for name in ours:
+        if name in theirs:
+            found += _device_changes(ours[name], theirs[name])
+    new = _wires(after)
+    for label, wire in _wires(before).items():
+        if label in new:
+            for nbytes, text in _SIZES:
+                price = Change("wires", f"{label}, {text}", wire.seconds(nbytes), new[label].seconds(nbytes))
+                found.append(price)
+    return found
+
+
+def _device_changes(a: Device, b: Device) -> Iterable[Change]:
+    rates = dict(b.flops_per_s)
+    for dtype, rate in a.flops_per_s:
+        if dtype in rates:
+            yield Change("device", f"{a.name}, {dtype} peak", rate, rates[dtype], "FLOP/s")
+    yield Change("device", f"{a.name}, memory rate", a.memory_bytes_per_s, b.memory_bytes_per_s, "B/s")
+    yield Change("device", f"{a.name}, launch", a.launch_s, b.launch_s)
+    yield Change("device", f"{a.name}, view", a.view_s, b.view_s)
+    yield Change("device", f"{a.name}, pipeline action", a.action_s, b.action_s)
+    yield Change("device", f"{a.name}, overlap", a.overlap, b.overlap, "of the shorter")
+    new = _curve_prices(b)
+    for name, points in _curve_prices(a).items():
+        there = dict(new.get(name, ()))
+        shared = [(seconds, there[work]) for work, seconds in points if work in there]
+        if shared:  # a curve is one price here: the sum over its points
+            yield Change(
+                "curves", f"{name}, {len(shared)} points", sum(s for s, _ in shared), sum(t for _, t in shared)
+            )
+    for time in a.op_times:
+        if other := b.op_time(time.signature):
+            yield Change("ops", f"{time.signature} forward", time.forward_s, other.forward_s)
+            yield Change("ops", f"{time.signature} backward", time.backward_s, other.backward_s)
+    for optimizer in a.optimizers:
+        if later := b.optimizer_rate(optimizer.name):
+            old_s, new_s = (rate.alpha_s + 4e6 * rate.beta_s_per_byte for rate in (optimizer, later))
+            yield Change("optimizers", f"{optimizer.name}, a tensor of 4 MB", old_s, new_s)
+
+
+def compare(before: Cluster, after: Cluster, at_least: float = 0.02) -> str:
+    """For people: differences of the hardware, prices that changed by more than the share ``at_least`` (largest change
+    first), and what only one of the two has measured."""
+    difference = before.difference(after)
+    lines = ["hardware: " + ("the same" if not difference else f"{before.name} against {after.name}")]
+    lines += [f"  {line}" for line in difference]
+    old, new = dict(before.provenance), dict(after.provenance)
+    for key in dict.fromkeys((*old, *new)):
+        if old.get(key) != new.get(key):
+            lines.append(f"  {key}: {old.get(key, 'not stated')} → {new.get(key, 'not stated')}")
+    every = changes(before, after)
+    titles = {"device": "devices", "wires": "wires", "curves": "curves", "ops": "op times", "optimizers": "optimizers"}
+    for section, title in titles.items():
+        own = [change for change in every if change.section == section]
+        moved = sorted((c for c in own if abs(c.ratio - 1) > at_least), key=_size, reverse=True)
+        if own:
+            lines.append(f"{title}: {len(moved)} of {len(own)} prices changed by more than {at_least * 100:g} %")
+        lines += [f"  {change}" for change in moved[:_MANY]]
+        if len(moved) > _MANY:
+            lines.append(f"  and {len(moved) - _MANY} more")
+    ours, theirs = _names(before), _names(after)
+    for title, missing in (("only before", ours - theirs), ("only after", theirs - ours)):
+        lines += [f"{title}: {name}" for name in sorted(missing)[:_MANY]]
+        if len(missing) > _MANY:
+            lines.append(f"{title}: {len(missing) - _MANY} more")
+    return "\n".join(lines)
+
+
+def _size(change: Change) -> float:
+    return abs(log(change.ratio)) if 0 < change.ratio < float("inf") else float("inf")
+
+
+def _names(cluster: Cluster) -> set[str]:
+    names = set(_wires(cluster))
+    for name, device in _devices(cluster).items():
+        names |= {f"{name}: {curve}" for curve in _curve_prices(device)}
+        names |= {f"{name}: {time.signature}" for time in device.op_times}
+        names |= {f"{name}: {rate.name}" for rate in device.optimizers}
+    return names
+
+
+# ---- both in one
+
+
+def merged(first: Cluster, second: Cluster) -> Cluster:
+    """``first`` with the measurements of ``second`` beside its own; where both have one, the second's counts, and so do
+    its rates where it was measured at all.
+
+    Raises ValueError unless both describe the same hardware.
+    """
+    if difference := first.difference(second):
+        raise ValueError(
+            f"measurements are merged for the same hardware, but got {first.name} and {second.name}:"
+            f" {'; '.join(difference)}; merge tables of one cluster"
+        )
+    theirs = iter(second.hosts)
+    hosts: list[Host] = []
+    cache: dict[tuple[int, int], Host] = {}
+    for host in first.hosts:
+        other = next(theirs)
+        pair = (id(host), id(other))
+        if pair not in cache:
+            cache[pair] = replace(host, device=_both(host.device, other.device), link=other.link)
+        hosts.append(cache[pair])
+    return replace(
+        first,
+        hosts=tuple(hosts),
+        link=second.link,
+        oversubscription=second.oversubscription,
+        wires=_union(first.wires, second.wires, lambda wire: wire.label),
+        provenance=tuple((dict(first.provenance) | dict(second.provenance)).items()),
+    )
+
+
+def _both(a: Device, b: Device) -> Device:
+    base = b if b.curves or b.surfaces or b.op_times or b.optimizers else a
+    return replace(
+        base,
+        curves=_union(a.curves, b.curves, lambda curve: (curve.kind, curve.dtype, curve.direction)),
+        surfaces=_union(a.surfaces, b.surfaces, lambda surface: (surface.kind, surface.dtype, surface.direction)),
+        op_times=_union(a.op_times, b.op_times, lambda time: time.signature),
+        optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.name),
+    )
+
+
+def _union(first: Iterable[T], second: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
+    """Those of ``first``, replaced by those of ``second`` with the same key, then the others of ``second``."""
+    return tuple(({key(item): item for item in first} | {key(item): item for item in second}).values())
+
+
+# ---- what is wrong
+
+
+def check(cluster: Cluster) -> list[str]:
+    """Warnings, one line each: measured with other software or on other hardware than this process has, or badly.
+
+    Raises ValueError for a wire that no group of the cluster can have; what cannot be by itself (negative, not finite,
+    falling) is refused already when it is made or read.
+    """
+    widest = max(host.num_devices for host in cluster.hosts)
+    for wire in cluster.wires:
+        if wire.size > cluster.num_devices or wire.members > widest:
+            raise ValueError(
+                f"{cluster.name} has {cluster.num_devices} devices, {widest} on a host, but got {wire.label}; is it of"
+                " another cluster?"
+            )
+    return [*_stale(cluster), *_doubtful(cluster)]
+
+
+def _stale(cluster: Cluster) -> Iterable[str]:
+    where = dict(cluster.provenance)
+    here = machine()
+    if where.get("torch", torch.__version__) != torch.__version__:
+        yield (
+            f"{cluster.name} was measured with torch {where['torch']}, this is {torch.__version__};"
+            " its times may no longer hold, profile again"
+        )
+    for key, what in (("processor", "processor"), ("gpu", "GPU"), ("driver", "driver")):
+        # a GPU cluster is often planned for where there is none
+        if key in where and key in here and where[key] != here[key] and ("gpu" in here or "gpu" not in where):
+            yield (
+                f"{cluster.name} was measured on another {what}, {where[key]}, this is {here[key]};"
+                " its prices are of that machine"
+            )
+
+
+def _doubtful(cluster: Cluster) -> Iterable[str]:
+    for wire in cluster.wires:
+        for (small, before), (large, after) in pairwise(wire.points):
+            if after < _NOISE * before:
+                yield (
+                    f"{wire.label} took {before:.3g} s for {small:g} bytes and {after:.3g} s for {large:g}:"
+                    " something disturbed it, profile again on an idle machine"
+                )
+                break
+        if wire.residual > _MISFIT:
+            yield f"{wire.label} is fitted with a median error of {wire.residual * 100:.0f} %; profile again"
