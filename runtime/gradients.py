@@ -10,13 +10,15 @@ get the updated value back, so all copies stay bit-equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..compiler.buckets import gradient_buckets
 from ..compiler.graph import TensorType
 from ..compiler.plan import BUCKET_BYTES, Plan
 from .crossmesh import Layout, Port, tiles
@@ -24,7 +26,6 @@ from .groups import DistributedComm
 
 __all__ = ["GradientReducer", "TiedParameters", "holders", "parameter_layout"]
 
-_FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
 _TIED_TAG = 1 << 30
 
 
@@ -60,7 +61,7 @@ class GradientReducer:
         self.buckets = _buckets(parameters, bucket_bytes)
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket), index))
 
     def begin(self) -> None:
         """Before the first backward: gradients already summed (of an earlier batch of the same step) are put aside."""
@@ -105,18 +106,6 @@ class GradientReducer:
 
     # ---- the parts
 
-    def _hook(self, bucket: _Bucket, index: int) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
-            if not self.armed:
-                return
-            self._fill(bucket, index, parameter.grad)
-            # in order, so that every device of the axes starts the same sums in the same order
-            while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
-                self._launch(self.buckets[self.next])
-                self.next += 1
-
-        return hook
-
     def _fill(self, bucket: _Bucket, index: int, grad: torch.Tensor | None) -> None:
         bucket.filled[index] = True
         bucket.missing -= 1
@@ -135,6 +124,12 @@ class GradientReducer:
             view.copy_(grad)
             parameter.grad = view
 
+    def _launch_full(self) -> None:
+        # in order, so that every device of the axes starts the same sums in the same order
+        while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
+            self._launch(self.buckets[self.next])
+            self.next += 1
+
     def _launch(self, bucket: _Bucket) -> None:
         assert self.comm is not None
         bucket.launched = True
@@ -145,21 +140,26 @@ class GradientReducer:
         self.comm.phase = phase
 
 
+def _hook(
+    reducer: weakref.ref[GradientReducer], bucket: weakref.ref[_Bucket], index: int
+) -> Callable[[torch.Tensor], None]:
+    """What autograd calls when a gradient is there. It holds nothing: a tensor is never collected from a cycle through
+    its own hooks."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        mine, here = reducer(), bucket()
+        if mine is not None and here is not None and mine.armed:
+            mine._fill(here, index, parameter.grad)
+            mine._launch_full()
+
+    return hook
+
+
 def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[int, ...]]], bucket_bytes: int) -> list[_Bucket]:
     """Parameters by (axes, dtype), the last used first, in flat pieces of about ``bucket_bytes``."""
-    done: list[_Bucket] = []
-    openings: dict[tuple[tuple[int, ...], torch.dtype], tuple[_Bucket, int, int]] = {}
-    for parameter, axes in reversed(parameters):
-        if not axes or not parameter.requires_grad:
-            continue
-        key = (axes, parameter.dtype)
-        bucket, size, limit = openings.get(key) or (_Bucket(axes), 0, min(_FIRST_BUCKET_BYTES, bucket_bytes))
-        if bucket.parameters and size + parameter.nbytes > limit:
-            done.append(bucket)
-            bucket, size, limit = _Bucket(axes), 0, bucket_bytes
-        bucket.parameters.append(parameter)
-        openings[key] = (bucket, size + parameter.nbytes, limit)
-    return done + [bucket for bucket, _, _ in openings.values()]
+    keys = [((axes, p.dtype) if axes and p.requires_grad else None, p.nbytes) for p, axes in parameters]
+    groups = gradient_buckets(keys, bucket_bytes)
+    return [_Bucket(parameters[group[0]][1], [parameters[i][0] for i in group]) for group in groups]
 
 
 # ---- tied weights across stages
