@@ -2,6 +2,8 @@
 
     roofline      seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · share)) + launch
                   share = efficiency("memory")
+    scores        of an attention where the device has no fused kernel (it states an efficiency of "scores"):
+                  seconds = flops / (peak · efficiency("matmul")) + scores · SCORE_BYTES / (memory rate · share) + launch
     surface       seconds(rows, inner, cols) of a matmul                                  launch included
     curve         seconds(work), at least bytes / memory rate     work: the curve's variable, FLOPs or bytes; likewise
     extrapolated  outside the grid: in proportion from its edge, and never below the roofline at the measured peaks
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TypeVar
 
 from .curves import DIRECTIONS, Curve, Surface
@@ -47,6 +50,8 @@ EFFICIENCY: dict[str, tuple[float, str]] = {
     "convolution": (0.5, "assumed: implicit GEMM with smaller tiles than a large matmul"),
     "memory": (0.8, "assumed: unfused elementwise kernels; stream benchmarks reach about 0.9 of a data sheet's rate"),
 }
+#: bytes that unfused attention moves per score and pass over it, half precision
+SCORE_BYTES = 10.0  # Korthikanti et al. 2022, table 2: 5 bytes kept per score, each written and read once
 #: the backward costs the forward once per operand that needs a gradient
 TWO_SIDED = frozenset({"matmul", "attention", "convolution"})
 _VECTOR = (1.0, "bound by memory: FLOPs of these kinds are counted at the peak")
@@ -108,6 +113,8 @@ def op_price(
             once = op_price(kind, flops, nbytes, dtype, device, shapes=shapes)
             return Price(2 * once.seconds, once.source)
         return op_price(kind, flops, 1.5 * nbytes, dtype, device)
+    if kind == "attention" and len(shapes) > 2 and (scores := _scores_s(shapes, dtype, device)):
+        return Price(flops / (how.peak * efficiency("matmul", device)[0]) + scores + device.launch_s, "roofline")
     return Price(max(flops / (how.peak * how.share), nbytes / how.memory_rate) + device.launch_s, "roofline")
 
 
@@ -120,6 +127,16 @@ def measured_backward(kind: str, dtype: object, device: Device) -> bool:
     """Whether the device carries a curve or surface of the backward of this kind, in this dtype or another."""
     how = _reading(kind, str(dtype).removeprefix("torch."), device, "backward")
     return how.curve is not None or how.surface is not None
+
+
+def _scores_s(shapes: tuple[tuple[int, ...], ...], dtype: object, device: Device) -> float:
+    """Seconds to write and read the scores of queries [..., queries, d] and keys [..., keys, d]; 0 on a device that
+    keeps them in its cache."""
+    share = dict(device.efficiency).get("scores", 0.0)
+    if not share or device.curves or device.surfaces:
+        return 0.0
+    size = SCORE_BYTES * (1.0 if "16" in str(dtype) else 2.0)
+    return prod(shapes[0][:-1]) * shapes[1][-2] * size / (device.memory_bytes_per_s * share)
 
 
 @dataclass(frozen=True, slots=True)
