@@ -23,10 +23,10 @@ from .compiler.plan import Plan
 from .compiler.program import ChunkProgram
 from .compiler.report import THRESHOLD, Report
 from .compiler.spec import Pair
-from .compiler.strategy import InfeasibleError, Strategy, parse_strategy
+from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
 from .costmodel.cluster import Cluster
-from .runtime.agreement import alike
+from .runtime.agreement import alike, from_first
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.meter import live_bytes
 from .runtime.stage import Session
@@ -117,24 +117,8 @@ class Parallel:
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
     def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        """Rank 0's plan, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0
-        raises."""
-        found: Plan | None = None
-        told: Any = None
-        fault: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                found = self._decide(graph, capture_s, inputs)
-                told = found.to_json()
-            except Exception as error:
-                fault, told = error, f"{type(error).__name__}\n{error}"
-        shared = [told]
-        dist.broadcast_object_list(shared, src=0)
-        if fault is not None:
-            raise fault
-        if isinstance(shared[0], str):
-            _raise_as(shared[0])
-        decided = Plan.from_json(shared[0])
+        """Rank 0's plan, on every rank."""
+        decided = Plan.from_json(from_first(lambda: self._decide(graph, capture_s, inputs).to_json()))
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
@@ -258,6 +242,7 @@ class Parallel:
     def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out."""
         if self._session is None:
+            self._first = True
             self.bind(inputs, kwargs, targets if isinstance(targets, tuple) else (targets,))
         trace = self.session.trace
         trace.enabled = False
@@ -361,14 +346,6 @@ class Parallel:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
         load_checkpoint(self.session, path)
-
-
-def _raise_as(text: str) -> None:
-    """Raise what rank 0 raised, on every rank."""
-    kind, _, message = text.partition("\n")
-    raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
-        kind, RuntimeError
-    )(message)
 
 
 def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:

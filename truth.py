@@ -5,7 +5,11 @@ Imported by ``parallel`` only; ``compiler.drift`` compares and ``compiler.refit`
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +17,14 @@ from torch import nn
 
 from .compiler.drift import compare
 from .compiler.plan import Plan
+from .compiler.refit import Recalibration, refit
 from .compiler.report import RankTimes, Report
+from .costmodel.cluster import Cluster
+from .costmodel.scaling import Factors
 from .runtime.stage import Session
 from .runtime.trace import peak_bytes
 
-__all__ = ["foreign_bytes", "gather_report"]
+__all__ = ["foreign_bytes", "gather_report", "recalibration"]
 
 
 def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
@@ -43,6 +50,27 @@ def foreign_bytes(model: nn.Module, session: Session) -> int:
         if x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(found.values())
+
+
+def recalibration(
+    plan: Plan, report: Report, price: Callable[[Cluster], Plan], search: Callable[[Cluster], Plan]
+) -> Recalibration:
+    """The plan's cluster refitted to the report, the plan priced there (``price``) and the best plan (``search``).
+
+    Needs no ranks. Raises ValueError for a report without steps."""
+    cluster = Cluster.from_json(json.dumps(plan.cluster))
+    refitted, factors, current = refit(plan, report, cluster, price)
+    about = {"recalibrated": datetime.now(UTC).isoformat(timespec="seconds"), "recalibrated by": _words(factors)}
+    refitted = replace(refitted, provenance=tuple((dict(refitted.provenance) | about).items()))
+    assert report.measured_step_s is not None
+    return Recalibration(
+        refitted, factors, report.measured_step_s, report.predicted_step_s, current, search(refitted), report.steps,
+        report.notes,
+    )  # fmt: skip
+
+
+def _words(factors: Factors) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in factors.to_json().items())
 
 
 def _cores() -> int:

@@ -26,7 +26,7 @@ from .report import THRESHOLD, RankTimes, Report, Term
 from .schedule import generate
 from .simulate import simulate
 
-__all__ = ["TERMS", "compare", "predicted_terms"]
+__all__ = ["TERMS", "Clock", "compare", "predicted_terms"]
 
 TERMS = ("forward", "backward", "collectives", "sends", "waiting", "gradient", "optimizer", "host")
 _BY_MICROBATCH = ("forward", "backward", "collectives", "sends")
@@ -77,7 +77,7 @@ def compare(plan: Plan, ranks: Sequence[RankTimes], threshold: float = THRESHOLD
         )
     measured = [_stage_measured(group) for group in members]
     step_s = median(rank.step_s for group in members for rank in group)
-    clock = _Clock(plan)
+    clock = Clock(plan)
     base = clock.run({})
     terms = []
     for stage in stages:
@@ -115,7 +115,7 @@ def _stage_measured(ranks: Sequence[RankTimes]) -> dict[str, float]:
     return out
 
 
-class _Clock:
+class Clock:
     """The plan's schedule with the predicted times, some of them replaced by measured ones."""
 
     def __init__(self, plan: Plan) -> None:
@@ -127,8 +127,8 @@ class _Clock:
         received = [stage.seconds.get("transfer", 0.0) for stage in self.stages]  # there and back
         self.transfers = {(a, b): received[b] / 2 / into[b] for a, b in edges}
 
-    def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]]) -> float:
-        """Seconds of the step with these (stage, term)s as the mappings say."""
+    def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]], transfers: float = 1.0) -> float:
+        """Seconds of the step with these (stage, term)s as the mappings say, and transfers so many times longer."""
         forward = [stage.forward_s for stage in self.stages]
         backward = [stage.backward_s for stage in self.stages]
         once = [stage.step_s for stage in self.stages]
@@ -139,8 +139,9 @@ class _Clock:
             elif name == "backward":
                 backward[stage] += extra / self.m
             elif name == "collectives":
-                both = measured["collectives"]
-                ahead = measured["forward collectives"] / both if both else 0.5
+                ahead = 0.5
+                if "forward collectives" in measured and measured["collectives"] > 0:
+                    ahead = measured["forward collectives"] / measured["collectives"]
                 forward[stage] += ahead * extra / self.m
                 backward[stage] += (1 - ahead) * extra / self.m
             elif name == "sends":
@@ -149,4 +150,5 @@ class _Clock:
             elif name != "waiting":
                 once[stage] += extra
         forward, backward = ([max(0.0, value) for value in values] for values in (forward, backward))
-        return simulate(self.schedule, forward, backward, self.transfers, once).makespan_s
+        messages = {edge: transfers * seconds for edge, seconds in self.transfers.items()}
+        return simulate(self.schedule, forward, backward, messages, once).makespan_s

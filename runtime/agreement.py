@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["agree", "alike"]
+from ..compiler.strategy import InfeasibleError
+
+T = TypeVar("T")
+
+__all__ = ["agree", "alike", "from_first"]
 
 
 def agree(fault: Exception | None) -> None:
@@ -36,3 +40,25 @@ def alike() -> Iterator[None]:
     except Exception as error:
         fault = error
     agree(fault)
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises.
+    Collective."""
+    fault: Exception | None = None
+    shared: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = make()
+        except Exception as error:
+            fault, shared = error, [None, f"{type(error).__name__}\n{error}"]
+    dist.broadcast_object_list(shared, src=0)
+    if fault is not None:
+        raise fault
+    if shared[1]:
+        kind, _, message = shared[1].partition("\n")
+        raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
+            kind, RuntimeError
+        )(message)
+    found: T = shared[0]
+    return found
