@@ -3,7 +3,7 @@
     roofline      seconds = max(flops / (peak(dtype) · efficiency(kind)), bytes / (memory rate · share)) + launch
                   share = efficiency("memory")
     scores        of an attention where the device has no fused kernel (it states an efficiency of "scores"):
-                  seconds = flops / (peak · efficiency("matmul")) + scores · SCORE_BYTES / (memory rate · share) + launch
+                  seconds = flops / (peak · efficiency("matmul")) + scores · SCORE_BYTES / memory rate + launch
     surface       seconds(rows, inner, cols) of a matmul                                  launch included
     curve         seconds(work), at least bytes / memory rate     work: the curve's variable, FLOPs or bytes; likewise
     extrapolated  outside the grid: in proportion from its edge, and never below the roofline at the measured peaks
