@@ -14,10 +14,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 from torch.fx import Node
 
+from ..costmodel.compute import writes_scores
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
@@ -310,7 +312,11 @@ class _Builder:
             ):
                 local = np.array([self.pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
                 kept, saved = (kept + local, saved) if crosses else (kept, saved + local)
-        if node.name in self.grad and (extra := rule_for(node).temporary_bytes(node)):
+        extra = rule_for(node).temporary_bytes(node)
+        if rule_for(node).cost_kind == "attention" and writes_scores(self.pricer.device):
+            q, k = (operand.meta["type"] for operand in tensor_operands(node)[:2])
+            extra += prod(q.shape[:-1]) * k.shape[-2] * q.dtype.itemsize  # the probabilities
+        if node.name in self.grad and extra:
             saved += np.array([extra * _share(node, c, self.mesh) for c in choices])
         none = np.zeros(len(choices))
         kept, held = (kept, saved) if self.recompute else (saved, none)

@@ -29,7 +29,7 @@ from .hardware import Device
 
 T = TypeVar("T", Curve, Surface)
 
-__all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "measured_backward", "op_price", "op_seconds"]
+__all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "measured_backward", "op_price", "op_seconds", "writes_scores"]
 
 KINDS = (
     "matmul",
@@ -127,6 +127,11 @@ def measured_backward(kind: str, dtype: object, device: Device) -> bool:
     """Whether the device carries a curve or surface of the backward of this kind, in this dtype or another."""
     how = _reading(kind, str(dtype).removeprefix("torch."), device, "backward")
     return how.curve is not None or how.surface is not None
+
+
+def writes_scores(device: Device) -> bool:
+    """Whether attention on this device writes its scores to memory, and keeps the probabilities for the backward."""
+    return any(kind == "scores" for kind, _ in device.efficiency)
 
 
 def _scores_s(shapes: tuple[tuple[int, ...], ...], dtype: object, device: Device) -> float:
