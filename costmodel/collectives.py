@@ -64,7 +64,8 @@ class AxisPrice:
             return 0.0
         measured = self.wires.get(kind)
         if measured:
-            return min(price.seconds(nbytes) for price in measured)
+            first, *others = measured
+            return min(first.seconds(nbytes), *(o.seconds(nbytes) for o in others)) if others else first.seconds(nbytes)
         return cheapest(self.pieces[kind], nbytes)
 
     def coefficients(self, kind: str, nbytes: float = inf) -> tuple[float, float]:

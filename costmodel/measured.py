@@ -12,7 +12,6 @@ All frozen, hashable, and written to JSON as they stand. Bytes of a collective a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -134,6 +133,12 @@ class Wire:
         """Seconds for ``nbytes``; 0 for none."""
         if nbytes <= 0:
             return 0.0
-        at = bisect_right(self.pieces, nbytes, key=lambda piece: piece.from_bytes) - 1
-        piece = self.pieces[max(at, 0)]
+        piece = self.piece_at(nbytes)
         return piece.alpha_s + piece.beta_s_per_byte * nbytes
+
+    def piece_at(self, nbytes: float) -> Piece:
+        """The piece that holds at ``nbytes``."""
+        for piece in reversed(self.pieces):  # few, and most messages are large
+            if piece.from_bytes <= nbytes:
+                return piece
+        return self.pieces[0]

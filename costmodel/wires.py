@@ -90,10 +90,10 @@ class WirePrice:
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for ``nbytes``."""
-        return self.wire.seconds(nbytes) * self.ratio(nbytes)
+        return self.wire.seconds(nbytes) * self.ratio(nbytes) if self.here else self.wire.seconds(nbytes)
 
     def coefficients(self, nbytes: float = inf) -> tuple[float, float]:
         """(a, b) of the line that holds at ``nbytes``; by default of that for the largest messages."""
-        piece = next(piece for piece in reversed(self.wire.pieces) if piece.from_bytes <= nbytes)
+        piece = self.wire.piece_at(nbytes)
         ratio = self.ratio(min(nbytes, _LARGE))
         return piece.alpha_s * ratio, piece.beta_s_per_byte * ratio
