@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from itertools import groupby
@@ -20,18 +21,23 @@ from typing import Any
 import torch
 from meshwright.runtime.launch import spawn_local
 from rich.console import Console
+from truth.over_links import LINKS, run_over_links
 from truth.ranks import Settings
 from truth.report import show, summaries
 from truth.trials import PARTS, Trial, select
 
-LOCAL, SHAPED = ("real", "sleep", "crowd"), ("gigabit", "slow")
+LOCAL = ("real", "sleep", "crowd")
+TIMEOUT_S = 900.0
 
 
 def run_part(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
-    """The results of one part: one world of local ranks per rank count."""
+    """The results of one part: one world of ranks per rank count."""
     results: list[dict[str, Any]] = []
     for ranks, some in groupby(sorted(trials, key=lambda trial: trial.ranks), key=lambda trial: trial.ranks):
-        results += spawn_local("truth.ranks:run", ranks, (list(some), settings), timeout_s=900)[0]
+        if trials[0].part in LINKS:
+            results += run_over_links(list(some), settings, TIMEOUT_S)
+        else:
+            results += spawn_local("truth.ranks:run", ranks, (list(some), settings), TIMEOUT_S)[0]
     return results
 
 
@@ -65,17 +71,19 @@ def main() -> int:
         1 if options.quick else 2,
         options.budget or (15.0 if options.quick else 60.0),
     )
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    os.environ |= {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the meter starts a profiler per plan
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that links are taken away
+    console = Console(width=None if sys.stdout.isatty() else 170)
     results: list[dict[str, Any]] = []
     failed = False
-    for part in options.parts or (SHAPED if options.shaped else LOCAL):
+    for part in options.parts or (LINKS if options.shaped else LOCAL):
         trials = select([part], options.quick, options.only)
         if not trials:
             continue
         with console.status(f"{part}: {PARTS[part]}"):
             try:
                 results += run_part(trials, settings)
-            except (RuntimeError, TimeoutError) as error:  # the other parts may still say something
+            except (OSError, RuntimeError) as error:  # the other parts may still say something
                 failed = True
                 console.print(f"{part} failed: {error}", markup=False)
         write(options.json, results, settings)

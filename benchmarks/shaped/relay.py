@@ -6,8 +6,9 @@ of the end that it goes to, and takes its time there::
 
     leaves  = max(read, uplink free) + bits / rate      arrives = max(leaves + delay, downlink free) + bits / rate
 
-An end whose uplink is busy is not read: its own queue fills, as that of a network card would. A downlink that several ends send to at once queues at most ``QUEUE_BYTES`` and drops the rest. Frames
-may be bundles of TCP segments (generic segmentation offload); the headers of each segment count.
+An end whose uplink is busy is not read: its own queue fills, as that of a network card would. A downlink that several
+ends send to at once queues at most ``QUEUE_BYTES`` and drops the rest. Frames may be bundles of TCP segments (generic
+segmentation offload); the headers of each segment count.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class Settings:
 def run(trials: Sequence[Trial], settings: Settings) -> list[dict[str, Any]]:
     """One dict per trial, alike on every rank. Collective; every trial has as many ranks as this world.
 
-    Keys: those of the trial; "predicted_s" by table; "step_s" (seconds of the slowest rank in each round), "median_s",
+    Keys: those of the trial; "predicted_s" by table, with its
+    "sources" and the "stages"' seconds by cause; "step_s" (seconds of the slowest rank in each round), "median_s",
     "min_s", "cpu_s"; "memory": predicted and measured bytes of each rank; "load".
     """
     made = forecasts(trials, settings.budget_s)
@@ -48,6 +49,7 @@ def run(trials: Sequence[Trial], settings: Settings) -> list[dict[str, Any]]:
         {
             **trial.to_json(),
             "predicted_s": {name: found.step_s for name, found in forecast.predictions.items()},
+            "sources": {name: dict(found.sources) for name, found in forecast.predictions.items()},
             "stages": {
                 name: [dict(stage.seconds) for stage in found.stages] for name, found in forecast.predictions.items()
             },

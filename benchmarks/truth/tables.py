@@ -18,8 +18,11 @@ from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan, Prediction
+from meshwright.compiler.reprice import reprice
+from meshwright.compiler.signature import Probe, plan_probes
 from meshwright.compiler.strategy import Strategy, parse_strategy
 from meshwright.costmodel.hardware import Device
+from meshwright.profiling import profile
 
 from .targets import TARGETS
 from .trials import SLEEPING, Trial
@@ -36,23 +39,80 @@ class Forecast:
 
 
 def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
-    """One per trial, alike on every rank. Collective: profiles the ranks at hand."""
-    graphs = {name: capture(TARGETS[name].on_meta(), TARGETS[name].batch(8)) for name in {t.target for t in trials}}
-    cluster = _shared(lambda: mw.Cluster.local(dist.get_world_size()))
-    if trials[0].part in SLEEPING:
-        cluster = pretended(cluster)
-    plans = [_planned(trial, graphs[trial.target], cluster) for trial in trials]
-    return [Forecast(plan, {"local": plan.prediction}) for plan in plans]
+    """One per trial, alike on every rank. Collective: profiles the ranks at hand, within about ``budget_s`` seconds.
+
+    The plans are those of the grid.
+    """
+    graphs = {name: capture(TARGETS[name].on_meta(), TARGETS[name].batch(8)) for name in _targets(trials)}
+    sleeping = trials[0].part in SLEEPING
+    tables: dict[str, mw.Cluster] = {}
+    if not sleeping:
+        tables["local"] = _shared(lambda: mw.Cluster.local(dist.get_world_size()))
+    tables["grid"] = profile(budget_s=budget_s / 2, resume=False)
+    planned = pretended(tables["grid"]) if sleeping else tables["grid"]
+    plans = [_planned(trial, graphs[trial.target], planned) for trial in trials]
+    probes: dict[str, Probe] = {}
+    for trial, plan in zip(trials, plans, strict=True):
+        probes |= plan_probes(graphs[trial.target], plan)
+    tables["ops"] = profile(budget_s=budget_s / 2, resume=False, base=tables["grid"], probes=list(probes.values()))
+    if sleeping:
+        tables = {name: pretended(cluster) for name, cluster in tables.items()}
+    return [
+        Forecast(plan, {name: _priced(plan, graphs[trial.target], cluster) for name, cluster in tables.items()})
+        for trial, plan in zip(trials, plans, strict=True)
+    ]
 
 
 def pretended(cluster: mw.Cluster) -> mw.Cluster:
-    """The cluster with the matmul rate of the sleeping layers; all that does not sleep keeps its measured price."""
+    """The cluster as sleeping layers make it, from its profile.
+
+    Matmuls run at the pretended rate, unless their exact op was measured. Ranks that sleep leave their core to others:
+    nothing is oversubscribed, and a collective is hidden behind compute as a whole.
+    """
+    crowd = cluster.oversubscription
 
     def slowed(device: Device) -> Device:
-        curves = tuple(curve for curve in device.curves if curve.kind != "matmul")
-        return replace(device, flops_per_s=(("float32", RATE_FLOPS_PER_S),), curves=curves)
+        return replace(
+            device,
+            flops_per_s=(("float32", RATE_FLOPS_PER_S),),
+            memory_bytes_per_s=device.memory_bytes_per_s * crowd,
+            launch_s=device.launch_s / crowd,
+            view_s=device.view_s / crowd,
+            action_s=device.action_s / crowd,
+            overlap=1.0,
+            surfaces=(),
+            curves=tuple(
+                replace(curve, points=tuple((work, seconds / crowd) for work, seconds in curve.points))
+                for curve in device.curves
+                if curve.kind != "matmul"
+            ),
+            op_times=tuple(
+                replace(
+                    op,
+                    forward_s=op.forward_s / crowd,
+                    backward_input_s=op.backward_input_s / crowd,
+                    backward_weight_s=op.backward_weight_s / crowd,
+                )
+                for op in device.op_times
+            ),
+            optimizers=tuple(
+                replace(rate, alpha_s=rate.alpha_s / crowd, beta_s_per_byte=rate.beta_s_per_byte / crowd)
+                for rate in device.optimizers
+            ),
+        )
 
-    return replace(cluster, hosts=tuple(replace(host, device=slowed(host.device)) for host in cluster.hosts))
+    hosts = tuple(replace(host, device=slowed(host.device)) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts, oversubscription=1.0)
+
+
+def _targets(trials: Sequence[Trial]) -> list[str]:
+    """In the same order on every rank."""
+    return list(dict.fromkeys(trial.target for trial in trials))
+
+
+def _priced(plan: Plan, graph: Graph, cluster: mw.Cluster) -> Prediction:
+    """The prediction of the same decisions on another table."""
+    return reprice(plan, graph, cluster).prediction
 
 
 def _planned(trial: Trial, graph: Graph, cluster: mw.Cluster) -> Plan:
