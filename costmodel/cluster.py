@@ -64,6 +64,9 @@ class Cluster(HashedOnce):
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        return self._equals(other)
+
     @cached_property
     def _starts(self) -> tuple[int, ...]:
         starts, total = [], 0

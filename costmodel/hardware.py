@@ -21,12 +21,23 @@ LINK_KINDS = ("switch", "ring", "shared")
 
 
 class HashedOnce:
-    """A frozen dataclass whose hash is computed once; it is a key of many caches, and 1,000 hosts take a while to
-    hash."""
+    """A frozen dataclass whose hash is computed once, and equality to another instance too; it is a key of many caches,
+    and 1,000 hosts or measured ops take a while to hash and compare."""
 
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
+
+    def _equals(self, other: object) -> bool:
+        if self is other:
+            return True
+        if other.__class__ is not self.__class__ or hash(self) != hash(other):
+            return False
+        if self.__dict__.get("_equal") is not other:
+            if any(getattr(self, f.name) != getattr(other, f.name) for f in fields(self)):  # type: ignore[arg-type]
+                return False
+            self.__dict__["_equal"] = other
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         # without the hash: hashes of strings differ from process to process
@@ -72,6 +83,9 @@ class Device(HashedOnce):
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self._equals(other)
 
     @cached_property
     def _op_times(self) -> dict[str, OpTime]:

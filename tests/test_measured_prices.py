@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -277,9 +277,32 @@ def test_lookups_by_name_and_signature():
     assert on.optimizer_rate("SGD").alpha_s == 1e-6
     assert on.optimizer_rate("AdamW") is None
     copy = pickle.loads(pickle.dumps(on))
+    assert set(copy.__dict__) == {field.name for field in fields(Device)}  # caches stay behind
     assert copy == on
-    assert "_op_times" not in copy.__dict__  # caches stay behind
-    assert "_hash" not in copy.__dict__
+
+
+def test_equal_devices_share_cached_prices_cheaply():
+    times = tuple(OpTime(f"op{n}", 1e-6, 1e-6, 0.0, 1) for n in range(20))
+    first, second = device(op_times=times), device(op_times=tuple(replace(time) for time in times))
+    assert first == second
+    assert {first: 1}[second] == 1
+    assert first != replace(second, op_times=times[:-1])
+    assert first != "a device"
+    compared = []
+
+    class Counted(OpTime):
+        __hash__ = OpTime.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return OpTime.__eq__(self, other)
+
+    counted = device(op_times=(Counted("op", 1e-6, 1e-6, 0.0, 1),))
+    twin = device(op_times=(Counted("op", 1e-6, 1e-6, 0.0, 1),))
+    prices = {counted: 1}
+    for _ in range(5):
+        assert prices[twin] == 1
+    assert len(compared) == 1
 
 
 def test_fingerprints_ignore_measurements():
