@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from meshwright.compiler.strategy import InfeasibleError
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
+    from meshwright.profiling import profile
 
-__all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "plan"]
+__all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "plan", "profile"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "Plan": "compiler.plan",
     "parallelize": "api",
     "plan": "api",
+    "profile": "profiling",
 }
 
 

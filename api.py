@@ -18,10 +18,11 @@ from .compiler.plan import Plan
 from .compiler.strategy import Strategy, parse_strategy
 from .costmodel.cluster import Cluster, Mesh
 from .parallel import OptimizerFactory, Parallel
+from .profiling import profile
 from .runtime.launch import ensure_initialized
 from .runtime.state import Init
 
-__all__ = ["Parallel", "parallelize", "plan"]
+__all__ = ["Parallel", "parallelize", "plan", "profile"]
 
 Progress = Callable[[str, float], None]
 

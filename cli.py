@@ -1,4 +1,4 @@
-"""The command line: ``meshwright demo | plan | show | check | models``.
+"""The command line: ``meshwright demo | plan | show | check | models | profile | diff``.
 
 Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
 1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
-import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from .terminal import progress_bar, width
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from torch import nn
-
     from .compiler.plan import Plan
     from .costmodel.cluster import Cluster
 
@@ -112,6 +109,23 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
     check.set_defaults(run=_check)
 
+    profile = commands.add_parser("profile", help="measure this machine, or every rank of a torchrun job")
+    profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cluster to FILE")
+    profile.add_argument("--ranks", type=_positive, metavar="N", help="local ranks (default: one per core or device)")
+    profile.add_argument("--budget", type=_seconds, default=60.0, metavar="S", help="seconds to spend (default 60)")
+    profile.add_argument("--quick", action="store_true", help="a few seconds: what parallelize does by itself")
+    profile.add_argument("--model", metavar="TARGET", help=f"measure the ops of its plans, too: {target_help}")
+    profile.add_argument("--global-batch", type=_positive, metavar="N", help="of the model (default: the target's)")
+    profile.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of the model's plans (AdamW)")
+    profile.add_argument("--no-resume", dest="resume", action="store_false", help="forget an interrupted profile")
+    profile.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="how long a rank may be silent")
+    profile.set_defaults(run=_profile)
+
+    diff = commands.add_parser("diff", help="say what differs between two cluster files")
+    diff.add_argument("before", metavar="A", help=cluster_help)
+    diff.add_argument("after", metavar="B", help=cluster_help)
+    diff.set_defaults(run=_diff)
+
     models = commands.add_parser("models", help="list the built-in targets")
     models.set_defaults(run=_models)
     return parser
@@ -121,6 +135,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of 1 or more, but got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a positive number of seconds, but got {text!r}")
+    return value
 
 
 # ---- commands
@@ -137,15 +161,16 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         _writable(arguments.output)
-    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
+    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
         progress("importing", 0.0)
         from . import api
         from .compiler.summary import summary_json
         from .costmodel.cluster import Cluster
+        from .targets import build_target
 
         cluster = Cluster.parse(arguments.cluster)
         progress("building", 0.0)
-        target = _target(arguments.target)
+        target = build_target(arguments.target)
         progress("capture", 0.0)
         found = api.plan(
             target.model,
@@ -163,14 +188,14 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         found.save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
-    print(json.dumps(summary_json(found)) if arguments.json else found.explain(width=_width()))
+    print(json.dumps(summary_json(found)) if arguments.json else found.explain(width=width()))
 
 
 def _show(arguments: argparse.Namespace) -> None:
     from .compiler.summary import summary_json
 
     plan = _load(arguments.plan)
-    print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=_width()))
+    print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -178,14 +203,15 @@ def _check(arguments: argparse.Namespace) -> int:
 
     plan = _load(arguments.plan)
     graph = cluster = None
-    with _progress() as progress, contextlib.redirect_stdout(sys.stderr):
+    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
         if arguments.cluster is not None:
             cluster = _cluster(arguments.cluster)
         if arguments.target is not None:
             from .compiler.capture import capture
+            from .targets import build_target
 
             progress("building", 0.0)
-            target = _target(arguments.target)
+            target = build_target(arguments.target)
             progress("capture", 0.0)
             graph = capture(target.model, target.args, target.kwargs)
         progress("check", 0.0)
@@ -201,6 +227,33 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        _writable(arguments.output)
+    from .cli_profile import Options, run
+
+    output = None if arguments.output is None else str(arguments.output.absolute())
+    return run(
+        Options(
+            output,
+            arguments.budget,
+            arguments.quick,
+            arguments.model,
+            arguments.global_batch,
+            arguments.optimizer,
+            arguments.resume,
+            arguments.timeout,
+        ),
+        arguments.ranks,
+    )
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    from .costmodel.comparison import compare
+
+    print(compare(_cluster(arguments.before), _cluster(arguments.after)))
+
+
 def _models(_: argparse.Namespace) -> None:
     from .models import names
 
@@ -211,48 +264,6 @@ def _models(_: argparse.Namespace) -> None:
 
 
 # ---- inputs
-
-
-@dataclass(frozen=True)
-class _Target:
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    global_batch: int | None
-
-
-def _target(name: str) -> _Target:
-    """The model and example inputs that a TARGET names; ValueError says what is wrong with it."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        from . import models
-
-        built = models.build(name)
-        return _Target(built.model, built.args, built.kwargs, built.global_batch)
-    sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(importlib.import_module(module_name), attribute)()
-    except Exception as error:
-        raise ValueError(f"target {name!r} cannot be made: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    return _unpacked(name, made)
-
-
-def _unpacked(name: str, made: Any) -> _Target:
-    from torch import nn
-
-    wanted = "a target returns (model, example inputs) or (model, args, kwargs)"
-    if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
-        raise ValueError(f"{wanted}, but {name!r} returned {got}")
-    args, kwargs = made[1], made[2] if len(made) == 3 else {}
-    if isinstance(args, dict) and len(made) == 2:
-        args, kwargs = (), args
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"{wanted}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
-    args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    return _Target(made[0], args, dict(kwargs), None)
 
 
 def _load(path: Path) -> Plan:
@@ -274,29 +285,3 @@ def _writable(path: Path) -> None:
         raise ValueError(
             f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
         )
-
-
-# ---- the terminal
-
-
-def _width() -> int:
-    return min(shutil.get_terminal_size((100, 24)).columns, 120)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr that is gone afterwards; nothing where stderr is no terminal. Gives progress(pass, fraction)."""
-    if not sys.stderr.isatty():
-        yield lambda name, fraction: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(name: str, fraction: float) -> None:
-            bar.update(task, description=name, total=1.0 if fraction > 0 else None, completed=min(fraction, 1.0))
-
-        yield report

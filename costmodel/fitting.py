@@ -125,6 +125,7 @@ class _Best:
     def _upto(self, stop: int, count: int) -> tuple[float, tuple[tuple[int, int], ...]]:
         """(sum of squared errors, runs) over the points before ``stop``."""
         if (stop, count) not in self._splits:
+            found: tuple[float, tuple[tuple[int, int], ...]]
             if count == 1:
                 found = (self._cost(0, stop), ((0, stop),))
             else:
@@ -165,8 +166,8 @@ def fit_wire(
     kind: str, size: int, members: int, groups: int, measured: Mapping[float, float], samples: int, algorithm: str
 ) -> Wire:
     """The Wire of one collective on one form of group from {bytes: median seconds}."""
-    points = tuple(sorted(measured.items()))
-    pieces, residual = fit_pieces(points)
+    pieces, residual = fit_pieces(sorted(measured.items()))
+    points = tuple(rising(list(measured.items())))
     return Wire(kind, algorithm, size, members, groups, pieces, points, residual, samples)
 
 

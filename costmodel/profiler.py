@@ -9,7 +9,7 @@ at once, ``agree`` (the elementwise maximum over ranks) makes them decide alike 
 
 Visits of one task lie a round apart, so a disturbance of a second hits one visit of many tasks, not all of one: the
 median over visits is then the time that training pays. A visit that would not fit the budget is left out; what a first
-visit takes is foreseen from the last smaller task of its series.
+visit takes is foreseen from the task of its series before it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,6 +32,7 @@ __all__ = ["Agree", "Engine", "Progress", "Record", "State", "Task", "Visit", "o
 FORMAT, SCHEMA = "meshwright-profile-state", 1
 NO_TIME = "the budget ended before it"
 _SAVE_EVERY_S = 2.0
+_SAMPLES_AHEAD, _MOST_GROWTH = 4.0, 16.0  # a visit makes about so many calls; small sizes tell little of large ones
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
 Progress = Callable[[str, float], None]
@@ -138,7 +140,8 @@ class Engine:
     ) -> None:
         self.state, self.agree, self.clock, self.save, self.progress = state, agree, clock, save, progress
         self._costs: dict[str, float] = {}  # of a visit, by key
-        self._reached: dict[str, tuple[float, float]] = {}  # series → work and cost of its largest task so far
+        self._reached: dict[str, tuple[float, float, float]] = {}  # series → work, cost and seconds of its last task
+        self._ended: dict[str, float] = {}  # series → smallest work that memory did not hold
         self._saved = clock()
 
     def run(self, tasks: Sequence[Task], budget_s: float, *, title: str = "profile", visits: int = 5) -> None:
@@ -166,13 +169,18 @@ class Engine:
             self.save(self.state)
 
     def _memory_ended(self, task: Task) -> bool:
+        if task.work >= self._ended.get(task.series, inf):
+            self.state.skipped.setdefault(task.key, f"out of memory at {self._ended[task.series]:.6g} already")
         return self.state.skipped.get(task.key, NO_TIME) != NO_TIME
 
     def _foreseen(self, task: Task) -> float:
         if task.key in self._costs:
             return self._costs[task.key]
-        work, cost = self._reached.get(task.series, (task.work, 0.0))
-        return cost * max(task.work / work, 1.0) if work > 0 else cost
+        work, cost, seconds = self._reached.get(task.series, (task.work, 0.0, 0.0))
+        growth = min(task.work / work, _MOST_GROWTH) - 1.0 if work > 0 else 0.0
+        if self._costs:  # a first visit may have waited for connections, which are there now
+            cost = min(cost, 2.0 * median(self._costs.values()))
+        return cost + _SAMPLES_AHEAD * seconds * max(growth, 0.0)
 
     def _visit(self, task: Task) -> None:
         before, fault = self.clock(), 0.0
@@ -206,9 +214,10 @@ class Engine:
         record.samples += samples
         self.state.skipped.pop(task.key, None)
         self._costs[task.key] = cost
-        self._reached[task.series] = (task.work, cost)
+        self._reached[task.series] = (task.work, cost, max(together))
 
     def _skip(self, task: Task) -> None:
+        self._ended[task.series] = min(task.work, self._ended.get(task.series, inf))
         self.state.skipped[task.key] = f"out of memory at {task.work:.6g}"
 
     def _save_sometimes(self) -> None:

@@ -1,0 +1,208 @@
+"""How long one op takes as a training step pays it, and the facts of a device that are no op.
+
+An op is measured on many *instances* at once: so many that operands and outputs together are larger than any cache. All
+forwards run, holding their outputs and autograd graphs, then all backwards in reverse order, each freeing what it held.
+Operands are then out of cache and outputs on fresh pages, as in training; a hot loop over one instance flatters a
+pointwise op severalfold. What entering the autograd engine costs (``ENTRY``) is taken off each backward: training
+enters it once per stage and microbatch, not once per op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from .profiler import State, Task, Visit
+
+__all__ = [
+    "ENTRY",
+    "FACTS",
+    "Instance",
+    "Make",
+    "fact_tasks",
+    "probe_task",
+    "stream_bytes_per_s",
+    "timed",
+    "without_entry",
+]
+
+OUT_OF_CACHE_BYTES = 1 << 26
+_MOST_INSTANCES, _SWEEPS = 64, 3
+_LONG_S = 0.02  # a sweep takes no more instances than fill about this long
+_STREAM = 1 << 23  # elements; two such operands are twice a common last-level cache, and no page is new
+
+ENTRY = "fact/backward of a view"
+FACTS = ("fact/launch", "fact/view", "fact/stream", ENTRY)
+
+
+class Instance(Protocol):
+    """One op with its own operands: ``forward`` keeps the output and its graph, ``backward`` uses them up."""
+
+    def forward(self) -> object:
+        """Run the op."""
+
+    def backward(self) -> object:
+        """Compute the gradients that are wanted, and let go of the output."""
+
+
+Make = Callable[[torch.device], Instance]
+
+
+def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Seconds of a call on ``device``: by events where work is queued on a stream, else by the clock."""
+    if device.type != "cuda":
+
+        def clock(call: Callable[[], object]) -> float:
+            start = perf_counter()
+            call()
+            return perf_counter() - start
+
+        return clock
+
+    def events(call: Callable[[], object]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1e3
+
+    return events
+
+
+def probe_task(key: str, probe: Any, device: torch.device, memory_bytes: float) -> Task:
+    """The Task that measures the exact op of a ``compiler.signature.Probe``: a visit is (forward seconds, backward
+    seconds, backward seconds without the gradients of parameters; the latter 0 where it has none of both kinds)."""
+    both = "^" in probe.signature and "*" in probe.signature
+    makes = (probe.make, partial(probe.make, weights=False)) if both else (probe.make,)
+    return Task(key, key, 0.0, partial(timed, makes, device, memory_bytes, probe.nbytes, 3), width=3)
+
+
+def timed(
+    makes: Sequence[Make], device: torch.device, memory_bytes: float, nbytes: int, width: int = 2
+) -> Callable[[], Visit]:
+    """What measures one op: (forward seconds, backward seconds), each the median of a few sweeps, and the backward
+    seconds of a second Make. memory_bytes: what all instances may take together; nbytes: what one takes (0: looked up).
+    """
+    watch = stopwatch(device)
+    sets = [_instances(make, device, memory_bytes, nbytes, watch) for make in makes]
+
+    def visit() -> Visit:
+        forward, backward, samples = _sweeps(*sets[0], watch)
+        out = [forward, backward, 0.0]
+        if len(sets) > 1:
+            out[2] = _sweeps(*sets[1], watch)[1]
+        return out[:width], samples
+
+    return visit
+
+
+Watch = Callable[[Callable[[], object]], float]
+
+
+def _instances(
+    make: Make, device: torch.device, memory_bytes: float, nbytes: int, watch: Watch
+) -> tuple[list[Instance], int]:
+    """(instances, sweeps): as many as go beyond the cache, fit the memory and do not take too long."""
+    first = make(device)
+    first.forward()
+    first.backward()  # lazy initialisation
+    once = watch(first.forward) + watch(first.backward)
+    own = nbytes or max(2 * _bytes(first), 1)  # operands, and about as much for outputs and gradients
+    count = min(_MOST_INSTANCES, -(-OUT_OF_CACHE_BYTES // own), int(memory_bytes / own), int(_LONG_S / max(once, 1e-9)))
+    out = [first]
+    for _ in range(max(count, 2) - 1):
+        out.append(make(device))
+        prepare = getattr(out[-1], "prepare", None)
+        if prepare is not None:
+            prepare()
+    return out, 1 if once > _LONG_S else _SWEEPS
+
+
+def _sweeps(instances: Sequence[Instance], sweeps: int, watch: Watch) -> tuple[float, float, int]:
+    """(forward seconds, backward seconds, samples) of one instance."""
+
+    def forwards() -> None:
+        for instance in instances:
+            instance.forward()
+
+    def backwards() -> None:
+        for instance in reversed(instances):
+            instance.backward()
+
+    times = [(watch(forwards), watch(backwards)) for _ in range(sweeps)]
+    forward, backward = (median(column) / len(instances) for column in zip(*times))
+    return forward, backward, sweeps * len(instances)
+
+
+def _bytes(instance: object) -> int:
+    """Bytes of the tensors that an instance holds, directly or in a list, tuple or dict."""
+    storages: dict[int, int] = {}
+    for x in _tensors(list(vars(instance).values()) if hasattr(instance, "__dict__") else [], 3):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner, depth - 1)
+
+
+# ---- the facts of a device
+
+
+def fact_tasks(device: torch.device) -> list[Task]:
+    """What is no op of the grid: one launch, one view, the memory rate (an addition in place beyond the cache), and
+    entering the autograd engine."""
+    watch = stopwatch(device)
+
+    def repeated(call: Callable[[], object], count: int) -> Callable[[], Visit]:
+        call()
+
+        def loop() -> None:
+            for _ in range(count):
+                call()
+
+        return lambda: ([median(watch(loop) for _ in range(3)) / count], 3 * count)
+
+    def launch() -> Callable[[], Visit]:
+        x = torch.ones(64, device=device)
+        with torch.no_grad():
+            return repeated(partial(torch.add, x, x), 200)
+
+    def view() -> Callable[[], Visit]:
+        return repeated(partial(torch.zeros(64, 64, device=device).view, 4096), 200)
+
+    def stream() -> Callable[[], Visit]:
+        x, y = torch.zeros(_STREAM, device=device), torch.zeros(_STREAM, device=device)
+        return repeated(partial(x.add_, y), 3)
+
+    def entry() -> Callable[[], Visit]:
+        leaf = torch.ones(64, device=device, requires_grad=True)
+        cotangent = torch.ones(64, device=device)
+        outs = [leaf.view(64) for _ in range(200)]
+        rest = iter(outs * 4)  # one graph serves several backwards: a view saves nothing
+        return repeated(lambda: torch.autograd.grad(next(rest), leaf, cotangent, retain_graph=True), 200)
+
+    makes = (launch, view, stream, entry)
+    return [Task(key, key, 0.0, make) for key, make in zip(FACTS, makes)]
+
+
+def stream_bytes_per_s(seconds: float) -> float:
+    """The memory rate from the seconds of the stream fact."""
+    return 12.0 * _STREAM / seconds
+
+
+def without_entry(backward_s: float, state: State) -> float:
+    """Seconds of a backward without those of entering the autograd engine, but never less than a tenth of it."""
+    entry: Any = state.seconds(ENTRY)
+    return max(backward_s - (entry[0] if entry else 0.0), 0.1 * backward_s)
