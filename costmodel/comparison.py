@@ -28,6 +28,7 @@ __all__ = ["Change", "changes", "check", "compare", "merged"]
 T = TypeVar("T")
 _SIZES = ((2**10, "1 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"))  # where wires are compared
 _MANY = 20  # lines of one section that compare prints
+_EFFORT = ("skipped", "samples", "seconds")  # of the profile, not of what it found
 _NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
 
 
@@ -50,7 +51,17 @@ class Change:
 
     def __str__(self) -> str:
         percent = f"{(self.ratio - 1) * 100:+.1f} %" if self.before else "from nothing"
-        return f"{self.name}: {self.before:.4g} → {self.after:.4g} {self.unit} ({percent})"
+        scale, unit = _readable(max(self.before, self.after), self.unit)
+        return f"{self.name}: {self.before * scale:.4g} → {self.after * scale:.4g} {unit} ({percent})"
+
+
+def _readable(value: float, unit: str) -> tuple[float, str]:
+    """(factor, unit) that bring ``value`` near 1 to 1000: µs and ms, giga and tera."""
+    if unit == "s":
+        return (1e6, "µs") if value < 1e-3 else (1e3, "ms") if value < 1 else (1.0, "s")
+    if unit in ("B/s", "FLOP/s"):
+        return (1e-12, f"T{unit}") if value >= 1e12 else (1e-9, f"G{unit}")
+    return 1.0, unit
 
 
 # ---- what there is, by name
@@ -134,7 +145,7 @@ def compare(before: Cluster, after: Cluster, at_least: float = 0.02) -> str:
     lines += [f"  {line}" for line in difference]
     old, new = dict(before.provenance), dict(after.provenance)
     for key in dict.fromkeys((*old, *new)):
-        if old.get(key) != new.get(key):
+        if old.get(key) != new.get(key) and not key.startswith(_EFFORT):
             lines.append(f"  {key}: {old.get(key, 'not stated')} → {new.get(key, 'not stated')}")
     every = changes(before, after)
     titles = {"device": "devices", "wires": "wires", "curves": "curves", "ops": "op times", "optimizers": "optimizers"}

@@ -196,13 +196,13 @@ def test_compare_says_which_prices_changed_by_how_much():
     assert text.splitlines()[0] == "hardware: the same"
     assert f"torch: {torch.__version__} → 9.9" in text
     assert "date" not in text
-    assert "wire all_reduce of 4 (4 on a host, 1 at once), 16 MiB: 0.01688 → 0.03365 s (+99.4 %)" in text
-    assert "1 KiB: 0.000101 →" not in text  # α is the same there: within the 2 %
-    assert "curve matmul float32 forward, 2 points: 0.01 → 0.02 s (+100.0 %)" in text
-    assert f"{OP.signature} forward: 0.001 → 0.0015 s (+50.0 %)" in text
+    assert "wire all_reduce of 4 (4 on a host, 1 at once), 16 MiB: 16.88 → 33.65 ms (+99.4 %)" in text
+    assert "1 KiB: 101 →" not in text  # α is the same there: within the 2 %
+    assert "curve matmul float32 forward, 2 points: 10 → 20 ms (+100.0 %)" in text
+    assert f"{OP.signature} forward: 1 → 1.5 ms (+50.0 %)" in text
     assert f"{OP.signature} backward" not in text
-    assert "AdamW, a tensor of 4 MB: 0.000602 → 0.001202 s (+99.7 %)" in text
-    assert "pipeline action: 3e-05 → 6e-05 s (+100.0 %)" in text
+    assert "AdamW, a tensor of 4 MB: 0.602 → 1.202 ms (+99.7 %)" in text
+    assert "pipeline action: 30 → 60 µs (+100.0 %)" in text
     assert "only before: wire send of 2 (2 on a host, 1 at once)" in text
     assert "only after: wire all_gather of 4 (4 on a host, 1 at once)" in text
     assert "surface" not in text.split("only")[0]
