@@ -145,6 +145,7 @@ def _trace(profiler: Any) -> list[dict[str, Any]]:
 def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str, Window]]:
     """The count after every event, as the whole block and each window saw it."""
     now = peak = start
+    made: dict[int, int] = {}  # address → bytes of a block of this session
     open_: dict[str, tuple[float, int, int]] = {}  # window → (its end, bytes at its start, peak so far)
     done: dict[str, Window] = {}
     for event in events:
@@ -153,7 +154,11 @@ def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str,
             _, began, most = open_.pop(window)
             done[window] = Window(began, most, now)
         if name == "[memory]" and event["args"].get("Device Type") == 0:
-            now += int(event["args"]["Bytes"])
+            size, address = int(event["args"]["Bytes"]), event["args"]["Addr"]
+            if size > 0:
+                made[address] = size
+            # the profiler may take a block from before it started for one of an earlier session
+            now += size if size > 0 else -made.pop(address, 0)
         elif name.startswith(_FREED) and event.get("ph") == "X":
             now -= int(name.removeprefix(_FREED))
         elif name.startswith(_WINDOW) and event.get("ph") == "X":
