@@ -88,6 +88,7 @@ class Composer:
     _tables: dict[str, LayerTable] = field(default_factory=dict)
     _states: dict[tuple, list[State]] = field(default_factory=dict)
     _entries: dict[tuple, np.ndarray] = field(default_factory=dict)
+    _exits: dict[tuple, np.ndarray] = field(default_factory=dict)
     _sections: dict[str, tuple[int, Section]] = field(
         default_factory=dict
     )  # by layer class: a layer and its section; λ does not touch them, so leaner copies share them
@@ -268,7 +269,7 @@ class Composer:
     # ---- intervals
 
     def entry_seconds(self, boundary: int) -> np.ndarray:
-        """[states] seconds to receive the crossing tensors in each state and to send their cotangents back."""
+        """[states] seconds to receive the crossing tensors in each state."""
         key = self._border(boundary)
         if key not in self._entries:
             self._entries[key] = self._price_entry(boundary)
@@ -282,10 +283,21 @@ class Composer:
         out = np.zeros(len(states))
         for t, name in enumerate(self.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
-            ways = 2 if name in self.layering.needs_grad else 1
             for i, state in enumerate(states):
-                out[i] += ways * self.pricer.transfer_seconds(self.pricer.local_bytes(kind, state[t].value))
+                out[i] += self.pricer.transfer_seconds(self.pricer.local_bytes(kind, state[t].value))
         return out
+
+    def exit_seconds(self, boundary: int) -> np.ndarray:
+        """[states] seconds until the cotangents of the crossing tensors have come back in each state."""
+        key = self._border(boundary)
+        if key not in self._exits:
+            self._exits[key] = np.zeros(len(self.states(boundary)))
+            for t, name in enumerate(self.layering.crossing[boundary]):
+                if name in self.layering.needs_grad:
+                    kind = self.graph.by_name()[name].meta["type"]
+                    sizes = [self.pricer.local_bytes(kind, state[t].cotangent) for state in self.states(boundary)]
+                    self._exits[key] += [self.pricer.transfer_seconds(size) for size in sizes]
+        return self._exits[key]
 
     def intervals(self) -> Intervals:
         """Cost and bytes of every interval, each with its best boundary states."""
@@ -308,6 +320,7 @@ class Composer:
                 np.maximum(held[lines, best], table.transient[best, columns]),
             ]
             rows = [[new[q][i] for q in range(4)] for i in range(len(rows))]
+            new[0] = new[0] + self.exit_seconds(end + 1)
             exit_state = new[0].argmin(axis=1)
             for q in range(4):
                 result[q][: end + 1, end + 1] = new[q][np.arange(len(rows)), exit_state]
@@ -328,7 +341,7 @@ class Composer:
             total = cost[:, None] + self.table(layer).cost
             back.append(total.argmin(axis=0))
             cost = total.min(axis=0)
-        state = int(cost.argmin())
+        state = int((cost + self.exit_seconds(end)).argmin())
         states = [state]
         for best in reversed(back):
             state = int(best[state])
