@@ -1,0 +1,170 @@
+"""Predicted against measured on one GPU: step time and peak memory of GPT and Llama at several sizes, in bfloat16.
+
+    python benchmarks/accelerator.py [--budget 300] [--rounds 20] [--table costmodel.json] [--json out/accelerator.json]
+
+Profiles the card (op grid, then the exact ops of the models), predicts every model before it runs, then trains it on
+the card alone: CUDA events around whole steps, interleaved over the models, medians. Writes the cost table beside the
+results, with its provenance. Without a GPU it says so and ends with status 0: there is nothing to hold it against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import meshwright as mw
+import torch
+import torch.distributed as dist
+from meshwright.architectures import GPT, Llama
+from meshwright.compiler.capture import capture
+from meshwright.compiler.driver import make_plan
+from meshwright.compiler.reprice import reprice
+from meshwright.compiler.signature import plan_probes
+from meshwright.compiler.strategy import Strategy
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from truth.targets import fill
+
+
+@dataclass(frozen=True)
+class Model:
+    """``make`` on the meta device; a batch is two integer tensors [batch, sequence] below ``vocabulary``."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: int
+    sequence: int
+    vocabulary: int
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor]:
+        tokens, targets = torch.randint(0, self.vocabulary, (2, self.batch, self.sequence), device=device)
+        return tokens, targets
+
+
+MODELS = (
+    Model("gpt-350m", lambda: GPT(51200, 24, 1024, 16, 1024), 8, 1024, 51200),
+    Model("gpt-760m", lambda: GPT(51200, 24, 1536, 16, 1024), 8, 1024, 51200),
+    Model("gpt-1.3b", lambda: GPT(51200, 24, 2048, 32, 1024), 8, 1024, 51200),
+    Model("gpt-2.6b", lambda: GPT(51200, 32, 2560, 32, 1024), 4, 1024, 51200),
+    Model("llama-1b", lambda: Llama(32000, 16, 2048, 5632, 16, 8), 4, 2048, 32000),
+    Model("llama-3b", lambda: Llama(32000, 26, 3072, 8192, 24, 8), 4, 2048, 32000),
+)
+
+
+def alone() -> None:
+    """A job of one rank, unless torchrun started this one."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+
+
+def predicted(budget_s: float, table: Path) -> tuple[dict[str, dict[str, Any]], dict[str, mw.Plan]]:
+    """Model → seconds and bytes by the grid alone and by exact ops; and the plans."""
+    with torch.device("meta"):
+        graphs = {
+            model.name: capture(model.make().to(torch.bfloat16).train(), model.inputs("meta")) for model in MODELS
+        }
+    general = mw.profile(budget_s=budget_s / 2)
+    plans, probes = {}, {}
+    for model in MODELS:
+        graph = graphs[model.name]
+        plans[model.name] = make_plan(graph, general, model.batch, 1, Strategy(), alternatives=False)
+        probes |= plan_probes(graph, plans[model.name])
+    exact = mw.profile(budget_s=budget_s / 2, base=general, probes=list(probes.values()))
+    exact.save(table)
+    out: dict[str, dict[str, Any]] = {}
+    for name, plan in plans.items():
+        by_ops = reprice(plan, graphs[name], exact).prediction
+        (stage,) = by_ops.stages
+        out[name] = {
+            "grid_s": plan.prediction.step_s,
+            "ops_s": by_ops.step_s,
+            "bytes": stage.peak_bytes - stage.memory_bytes.get("framework", 0.0),
+        }
+    return out, plans
+
+
+def measured(plans: dict[str, mw.Plan], rounds: int) -> dict[str, dict[str, Any]]:
+    """Model → median seconds of a step by CUDA events, and the most bytes that the allocator held during one."""
+    out: dict[str, dict[str, Any]] = {}
+    for model in MODELS:  # one at a time: they would not fit beside each other
+        with torch.device("meta"):
+            module = model.make().to(torch.bfloat16).train()
+        batch = model.inputs("cuda")
+        before = torch.cuda.memory_allocated()
+        parallel = mw.parallelize(
+            module, example_inputs=batch, plan=plans[model.name], init=fill,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+        )  # fmt: skip
+        for _ in range(3):
+            parallel.train_step(*batch)
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(rounds):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            parallel.train_step(*batch)
+            end.record()
+            torch.cuda.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        out[model.name] = {
+            "step_s": median(seconds),
+            "samples": seconds,
+            "bytes": torch.cuda.max_memory_allocated() - before,
+        }
+        del parallel, module, batch
+        torch.cuda.empty_cache()
+    return out
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=f"one step on {torch.cuda.get_device_name()}: predicted and measured")
+    for title in ("model", "measured", "by exact ops", "error", "by the grid", "error", "memory", "predicted", "error"):
+        table.add_column(title, justify="left" if title == "model" else "right")
+    for name, row in rows.items():
+        took, held = row["measured"]["step_s"], row["measured"]["bytes"]
+        ops, grid, size = (row["predicted"][key] for key in ("ops_s", "grid_s", "bytes"))
+        table.add_row(
+            name, f"{took * 1e3:.1f} ms", f"{ops * 1e3:.1f} ms", f"{ops / took - 1:+.1%}", f"{grid * 1e3:.1f} ms",
+            f"{grid / took - 1:+.1%}", f"{held / 2**30:.2f} GiB", f"{size / 2**30:.2f} GiB", f"{size / held - 1:+.1%}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--budget", type=float, default=300.0, metavar="S", help="seconds of profiling")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="measured steps of each model")
+    parser.add_argument("--table", type=Path, default=Path("out/accelerator-table.json"), metavar="FILE")
+    parser.add_argument("--json", type=Path, default=Path("out/accelerator.json"), metavar="FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("accelerator.py holds predictions against a GPU, but there is none here: nothing was measured")
+        return 0
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    alone()
+    try:
+        said, plans = predicted(arguments.budget, arguments.table)
+        took = measured(plans, arguments.rounds)
+    finally:
+        dist.destroy_process_group()
+    rows = {name: {"predicted": said[name], "measured": took[name]} for name in said}
+    show(rows)
+    document = {
+        "command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows,
+    }  # fmt: skip
+    arguments.json.write_text(json.dumps(document, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
