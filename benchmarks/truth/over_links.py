@@ -32,7 +32,7 @@ def run_over_links(trials: Sequence[Trial], settings: Settings, timeout_s: float
     with tempfile.TemporaryDirectory(prefix="meshwright-links-") as folder, Links(ranks, rate, delay_s) as links:
         task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
         task.write_text(json.dumps({"trials": [asdict(trial) for trial in trials], "settings": asdict(settings)}))
-        words = [sys.executable, "-m", "truth.over_links", str(task), str(answer)]
+        words = [sys.executable, "-P", "-m", "truth.over_links", str(task), str(answer)]
         path = str(Path(__file__).parents[1])
         processes = [links.start(rank, words, {"PYTHONPATH": path}) for rank in range(ranks)]
         try:
