@@ -159,10 +159,10 @@ def _axis_price(cluster: Cluster, mesh: Mesh, axis: int, kinds: dict[str, tuple[
             pieces[kind] = ((max(e[-1][0] for e in envelopes), max(e[-1][1] for e in envelopes)),)
         found, exact = matching(cluster.wires, kind, form, None if every else ("backend",))
         if exact:
-            wires[kind] = tuple(WirePrice(wire) for wire in found)
+            wires[kind] = tuple(WirePrice(wire, True) for wire in found)
         elif found:
             there = _envelope(_lines(cluster, _measured_on(cluster, found[0], slowest), kind, names))
-            wires[kind] = (WirePrice(found[0], pieces[kind], there),)
+            wires[kind] = (WirePrice.scaled(found[0], pieces[kind], there),)
     for alias, kind in ALIASES.items():
         pieces[alias] = pieces[kind]
         if kind in wires:
@@ -276,8 +276,8 @@ def _p2p(cluster: Cluster, here: int, there: int, concurrent: int) -> tuple[tupl
     if not found:
         return line, None
     if exact:
-        return line, WirePrice(found[0])
-    return line, WirePrice(found[0], (line,), (_p2p_line(cluster, here, there, found[0].groups),))
+        return line, WirePrice(found[0], True)
+    return line, WirePrice.scaled(found[0], (line,), (_p2p_line(cluster, here, there, found[0].groups),))
 
 
 def _p2p_line(cluster: Cluster, here: int, there: int, concurrent: int) -> tuple[float, float]:

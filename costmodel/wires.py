@@ -3,8 +3,8 @@
     form     size, members (the most of a group on one host), groups at once
     exact    a wire of the same kind and form                                       source "measured"
     nearest  a wire of the same kind, within or across hosts as the form is, the least distant in the logarithms of
-             the three numbers: its seconds × analytic seconds of the form / those of the wire's form, at the same
-             bytes                                                                  source "scaled"
+             the three numbers: each α × analytic α of the form / that of the wire's form, each β likewise
+                                                                                    source "scaled"
     none     the analytic price                                                     source "analytic"
 
 A wire of a group within a host says nothing about the network, nor the other way round, so these do not stand in for
@@ -14,15 +14,14 @@ each other.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, log
 
-from .measured import Wire
+from .measured import Piece, Wire
 
 __all__ = ["Form", "Lines", "WirePrice", "cheapest", "matching"]
 
 Lines = tuple[tuple[float, float], ...]  # (a, b) of seconds = a + b · bytes; the cheapest counts
-_LARGE = 2.0**40  # bytes; where latency no longer shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +68,38 @@ def cheapest(lines: Sequence[tuple[float, float]], nbytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WirePrice:
-    """A wire as the price of a form. ``here``: analytic lines of that form, ``there``: of the wire's own; both empty
-    where the forms are the same."""
+    """A wire as the price of a form: its own pieces, or those ``scaled`` to the form. ``exact``: whether it was
+    measured on this very form."""
 
     wire: Wire
-    here: Lines = ()
-    there: Lines = ()
+    exact: bool
 
-    @property
-    def exact(self) -> bool:
-        """Whether the wire was measured on this very form."""
-        return not self.here
-
-    def ratio(self, nbytes: float) -> float:
-        """Analytic seconds of the form over those of the wire's."""
-        if not self.here:
-            return 1.0
-        below = cheapest(self.there, nbytes)
-        return cheapest(self.here, nbytes) / below if below > 0 else 1.0
+    @staticmethod
+    def scaled(wire: Wire, here: Lines, there: Lines) -> WirePrice:
+        """The price of the form whose analytic lines are ``here``, from a wire of a form whose lines are ``there``;
+        latency by the ratio for small messages, rate by that for large ones. More bytes never take less time."""
+        small, large = _ratio(min(here)[0], min(there)[0]), _ratio(here[-1][1], there[-1][1])
+        latency, rate = small or large or 1.0, large or small or 1.0
+        pieces: list[Piece] = []
+        for piece in wire.pieces:
+            alpha, beta = piece.alpha_s * latency, piece.beta_s_per_byte * rate
+            if pieces:
+                last = pieces[-1]
+                end = last.alpha_s + last.beta_s_per_byte * piece.from_bytes
+                alpha = max(alpha, end - beta * piece.from_bytes)
+            pieces.append(Piece(piece.from_bytes, alpha, beta))
+        return WirePrice(replace(wire, pieces=tuple(pieces), points=()), False)
 
     def seconds(self, nbytes: float) -> float:
         """Seconds for ``nbytes``."""
-        return self.wire.seconds(nbytes) * self.ratio(nbytes) if self.here else self.wire.seconds(nbytes)
+        return self.wire.seconds(nbytes)
 
     def coefficients(self, nbytes: float = inf) -> tuple[float, float]:
         """(a, b) of the line that holds at ``nbytes``; by default of that for the largest messages."""
         piece = self.wire.piece_at(nbytes)
-        ratio = self.ratio(min(nbytes, _LARGE))
-        return piece.alpha_s * ratio, piece.beta_s_per_byte * ratio
+        return piece.alpha_s, piece.beta_s_per_byte
+
+
+def _ratio(here: float, there: float) -> float:
+    """here / there, 0 where either says nothing."""
+    return here / there if there > 0 else 0.0
