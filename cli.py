@@ -165,10 +165,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress("importing", 0.0)
         from . import api
         from .compiler.summary import summary_json
-        from .costmodel.cluster import Cluster
         from .targets import build_target
 
-        cluster = Cluster.parse(arguments.cluster)
+        cluster = _cluster(arguments.cluster)
         progress("building", 0.0)
         target = build_target(arguments.target)
         progress("capture", 0.0)
@@ -275,7 +274,10 @@ def _load(path: Path) -> Plan:
 def _cluster(text: str) -> Cluster:
     from .costmodel.cluster import Cluster
 
-    return Cluster.parse(text)
+    cluster = Cluster.parse(text)
+    for line in cluster.validate():
+        print(f"note: {line}", file=sys.stderr)
+    return cluster
 
 
 def _writable(path: Path) -> None:

@@ -270,8 +270,15 @@ class Cluster(HashedOnce):
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """Read a cluster file; ValueError names the file and what is wrong with it."""
-        return read_document(path, Cluster.from_json)
+        """Read a cluster file; ValueError names the file and what is wrong with it. What only deserves a warning says
+        ``validate``."""
+
+        def sound(text: str) -> Cluster:
+            cluster = Cluster.from_json(text)
+            cluster.validate()
+            return cluster
+
+        return read_document(path, sound)
 
 
 def _local(table: Table, ranks: int, slowdown: float) -> Cluster:

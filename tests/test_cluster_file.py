@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cli import main
 from meshwright.costmodel import comparison
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds
@@ -249,6 +250,28 @@ def test_validate_warns_of_doubtful_wires_and_refuses_foreign_ones():
             continue
         with pytest.raises(ValueError, match=r"8 devices, 8 on a host, but got wire all_reduce of 16"):
             replace(noisy, wires=(foreign,)).validate()
+
+
+def test_a_foreign_table_is_refused_on_loading(tmp_path):
+    path = tmp_path / "c.json"
+    replace(MEASURED, wires=(wire(size=16),)).save(path)
+    with pytest.raises(ValueError, match="is it of another cluster") as error:
+        Cluster.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_the_command_compares_and_notes(tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    replace(MEASURED, provenance=(("torch", "1.0"),)).save(before)
+    replace(MEASURED, wires=(wire(alpha=2e-4),), provenance=()).save(after)
+    assert main(["diff", str(before), str(after)]) == 0
+    out, err = capsys.readouterr()
+    assert "hardware: the same" in out
+    assert "wire all_reduce of 4 (4 on a host, 1 at once), 1 KiB: 101 → 201 µs (+99.0 %)" in out
+    assert err.startswith("note: cpu:1 was measured with torch 1.0, this is ")
+    before.write_text(before.read_text()[:99])
+    assert main(["diff", str(before), str(after)]) == 2
+    assert capsys.readouterr().err.startswith(f"meshwright: {before}: a cluster is a JSON document, but it breaks off")
 
 
 # ---- joining and networks
