@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     target_help = "package.module:callable that returns (model, args) or (model, args, kwargs), or a built-in name"
-    cluster_help = "preset:hosts (p3.16xlarge:8), local:ranks, or a cluster file"
+    cluster_help = "preset:hosts (p3.16xlarge:8, 8x4090:2@world, dgx-h100+dgx-h200), local:ranks, or a cluster file"
 
     demo = commands.add_parser("demo", help="train a small GPT on local ranks by a plan found on the spot")
     demo.add_argument("--ranks", type=_positive, default=4, metavar="N", help="local ranks (default 4)")
