@@ -47,6 +47,7 @@ KIB, MIB = 1 << 10, 1 << 20
 _COARSE = (KIB, 4 * MIB, 64 * KIB, 512 * KIB, 32 * MIB)
 _FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
 _QUICK = (KIB, MIB, 8 * MIB)
+_VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
 _LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
 
@@ -157,7 +158,7 @@ class _Profile:
         shares = (0.3, 0.5, 0.6, 0.9) if exact else (0.5, 0.9, 1.0, 1.0) if self.quick else (0.4, 0.75, 0.9, 0.9)
         if not wires:
             shares = (0.0, 0.45, 0.6, 0.9) if exact else (0.0, 0.75, 0.95, 0.95)
-        visits = 1 if self.quick else 3
+        visits = 1 if self.quick else _VISITS
         if steps:  # the first optimizer of a process imports for a second or two, which no step pays
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
         self.started = perf_counter()
@@ -172,8 +173,8 @@ class _Profile:
             self._alone(exact, shares[3], "exact ops", visits)
             if not self.quick:
                 several = sum(f.device == self.facts[self.rank].device for f in self.facts)  # whose visits are together
-                self._alone([*exact, *ops], 0.95, "again", 3 * several + 2)
-                self._together(ranks, wires, 1.0, "again", 5)
+                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _AGAIN)
+                self._together(ranks, wires, 1.0, "again", _VISITS + _AGAIN)
         finally:
             ranks.close()
         return self._finish()
@@ -312,8 +313,7 @@ class _Profile:
 
     def _provenance(self) -> tuple[tuple[str, str], ...]:
         mine = self.facts[0]
-        out = dict(machine()) if mine.kind == "cpu" else {"device": mine.device}
-        out |= dict(mine.software)
+        out = dict(machine()) | dict(mine.software)
         out |= {"ranks": str(self.world), "hosts": str(len(set(self.hosts))), "mode": "quick" if self.quick else "full"}
         out |= {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
 from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
 
 __all__ = ["AbsentRankError", "call_roll", "missing_ranks", "world_store"]
-
-_calls = count()  # every rank calls in the same order, so equal numbers are the same call
 
 
 class AbsentRankError(TimeoutError):
@@ -49,9 +46,10 @@ def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[in
 
 def missing_ranks(purpose: str, timeout_s: float, store: Any, rank: int, world: int) -> Sequence[int]:
     """The ranks that did not come within ``timeout_s``; rank 0 alone if it is the one that cannot be reached."""
-    prefix = f"meshwright/{next(_calls)}/{purpose}"
     deadline = monotonic() + timeout_s
     try:
+        # every rank calls in the same order, so equal numbers are the same call
+        prefix = f"meshwright/{store.add(f'meshwright/calls/{rank}', 1)}/{purpose}"
         store.set(f"{prefix}/{rank}", b"here")
         if rank != 0:
             # rank 0 answers at the latest when its own time is over, which may start later than ours
