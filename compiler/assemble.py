@@ -26,6 +26,7 @@ from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .rules import MeshChoice
 from .spec import P, Pair, R, Spec
+from .stage_price import price_stage
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
 
@@ -35,12 +36,12 @@ FREE_SOLVE_S = 10.0
 
 @dataclass(frozen=True)
 class Assembled:
-    """A stage with its prediction, and what only the driver needs: seconds to receive each boundary tensor, FLOPs done
-    by several."""
+    """A stage with its prediction, and what only ``predict`` needs: seconds per step by where the price comes from,
+    FLOPs done by several."""
 
     stage: Stage
     prediction: StagePrediction
-    received_s: Mapping[str, float]
+    sources: Mapping[str, float]
     wasted_flops: float
 
 
@@ -70,7 +71,7 @@ def assemble_stage(
             chosen_section, chosen = free, better.choice
     return describe_stage(
         composer.graph, composer.pricer, composer.layering, layers, chosen_section, chosen, in_flight, framework,
-        composer.recompute,
+        composer.microbatches, composer.recompute,
     )  # fmt: skip
 
 
@@ -107,36 +108,26 @@ def describe_stage(
     chosen: Sequence[int],
     in_flight: int,
     framework: float,
+    microbatches: int,
     recompute: Recompute = NOTHING,
 ) -> Assembled:
     """The stage that these choices make, with everything that its prices say."""
     nodes, grad = graph.by_name(), layering.needs_grad
-    seconds = dict.fromkeys(("compute", "recompute", "reshard", "internal", "transfer", "gradient", "optimizer"), 0.0)
+    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute)
     memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
-    forward = backward = once = wasted = 0.0
     ops: dict[str, tuple[str, ...]] = {}
     parameters: dict[str, Residency] = {}
     sources: dict[str, Pair] = {}
     receives: dict[str, Pair] = {}
     sends: dict[str, Spec] = {}
-    received_s: dict[str, float] = {}
     largest = 0.0
     for name, kind, choices, saved, pick in zip(section.names, section.kinds, section.choices, section.saved, chosen):
         choice, node = choices[pick], nodes[name]
         memory["activations"] += in_flight * float(saved[pick])
         if isinstance(choice, MeshChoice):
-            price = pricer.op(node, choice, grad)
             ops[name] = choice.labels
-            seconds["compute"] += price.forward_s + price.backward_s
-            seconds["internal"] += price.internal_forward_s + price.internal_backward_s
-            forward += price.forward_s + price.internal_forward_s
-            backward += price.backward_s + price.internal_backward_s
-            if name in recompute.repeated:
-                seconds["recompute"] += price.forward_s + price.internal_forward_s
-                backward += price.forward_s + price.internal_forward_s
-            wasted += price.wasted_flops
             for _, message in choice.internal:
                 if message.phase == "forward" or name in grad:
                     collectives[f"{message.phase} {message.kind}"] += 1
@@ -152,11 +143,6 @@ def describe_stage(
             bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
             for cause, size in bill.items():
                 memory[cause] += size
-            if source.requires_grad and name in grad:
-                reduce_s, update_s = pricer.gradient_seconds(tensor, choice), pricer.optimizer_seconds(bill)
-                seconds["gradient"] += reduce_s
-                seconds["optimizer"] += update_s
-                once += reduce_s + update_s
             reduced = tuple(R if p == P else p for p in choice.cotangent)
             parameters[source.name] = Residency(choice, choice.value, reduced, choice.value)
         elif kind == "source":
@@ -165,28 +151,16 @@ def describe_stage(
                 memory["parameters"] += pricer.local_bytes(node.meta["type"], choice.value)
         elif kind == "entry":
             receives[name] = choice
-            received_s[name] = pricer.transfer_seconds(pricer.local_bytes(node.meta["type"], choice.value))
-            seconds["transfer"] += received_s[name] * (2 if name in grad else 1)
         elif kind == "exit":
             sends[name] = choice.value
-    latency = pricer.bucket_seconds(residency.compute for residency in parameters.values())
-    seconds["gradient"] += latency
-    once += latency
     for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
         given = edge.source[chosen[edge.producer]]
-        kind_, needs = nodes[edge.name].meta["type"], edge.name in grad
+        needs = edge.name in grad
         for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
             pair, want = source_pairs[given], target_pairs[target]
             memory["activations"] += in_flight * float(edge.bytes[given, target])
             if pair == want:
                 continue
-            if float(edge.seconds[given, target]) > 0:
-                ahead, back = pricer.reshard(pair, want, kind_, needs)
-                forward, backward = forward + ahead, backward + back
-                seconds["reshard"] += ahead + back
-                if edge.name in recompute.repeated and edge.name not in recompute.kept:
-                    seconds["recompute"] += ahead
-                    backward += ahead
             steps = [("forward", steps_between(pair.value, want.value))]
             if needs:
                 steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
@@ -208,6 +182,11 @@ def describe_stage(
     first_device = pricer.offset
     stage = Stage(tuple(range(first_device, first_device + pricer.num_devices)), pricer.mesh_shape, (chunk,))
     prediction = StagePrediction(
-        forward, backward, once, dict(seconds), dict(memory), dict(sorted(collectives.items()))
+        price.forward_s,
+        price.backward_s,
+        price.step_s,
+        dict(price.seconds),
+        dict(memory),
+        dict(sorted(collectives.items())),
     )
-    return Assembled(stage, prediction, received_s, wasted)
+    return Assembled(stage, prediction, price.sources, price.wasted_flops)

@@ -269,7 +269,8 @@ class Composer:
     # ---- intervals
 
     def entry_seconds(self, boundary: int) -> np.ndarray:
-        """[states] seconds to receive the crossing tensors in each state."""
+        """[states] seconds of a stage that begins here beside its ops: its actions themselves, receiving the crossing
+        tensors in each state."""
         key = self._border(boundary)
         if key not in self._entries:
             self._entries[key] = self._price_entry(boundary)
@@ -277,10 +278,8 @@ class Composer:
 
     def _price_entry(self, boundary: int) -> np.ndarray:
         states = self.states(boundary)
-        if not self.layering.crossing[boundary]:
-            return np.zeros(len(states))
         nodes = self.graph.by_name()
-        out = np.zeros(len(states))
+        out = np.full(len(states), 2 * self.pricer.device.action_s)  # a stage's two actions, beside their ops
         for t, name in enumerate(self.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
             for i, state in enumerate(states):

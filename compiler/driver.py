@@ -1,11 +1,12 @@
 """The pass list from a graph to a plan, readable top to bottom. Every pass is named and timed
 (``provenance["passes"]``).
 
+    layouts       how tensors lie in memory, where exact ops were measured                layouts.py
     layers        cluster the graph's ops into layers and classes                         layers.py
     compose       per mesh: tables per layer class, costs of all intervals                compose.py, eliminate.py
     stages        dynamic programming over layers × devices, per microbatch count         search.py, inter_op.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
-    simulate      the schedule's makespan with the stages' own times                      simulate.py
+    simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 """
 
@@ -28,13 +29,14 @@ from .alternatives import find_alternatives
 from .assemble import Assembled, assemble_stage
 from .graph import Graph, op_name
 from .layers import cluster_layers
-from .plan import Plan, Prediction, Transfer
+from .layouts import note_layouts
+from .plan import Plan, Prediction
+from .predict import predict
 from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices, rule_for
-from .schedule import generate, in_flight_formula
+from .schedule import in_flight_formula
 from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, usable_bytes
-from .simulate import simulate
 from .strategy import InfeasibleError, Strategy, check_batch
 
 __all__ = ["make_plan"]
@@ -86,6 +88,9 @@ def _run_passes(search: Search, microbatches: int | None, strategy: Strategy | N
         raise ValueError(
             f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}"
         )
+    if any(host.device.op_times for host in cluster.hosts):
+        with search.timed("layouts"):
+            note_layouts(graph)
     with search.timed("layers"):
         search.layering = cluster_layers(graph)
         recompute_of(graph, search.layering, search.recompute, search.schedule)  # refuses an unknown mode
@@ -166,19 +171,19 @@ def finish(search: Search, best: Candidate) -> Plan:
             )
             search.progress("refine", (index + 1) / num)
     stages = tuple(part.stage for part in parts)
-    transfers = _transfers(stages)
     with search.timed("simulate"):
-        step_s = simulated_step(search.schedule, m, parts, transfers, cluster, graph)
+        step = predict(graph, cluster, layering.needs_grad, search.schedule, m, search.optimizer, parts)
     _check_memory(parts, [min(usable_bytes(cluster)[s.devices[0] : s.devices[-1] + 1]) for s in stages], cluster)
     single = MeshPricer(cluster, 0, (), search.optimizer)
     flops = m * sum(single.op(node, choice, layering.needs_grad).flops for node, choice in _whole_choices(graph))
     wasted = m * sum(part.wasted_flops for part in parts)
     prediction = Prediction(
-        step_s=step_s,
-        bound_s=min(step_s, *search.bounds.values()),
-        stages=tuple(part.prediction for part in parts),
+        step_s=step.step_s,
+        bound_s=min(step.step_s, *(_bound(cluster, count, seconds) for count, seconds in search.bounds.items())),
+        stages=step.stages,
         flops=flops,
         replicated_flops=wasted,
+        sources=step.sources,
     )
     return Plan(
         model=search.graph.fingerprint(),
@@ -191,40 +196,25 @@ def finish(search: Search, best: Candidate) -> Plan:
         recompute=search.recompute,
         layers=tuple(layer.name for layer in layering.layers),
         stages=stages,
-        transfers=transfers,
+        transfers=step.transfers,
         prediction=prediction,
     )
+
+
+def _bound(cluster: Cluster, microbatches: int, seconds: float) -> float:
+    """The bound of the tables, which price gradients as if nothing of them hid, as one of plans where some of it does:
+    at most the share ``overlap`` of one microbatch's backward hides, which is less than that share of t in
+    Σ t + (m − 1) max t."""
+    if cluster.num_devices == 1:
+        return seconds
+    overlap = max(device.overlap for device in {cluster.device(d) for d in range(cluster.num_devices)})
+    return seconds * (1 - overlap / microbatches)
 
 
 def _whole_choices(graph: Graph) -> Iterator[tuple[Any, Any]]:
     for node in graph.ops():
         if op_name(node) != "getitem":
             yield node, mesh_choices(node, ())[0]
-
-
-def _transfers(stages: Sequence[Any]) -> tuple[Transfer, ...]:
-    """Every tensor from the stage that makes it to each that uses it."""
-    made = {name: s for s, stage in enumerate(stages) for chunk in stage.chunks for name in chunk.sends}
-    return tuple(
-        Transfer(name, made[name], s)
-        for s, stage in enumerate(stages)
-        for chunk in stage.chunks
-        for name in chunk.receives
-    )
-
-
-def simulated_step(
-    schedule: str, m: int, parts: Sequence[Assembled], transfers: Sequence[Transfer], cluster: Cluster, graph: Graph
-) -> float:
-    """The makespan of the schedule with these stages' times."""
-    forward = [part.prediction.forward_s for part in parts]
-    backward = [part.prediction.backward_s for part in parts]
-    after = [part.prediction.step_s for part in parts]
-    seconds: dict[tuple[int, int], float] = {}
-    for transfer in transfers:
-        edge = (transfer.source, transfer.target)
-        seconds[edge] = seconds.get(edge, 0.0) + parts[transfer.target].received_s[transfer.node]
-    return simulate(generate(schedule, len(parts), m), forward, backward, seconds, after).makespan_s
 
 
 def _check_memory(parts: Sequence[Assembled], limits: Sequence[float], cluster: Cluster) -> None:

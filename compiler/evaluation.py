@@ -67,7 +67,7 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
             Restriction(pinned=pinned),
         )  # fmt: skip
         chosen = solve_section(section, 1)
-        stages.append(describe_stage(graph, pricer, layering, (0, 0), section, chosen, 1, 0.0).stage)
+        stages.append(describe_stage(graph, pricer, layering, (0, 0), section, chosen, 1, 0.0, 1).stage)
     made = {name: s for s, stage in enumerate(stages) for name in stage.chunks[0].sends}
     transfers = tuple(Transfer(name, made[name], s) for s, st in enumerate(stages) for name in st.chunks[0].receives)
     return replace(

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ..costmodel.cluster import Cluster
 from .describe import Group, axis_names, layer_rows, layer_span, merged, op_summary
 from .graph import Graph
-from .schedule import Edge, generate
-from .simulate import Simulation, grid, simulate
-from .summary import num_idle_devices, replicated_fraction, tflops_per_device
+from .schedule import generate
+from .simulate import Simulation, grid, simulate_plan
+from .summary import num_idle_devices, replicated_fraction, source_shares, tflops_per_device
 from .typeset import (
     bar,
     bytes_text,
@@ -38,15 +38,28 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 _CAUSES = {
-    "compute": "compute",
+    "compute": "compute",  # in documents of before
+    "forward": "forward",
+    "backward_input": "backward",
+    "backward_weight": "for weights",
     "recompute": "recompute",
     "reshard": "resharding",
     "internal": "in ops",
+    "host": "host",
     "transfer": "transfer",
     "gradient": "gradients",
+    "overlapped": "hidden",
     "optimizer": "optimizer",
+    "tied": "tied",
+    "loss": "loss",
 }
-_ONCE = ("gradient", "optimizer")  # per step; the other causes are per microbatch
+_ONCE = ("gradient", "overlapped", "optimizer", "tied", "loss")  # per step; the other causes are per microbatch
+_NEGLIGIBLE = 5e-4  # of the step: a cause that takes less on every stage has no column
+_SOURCES = (
+    ("measured as they are", ("measured",)),
+    ("interpolated from measurements", ("interpolated", "extrapolated", "scaled")),
+    ("analytic", ("roofline", "analytic", "free")),
+)
 
 
 def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
@@ -56,7 +69,7 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
     parameters.
     """
     width = max(width, 80)
-    simulation = _simulated(plan)
+    simulation = simulate_plan(plan)
     sections = [
         _header(plan, simulation, width),
         _titled("Stages", _stages(plan, graph, simulation, width)),
@@ -73,26 +86,6 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Notes", _bullets(_notes(plan), width)),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-def _simulated(plan: Plan) -> Simulation:
-    """The schedule on the clock with the plan's own seconds; a stage's transfers are divided evenly among its edges."""
-    stages = plan.prediction.stages
-    incoming: dict[int, set[Edge]] = {}
-    for transfer in plan.transfers:
-        incoming.setdefault(transfer.target, set()).add((transfer.source, transfer.target))
-    edges = {
-        edge: stages[target].seconds.get("transfer", 0.0) / 2 / len(found)
-        for target, found in incoming.items()
-        for edge in found
-    }
-    return simulate(
-        generate(plan.schedule, len(stages), plan.microbatches),
-        [stage.forward_s for stage in stages],
-        [stage.backward_s for stage in stages],
-        edges,
-        [stage.step_s for stage in stages],
-    )
 
 
 # ---- sections
@@ -249,16 +242,27 @@ def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
 
 def _seconds(plan: Plan) -> list[str]:
     rows = []
-    used = [c for c in _CAUSES if any(stage.seconds.get(c) for stage in plan.prediction.stages)]
+    least = _NEGLIGIBLE * plan.prediction.step_s
+    used = [
+        cause
+        for cause in _CAUSES
+        if any(s.seconds.get(cause, 0.0) * _times(plan, cause) > least for s in plan.prediction.stages)
+    ]
     for stage in plan.prediction.stages:
-        found = [stage.seconds.get(c, 0.0) * (1 if c in _ONCE else plan.microbatches) for c in used]
+        found = [stage.seconds.get(c, 0.0) * _times(plan, c) for c in used]
         # a transfer runs beside compute: the stage itself is busy with the rest only
         busy = plan.microbatches * (stage.forward_s + stage.backward_s) + stage.step_s
         rows.append([*found, max(0.0, plan.prediction.step_s - busy)])
     lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text)
     if "transfer" in used:
         lines.append("  transfers travel beside the rest; waiting is what the rest leaves of the step")
+    if "overlapped" in used:
+        lines.append("  hidden: what of the gradients' reduction runs behind the last backward and costs no time")
     return lines
+
+
+def _times(plan: Plan, cause: str) -> int:
+    return 1 if cause in _ONCE else plan.microbatches
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -319,6 +323,8 @@ def _alternatives(plan: Plan, width: int) -> list[str]:
 
 def _prices(plan: Plan, width: int) -> list[str]:
     lines: list[str] = []
+    if text := _source_shares(plan):
+        lines += wrapped(text, width, "  ", "    ")
     cluster = _cluster(plan)
     seen: set[str] = set()
     for host in cluster.hosts:
@@ -339,6 +345,19 @@ def _prices(plan: Plan, width: int) -> list[str]:
             f"{kind}, {link.bytes_per_s / 1e9:.4g} GB/s, {link.alpha_s * 1e6:.3g} µs", width, f"  {link.name}: ", "    "
         )
     return lines
+
+
+def _source_shares(plan: Plan) -> str:
+    """How many of the busiest stage's seconds were measured; "" for a document that does not say."""
+    shares = source_shares(plan)
+    if not shares:
+        return ""
+    parts = [
+        f"{100 * sum(shares.get(source, 0.0) for source in sources):.0f} % {words}"
+        for words, sources in _SOURCES
+        if any(shares.get(source) for source in sources)
+    ]
+    return f"of the predicted seconds of the busiest stage {', '.join(parts)}"
 
 
 def _notes(plan: Plan) -> list[str]:

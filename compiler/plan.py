@@ -10,7 +10,7 @@ Grammar::
                   receives {node: pair}, sends {node: spec}
     labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
     residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
-    transfer  ::= node, source stage, target stage    (value forward, cotangent backward)
+    transfer  ::= node, source stage, target stage, seconds of both messages    (value forward, cotangent backward)
 
 Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing.
 """
@@ -151,11 +151,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that goes from one stage to a later one, and whose cotangent comes back."""
+    """A tensor that goes from one stage to a later one, and whose cotangent comes back; seconds of each message."""
 
     node: str
     source: int
     target: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class StagePrediction:
     forward_s: float
     backward_s: float
     step_s: float
-    seconds: Mapping[str, float]  # by cause: "compute", "reshard", "internal", "transfer", "gradient", "optimizer"
+    # by cause, see ``stage_price``; documents of before have "compute" in place of "forward" and "backward_…"
+    seconds: Mapping[str, float]
     # by cause: "parameters", "gradients", "optimizer", "activations", "temporary", "framework"
     memory_bytes: Mapping[str, float]
     collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
@@ -187,6 +190,9 @@ class Prediction:
     replicated_flops: float  # FLOPs per step that several devices do alike, counted once per extra device
     alternatives: tuple[Mapping[str, Any], ...] = ()  # the best pure data, tensor and pipeline plans: name, step_s, why
     notes: tuple[str, ...] = ()
+    # seconds per step of the busiest stage by where their prices come from: "measured" (this very op or message),
+    # "interpolated", "extrapolated", "scaled", "roofline", "analytic", "free"; empty in documents of before
+    sources: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bound_gap(self) -> float:

@@ -1,12 +1,13 @@
 """Prices of the compiler's own things (op choices, reshards, parameters) on one logical mesh, in seconds and bytes.
 
-This is the only place where graph nodes meet ``costmodel``; it turns them into FLOPs, bytes and messages and asks for
-the price.
+This is the only place where graph nodes meet ``costmodel``; it turns them into signatures, FLOPs, bytes and messages
+and asks for the price: of the exact op where the device was measured with it, else from curves, else the roofline. A
+tensor with n consumers gets n cotangents, which are added: each consumer pays for (n − 1) / n of an addition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,38 +15,56 @@ import torch
 from torch.fx import Node
 
 from ..costmodel.cluster import Cluster, Device, Mesh
-from ..costmodel.collectives import mesh_prices, p2p_seconds
-from ..costmodel.compute import op_seconds
+from ..costmodel.collectives import AxisPrice, mesh_prices, p2p_seconds
+from ..costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
 from ..costmodel.memory import parameter_bytes
 from .graph import TensorType, tensor_operands, types_of
 from .plan import BUCKET_BYTES
 from .reshard import FREE, step_bytes, steps_between
 from .rules import MeshChoice, rule_for
+from .signature import signature, sum_signature
 from .spec import P, Pair, Spec, local_shape
 
-__all__ = ["MeshPricer", "OpPrice"]
-
-TWO_SIDED = frozenset(
-    {"matmul", "attention", "convolution", "routing"}
-)  # backward costs the forward once per differentiable operand
+__all__ = ["MeshPricer", "OpPrice", "partial_axes"]
 
 
 @dataclass(frozen=True)
 class OpPrice:
     """Seconds of one op under one choice, per microbatch: compute and the collectives inside it, forward and backward
-    apart."""
+    apart, and the backward by whose gradient it makes: those of activations, those of parameters."""
 
     forward_s: float
-    backward_s: float
+    backward_input_s: float
+    backward_weight_s: float
     internal_forward_s: float
     internal_backward_s: float
     flops: float  # of this device, forward and backward
     wasted_flops: float  # of those, what other devices do as well, summed over all devices
+    source: str  # of the compute: "measured", "interpolated", "extrapolated", "roofline" or "free"
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward, without the collectives inside."""
+        return self.backward_input_s + self.backward_weight_s
 
     @property
     def seconds(self) -> float:
         """Everything together."""
         return self.forward_s + self.backward_s + self.internal_forward_s + self.internal_backward_s
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the price of an op depends on beside the choice: whose gradients it makes, and which of its operands have
+    how many consumers."""
+
+    flops: float
+    dtype: torch.dtype
+    sides: float  # forwards that the backward costs: one per operand with a gradient, for attention two for all three
+    weight_share: float  # of the backward, what is for parameters
+    possible: float  # sides that a backward with all gradients has
+    shared: tuple[tuple[int, float, bool], ...]  # (operand, (n − 1) / n, is a parameter)
+    copies: tuple[bool, bool]  # whether a view moves bytes, forward and backward
 
 
 def nbytes(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> float:
@@ -62,6 +81,8 @@ class MeshPricer:
     mesh_shape: tuple[int, ...]
     optimizer: str = "AdamW"
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
+    _known: dict[Node, _Facts] = field(default_factory=dict)
+    _joint: dict[tuple[int, ...], AxisPrice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = Mesh.of(self.cluster, self.offset, self.mesh_shape)
@@ -75,43 +96,91 @@ class MeshPricer:
         """The price of ``node`` under ``choice``."""
         rule = rule_for(node)
         operands, outputs = tensor_operands(node), types_of(node)
-        flops = rule.flops(node) * choice.work_share
-        traffic = sum(self.local_bytes(out, pair.value) for out, pair in zip(outputs, choice.outputs))
-        # a table lookup reads as many rows as it writes; other ops read their operands whole
-        if rule.cost_kind == "embedding":
-            traffic *= 2
-        else:
-            traffic += sum(self.operand_bytes(o, pair.value) for o, pair in zip(operands, choice.inputs))
-        dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
-        forward = self.compute(rule.cost_kind, flops, traffic, dtype)
-        backward, sides = 0.0, 0
-        if node.name in needs_grad:
-            sides = 1
-            if rule.cost_kind in TWO_SIDED:
-                sides = sum(1 for o in operands if o.name in needs_grad and len(types_of(o)[0].shape) > 1)
-                backward = sides * self.compute(rule.cost_kind, flops, traffic, dtype)
-            else:
-                backward = self.compute(rule.cost_kind, flops, 1.5 * traffic, dtype)
+        facts = self._known.get(node)
+        if facts is None:
+            facts = self._known[node] = _facts(node, operands, needs_grad)
+        flops = facts.flops * choice.work_share
+        flows = node.name in needs_grad
+        forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
+        for k, share, weight in facts.shared:
+            added = share * self.add_seconds(types_of(operands[k])[0], choice.inputs[k].value)
+            ahead, back = (ahead, back + added) if weight else (ahead + added, back)
         internal = {"forward": 0.0, "backward": 0.0}
         for axis, message in choice.internal:
             side, index = message.like
             kind = types_of(operands[index])[0] if side == "input" else outputs[index]
             spec = (choice.inputs if side == "input" else choice.outputs)[index].value
             elements = prod(local_shape(kind.shape, spec, self.mesh_shape))
-            if message.phase == "forward" or node.name in needs_grad:
+            if message.phase == "forward" or flows:
                 internal[message.phase] += self.axes[axis].seconds(
                     message.kind, elements * message.itemsize * message.scale
                 )
-        work = flops * (1 + sides) if rule.cost_kind in TWO_SIDED else flops
-        total = rule.flops(node) * (1 + sides) if rule.cost_kind in TWO_SIDED else rule.flops(node)
-        wasted = max(0.0, work * self.num_devices - total)
-        return OpPrice(forward, backward, internal["forward"], internal["backward"], work, wasted)
+        times = 1 + facts.sides if rule.cost_kind in TWO_SIDED else 1
+        wasted = max(0.0, (flops * self.num_devices - facts.flops) * times)
+        return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)
 
-    def compute(self, kind: str, flops: float, traffic: float, dtype: torch.dtype) -> float:
-        """Seconds of one kernel of this kind on the stage's device."""
-        if kind == "routing":
-            kind = "matmul"
-        return op_seconds(kind, flops, traffic, dtype, self.device)
+    def _compute(
+        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: _Facts, flops: float
+    ) -> tuple[float, float, float, str]:
+        """(forward, backward of activations, backward of parameters, source) of one device's share of the work."""
+        if self.device.op_times:
+            text = signature(node, choice, self.mesh_shape, needs_grad)
+            if text and (exact := self.device.op_time(text)) is not None:
+                return exact.forward_s, exact.backward_input_s, exact.backward_weight_s, "measured"
+        rule = rule_for(node)
+        kind, flows = rule.cost_kind, node.name in needs_grad
+        outputs = types_of(node)
+        traffic = sum(self.local_bytes(out, pair.value) for out, pair in zip(outputs, choice.outputs))
+        # a table lookup reads as many rows as it writes; other ops read their operands whole
+        if kind == "embedding":
+            traffic *= 2
+        else:
+            traffic += sum(self.operand_bytes(o, p.value) for o, p in zip(tensor_operands(node), choice.inputs))
+        shapes: tuple[tuple[int, ...], ...] = ()
+        if kind == "attention" or (self.device.surfaces and kind in TWO_SIDED):
+            sizes = zip((*map(types_of, tensor_operands(node)), outputs), (*choice.inputs, choice.outputs[0]))
+            shapes = tuple(tuple(local_shape(types[0].shape, p.value, self.mesh_shape)) for types, p in sizes)
+        forward = self._price("pointwise" if facts.copies[0] else kind, flops, traffic, facts.dtype, "forward", shapes)
+        if not flows:
+            return forward.seconds, 0.0, 0.0, forward.source
+        if kind not in TWO_SIDED:
+            back = self._price(
+                "pointwise" if facts.copies[1] else kind, flops, traffic, facts.dtype, "backward", shapes
+            )
+            backward = back.seconds
+        elif measured_backward(kind, facts.dtype, self.device):
+            back = self._price(kind, flops, traffic, facts.dtype, "backward", shapes)
+            backward = back.seconds * facts.sides / facts.possible
+        else:
+            backward = facts.sides * forward.seconds
+        weight = backward * facts.weight_share
+        return forward.seconds, backward - weight, weight, forward.source
+
+    def _price(
+        self,
+        kind: str,
+        flops: float,
+        traffic: float,
+        dtype: torch.dtype,
+        direction: str,
+        shapes: tuple[tuple[int, ...], ...],
+    ) -> Price:
+        return op_price(kind, flops, traffic, dtype, self.device, direction=direction, shapes=shapes)
+
+    def add_source(self, kind: TensorType, spec: Spec) -> str:
+        """Where ``add_seconds`` comes from."""
+        text = sum_signature(local_shape(kind.shape, spec, self.mesh_shape), kind.dtype)
+        if self.device.op_time(text) is not None:
+            return "measured"
+        return self._price("pointwise", kind.numel, 3 * kind.nbytes, kind.dtype, "forward", ()).source
+
+    def add_seconds(self, kind: TensorType, spec: Spec) -> float:
+        """Seconds to add one device's part of a tensor into another of its size."""
+        shape = local_shape(kind.shape, spec, self.mesh_shape)
+        if self.device.op_times and (exact := self.device.op_time(sum_signature(shape, kind.dtype))) is not None:
+            return exact.forward_s
+        elements = prod(shape)
+        return self._price("pointwise", elements, 3 * elements * kind.dtype.itemsize, kind.dtype, "forward", ()).seconds
 
     def local_bytes(self, kind: TensorType, spec: Spec) -> float:
         """Bytes of one tensor on one device."""
@@ -153,7 +222,7 @@ class MeshPricer:
 
     def transfer_seconds(self, size: float) -> float:
         """Seconds to send ``size`` bytes to each device from the stage before, between this mesh's end and its
-        neighbour."""
+        neighbour, to all devices at once."""
         if not size or self.cluster.num_devices == 1:
             return 0.0
         last = self.offset + self.num_devices - 1
@@ -161,7 +230,7 @@ class MeshPricer:
         if neighbour < 0:
             return 0.0
         here = last if neighbour == last + 1 else self.offset
-        return p2p_seconds(self.cluster, neighbour, here, size)
+        return p2p_seconds(self.cluster, neighbour, here, size, self.num_devices)
 
     # ---- parameters
 
@@ -174,24 +243,100 @@ class MeshPricer:
         bill = parameter_bytes(elements, kind.dtype, self.optimizer, mixed_precision=half)
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
-    def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
-        """Seconds per step to reduce a parameter's gradient over the axes where it is partial, its share of a bucket's
-        latency included."""
-        size, seconds = self.local_bytes(kind, pair.value), 0.0
-        for axis, placement in enumerate(pair.cotangent):
-            if placement == P:
-                latency, per_byte = self.axes[axis].coefficients("all_reduce")
-                seconds += (per_byte + latency / BUCKET_BYTES) * size
-        return seconds
+    def joint(self, axes: Sequence[int]) -> AxisPrice | None:
+        """Prices in the groups that several axes form together; None where these axes are not neighbours."""
+        key = tuple(axes)
+        if len(key) == 1:
+            return self.axes[key[0]]
+        if key not in self._joint:
+            found = None
+            if key == tuple(range(key[0], key[-1] + 1)):
+                shape = (
+                    *self.mesh_shape[: key[0]],
+                    prod(self.mesh_shape[axis] for axis in key),
+                    *self.mesh_shape[key[-1] + 1 :],
+                )
+                found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape))[key[0]]
+            self._joint[key] = found
+        return self._joint[key]
 
-    def bucket_seconds(self, pairs: Iterable[Pair]) -> float:
-        """The latency of the last, partly filled bucket of each set of axes that some gradient is reduced over."""
-        sets = {tuple(axis for axis, p in enumerate(pair.cotangent) if p == P) for pair in pairs}
-        return sum(self.axes[axis].coefficients("all_reduce")[0] for axes in sets for axis in axes)
+    def reduce_seconds(self, size: float, axes: Sequence[int]) -> float:
+        """Seconds to sum ``size`` bytes over the groups that these axes form together."""
+        joint = self.joint(axes)
+        if joint is not None:
+            return joint.seconds("all_reduce", size)
+        return sum(self.axes[axis].seconds("all_reduce", size) for axis in axes)
+
+    def reduce_source(self, axes: Sequence[int]) -> str:
+        """Where ``reduce_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        return (self.joint(axes) or self.axes[axes[0]]).source("all_reduce")
+
+    def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
+        """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full
+        bucket, as if nothing hid behind compute. Buckets that are not full cost more per byte, never less."""
+        axes = partial_axes(pair, self.mesh_shape)
+        if not axes:
+            return 0.0
+        size = self.local_bytes(kind, pair.value)
+        full = max(size, BUCKET_BYTES)
+        return self.reduce_seconds(full, axes) * size / full
+
+    def accumulate_seconds(self, kind: TensorType, pair: Pair, microbatches: int) -> float:
+        """Seconds per step to add the gradients of all microbatches but the first, which becomes the sum's first
+        addend."""
+        return (microbatches - 1) * self.add_seconds(kind, pair.value) if microbatches > 1 else 0.0
+
+    def parameter_seconds(self, kind: TensorType, pair: Pair, memory: dict[str, float], microbatches: int) -> float:
+        """Seconds per step that a trained parameter costs: accumulation, reduction, update."""
+        once = self.gradient_seconds(kind, pair) + self.optimizer_seconds(memory)
+        return once + self.accumulate_seconds(kind, pair, microbatches)
 
     def optimizer_seconds(self, memory: dict[str, float]) -> float:
-        """Seconds per step to update a parameter: memory traffic over parameter, gradient (read, zeroed) and state."""
+        """Seconds per step to update a parameter: the optimizer's measured rate, else memory traffic over parameter,
+        gradient (read, zeroed) and state."""
         if not memory["gradients"]:
             return 0.0
+        rate = self.device.optimizer_rate(self.optimizer)
+        if rate is not None:
+            return rate.alpha_s + rate.beta_s_per_byte * memory["parameters"]
         traffic = 2 * memory["parameters"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
         return traffic / self.device.memory_bytes_per_s
+
+
+def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """The axes over which a parameter's gradient is a sum of addends."""
+    return tuple(axis for axis, p in enumerate(pair.cotangent) if p == P and mesh_shape[axis] > 1)
+
+
+def _facts(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> _Facts:
+    rule, outputs = rule_for(node), types_of(node)
+    dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
+    layout = node.meta.get("layout")
+    copies = (False, False)
+    if layout is not None and rule.cost_kind in ("view", "free"):
+        copies = (layout.copies_forward, layout.copies_backward)
+    if node.name not in needs_grad:
+        return _Facts(rule.flops(node), dtype, 0, 0.0, 1, (), copies)
+    moving = [o for o in operands if o.name in needs_grad and types_of(o)[0].is_float]
+    wide = [o for o in moving if len(types_of(o)[0].shape) > 1] if rule.cost_kind in TWO_SIDED else moving
+    weights = sum(o.op == "placeholder" for o in wide)
+    if rule.cost_kind in TWO_SIDED:
+        share = weights / len(wide) if wide else 0.0
+    else:
+        share = 1.0 if weights == len(wide) else 0.0
+    possible = sum(1 for o in operands if types_of(o)[0].is_float and len(types_of(o)[0].shape) > 1)
+    shared = []
+    for k, operand in enumerate(operands):
+        if operand.name in needs_grad and types_of(operand)[0].is_float:
+            uses = _uses(operand, needs_grad)
+            if uses > 1:
+                shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
+    each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
+    sides, possible_sides = each * len(wide), each * max(possible, 1)
+    return _Facts(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
+
+
+def _uses(tensor: Node, needs_grad: frozenset[str]) -> int:
+    """How many times ops through which gradients flow read a tensor."""
+    users = [user for user in tensor.users if user.name in needs_grad]
+    return sum(sum(o is tensor for o in tensor_operands(user)) for user in users)

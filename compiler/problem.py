@@ -366,8 +366,7 @@ class _Builder:
                 bill = self.pricer.parameter_memory(kind, pair.value, source.requires_grad)
                 resident[i] = sum(bill.values())
                 if trainable:
-                    per_step = self.pricer.gradient_seconds(kind, pair) + self.pricer.optimizer_seconds(bill)
-                    seconds[i] = per_step / self.m
+                    seconds[i] = self.pricer.parameter_seconds(kind, pair, bill, self.m) / self.m
         elif source.kind == "buffer":
             resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
         role = "parameter" if source.kind == "parameter" else "source"

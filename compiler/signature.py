@@ -33,7 +33,7 @@ from .plan import Plan
 from .rules import MeshChoice, pairs_choice, rule_for
 from .spec import local_shape
 
-__all__ = ["Instance", "Probe", "entry_probe", "plan_probes", "signature", "signature_of"]
+__all__ = ["Instance", "Probe", "entry_probe", "plan_probes", "signature", "signature_of", "sum_signature"]
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -126,6 +126,11 @@ def _operand_layout(operand: Node) -> Layout | None:
     return None if layout is None else layout.outputs[k]
 
 
+def sum_signature(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """The signature of adding a tensor into one of its size: a second cotangent, a second microbatch's gradient."""
+    return f"meshwright.sum({_SHORT.get(dtype, str(dtype))}[{','.join(map(str, shape))}])"
+
+
 # ---- running it again
 
 
@@ -200,6 +205,7 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
     grad = differentiable(small)
     nodes = small.by_name()
     found: dict[str, Probe] = {}
+    sums: set[tuple[tuple[int, ...], torch.dtype]] = set()
     for stage in plan.stages:
         for chunk in stage.chunks:
             for name, labels in chunk.ops.items():
@@ -209,7 +215,20 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
                 text = signature(nodes[name], choice, stage.mesh_shape, grad)
                 if text and text not in found:
                     found[text] = _probe(text, nodes[name], choice, stage.mesh_shape, grad)
-    return found
+                for operand, pair in zip(tensor_operands(nodes[name]), choice.inputs):
+                    kind = types_of(operand)[0]
+                    again = operand.op == "placeholder" and plan.microbatches > 1
+                    if name in grad and operand.name in grad and (again or len(operand.users) > 1):
+                        sums.add((local_shape(kind.shape, pair.value, stage.mesh_shape), kind.dtype))
+    return found | {sum_signature(*one): _sum_probe(*one) for one in sorted(sums, key=str)}
+
+
+def _sum_probe(shape: Sequence[int], dtype: torch.dtype) -> Probe:
+    def make(device: Any, weights: bool = True) -> Instance:
+        total, addend = torch.ones(2, *shape, dtype=dtype, device=device).unbind(0)
+        return Instance(lambda: total.add_(addend), (total, addend), lambda _, __: None)
+
+    return Probe(sum_signature(shape, dtype), make, 2 * prod(shape) * dtype.itemsize)
 
 
 def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> Probe:

@@ -1,7 +1,9 @@
 """A pipeline schedule on a clock, without a device: when every action starts and ends, and a picture of it.
 
-An action starts when its stage is free and all its messages are there; a message leaves when its action ends and each
-direction of an edge carries one at a time. With equal stages and free transfers this gives (m + p − 1)(f + b).
+An action starts when its stage is free and all its messages are there. A message starts when the action that makes it
+has ended, its receiver expects it (the executor posts an action's receives when it comes to the action before) and the
+message before it on this direction of the edge is through. With equal stages and free transfers this
+gives (m + p − 1)(f + b).
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from typing import TYPE_CHECKING
 
-from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, run_order
+from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, generate, run_order
 
-__all__ = ["Simulation", "grid", "simulate"]
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["Simulation", "grid", "simulate", "simulate_plan"]
 
 _FORWARD, _BACKWARD, _IDLE, _END = "0123456789", "₀₁₂₃₄₅₆₇₈₉", "·", "="  # digits, idle, end-of-step work
 
@@ -57,8 +63,8 @@ def simulate(
     ``forward_s[s]`` and ``backward_s[s]`` are seconds per microbatch. ``transfers_s`` has every edge (src, dst) of the
     stage graph and the seconds of one message; None or empty means the chain, free of cost. The gradient of an edge
     takes ``backward_transfers_s[edge]``, by default the same. Transfers overlap compute; each direction of an edge
-    carries one message at a time, in order. ``end_of_step_s[s]`` follows the stage's last action. ScheduleError on a
-    deadlock.
+    carries one message at a time, in order, and none before the receiver has come to the action ahead of it.
+    ``end_of_step_s[s]`` follows the stage's last action. ScheduleError on a deadlock.
     """
     p = schedule.num_stages
     end_of_step = [0.0] * p if end_of_step_s is None else list(end_of_step_s)
@@ -81,27 +87,52 @@ def simulate(
         incoming[edge[1]].append(edge)
 
     free_at = [0.0] * p
+    expects_at = [0.0] * p  # when the stage came to its latest action; it then posts the receives of the next one
     channel_free_at: dict[tuple[str, Edge], float] = defaultdict(float)
-    arrives_at: dict[tuple[int, str, int], float] = defaultdict(float)  # at (stage, kind, microbatch), the last message
+    left_at: dict[tuple[str, Edge, int], float] = {}  # when the action that makes the message ended
     timeline: list[list[tuple[float, float, Action]]] = [[] for _ in range(p)]
     for action in order:
         stage, kind, k = action.stage, action.kind, action.microbatch
-        start = max(free_at[stage], arrives_at[stage, kind, k])
+        came = start = free_at[stage]
+        sources, seconds = (incoming, forward_message) if kind == "F" else (outgoing, backward_message)
+        for edge in sources[stage]:
+            begin = max(left_at[kind, edge, k], expects_at[stage], channel_free_at[kind, edge])
+            channel_free_at[kind, edge] = begin + seconds[edge]
+            start = max(start, begin + seconds[edge])
         end = start + (forward_s[stage] if kind == "F" else backward_s[stage])
-        free_at[stage] = end
+        free_at[stage], expects_at[stage] = end, came
         timeline[stage].append((start, end, action))
-        sends, seconds = (outgoing, forward_message) if kind == "F" else (incoming, backward_message)
-        for edge in sends[stage]:
-            to = edge[1] if kind == "F" else edge[0]
-            arrival = max(end, channel_free_at[kind, edge]) + seconds[edge]
-            channel_free_at[kind, edge] = arrival
-            arrives_at[to, kind, k] = max(arrives_at[to, kind, k], arrival)
+        for edge in (outgoing if kind == "F" else incoming)[stage]:
+            left_at[kind, edge, k] = end
     busy = tuple(
         sum(forward_s[s] if action.kind == "F" else backward_s[s] for action in row)
         for s, row in enumerate(schedule.actions)
     )
     step_end = tuple(free_at[s] + end_of_step[s] for s in range(p))
     return Simulation(max(step_end), tuple(map(tuple, timeline)), busy, step_end)
+
+
+def simulate_plan(plan: Plan) -> Simulation:
+    """The schedule on the clock with the plan's own predicted seconds."""
+    stages = plan.prediction.stages
+    ahead: dict[Edge, float] = {}
+    back: dict[Edge, float] = {}
+    for transfer in plan.transfers:
+        edge = (transfer.source, transfer.target)
+        ahead[edge] = ahead.get(edge, 0.0) + transfer.forward_s
+        back[edge] = back.get(edge, 0.0) + transfer.backward_s
+    if not any(ahead.values()):  # a document of before: a stage's transfers, there and back, evenly on its edges
+        sources = {target: sum(other == target for _, other in ahead) for _, target in ahead}
+        ahead = {edge: stages[edge[1]].seconds.get("transfer", 0.0) / 2 / sources[edge[1]] for edge in ahead}
+        back = dict(ahead)
+    return simulate(
+        generate(plan.schedule, len(stages), plan.microbatches),
+        [stage.forward_s for stage in stages],
+        [stage.backward_s for stage in stages],
+        ahead or None,
+        [stage.step_s for stage in stages],
+        back or None,
+    )
 
 
 def grid(schedule: Schedule, simulation: Simulation | None = None, width: int = 100) -> str:

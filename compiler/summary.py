@@ -9,7 +9,7 @@ from .describe import axis_names
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["num_idle_devices", "replicated_fraction", "summary_json", "tflops_per_device"]
+__all__ = ["num_idle_devices", "replicated_fraction", "source_shares", "summary_json", "tflops_per_device"]
 
 
 def summary_json(plan: Plan) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def summary_json(plan: Plan) -> dict[str, Any]:
         "recompute": plan.recompute,
         "step_s": prediction.step_s,
         "bound_gap": prediction.bound_gap,
+        "sources": source_shares(plan),
         "tflops_per_device": tflops_per_device(plan),
         "replicated_flops_fraction": replicated_fraction(plan),
         "idle_devices": num_idle_devices(plan),
@@ -64,6 +65,13 @@ def replicated_fraction(plan: Plan) -> float:
     """The share of all FLOPs that several devices do alike."""
     total = plan.prediction.flops + plan.prediction.replicated_flops
     return plan.prediction.replicated_flops / total if total else 0.0
+
+
+def source_shares(plan: Plan) -> dict[str, float]:
+    """The busiest stage's seconds by where their prices come from, as shares of 1; empty where the plan does not
+    say."""
+    total = sum(plan.prediction.sources.values())
+    return {name: seconds / total for name, seconds in plan.prediction.sources.items()} if total else {}
 
 
 def num_idle_devices(plan: Plan) -> int:

@@ -1,0 +1,172 @@
+"""From the prices of single stages to the prediction of a step: messages between stages, tied weights, the loss, the
+clock.
+
+    transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
+    loss       broadcast to all ranks where the stage that has it is not everyone
+    tied       copies send their gradients to the owner and get the new values back
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from ..costmodel.cluster import Cluster, Mesh
+from ..costmodel.collectives import mesh_prices, p2p_seconds
+from .assemble import Assembled
+from .graph import Graph, TensorType
+from .plan import Stage, StagePrediction, Transfer
+from .pricing import MeshPricer
+from .schedule import generate
+from .simulate import simulate
+from .spec import R, Spec, local_shape
+
+__all__ = ["Step", "predict"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of all stages together. ``sources``: seconds of the busiest stage by where its prices come from."""
+
+    step_s: float
+    stages: tuple[StagePrediction, ...]
+    transfers: tuple[Transfer, ...]
+    sources: Mapping[str, float]
+
+
+def predict(
+    graph: Graph,
+    cluster: Cluster,
+    needs_grad: frozenset[str],
+    schedule: str,
+    microbatches: int,
+    optimizer: str,
+    parts: Sequence[Assembled],
+) -> Step:
+    """The step that these stages make. ``graph``: at the microbatch's extent."""
+    stages = [part.stage for part in parts]
+    transfers = _transfers(graph, cluster, needs_grad, stages)
+    once = _tied(graph, cluster, optimizer, needs_grad, stages)
+    for index, seconds in enumerate(_loss(graph, cluster, stages)):
+        once[index]["loss"] += seconds
+    received: defaultdict[int, float] = defaultdict(float)
+    ahead: defaultdict[tuple[int, int], float] = defaultdict(float)
+    back: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for transfer in transfers:
+        received[transfer.target] += transfer.forward_s + transfer.backward_s
+        ahead[transfer.source, transfer.target] += transfer.forward_s
+        back[transfer.source, transfer.target] += transfer.backward_s
+    predictions = tuple(
+        replace(
+            part.prediction,
+            step_s=part.prediction.step_s + sum(once[index].values()),
+            seconds={**part.prediction.seconds, "transfer": received[index], **once[index]},
+        )
+        for index, part in enumerate(parts)
+    )
+    simulation = simulate(
+        generate(schedule, len(parts), microbatches),
+        [stage.forward_s for stage in predictions],
+        [stage.backward_s for stage in predictions],
+        dict(ahead) or None,
+        [stage.step_s for stage in predictions],
+        dict(back) if ahead else None,
+    )
+    busy = [microbatches * (stage.forward_s + stage.backward_s) + stage.step_s for stage in predictions]
+    critical = busy.index(max(busy))
+    sources = dict(parts[critical].sources)
+    if extra := sum(once[critical].values()):
+        sources["analytic"] = sources.get("analytic", 0.0) + extra
+    return Step(simulation.makespan_s, predictions, transfers, {k: s for k, s in sorted(sources.items()) if s > 0})
+
+
+# ---- messages between stages
+
+
+def _transfers(
+    graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
+) -> tuple[Transfer, ...]:
+    """Every tensor from the stage that makes it to each that uses it, priced there and back."""
+    nodes = graph.by_name()
+    made = {name: (s, spec) for s, stage in enumerate(stages) for c in stage.chunks for name, spec in c.sends.items()}
+    out = []
+    for index, target in enumerate(stages):
+        for chunk in target.chunks:
+            for name, pair in chunk.receives.items():
+                origin, spec = made[name]
+                source, kind = stages[origin], nodes[name].meta["type"]
+                forward = _message(cluster, kind, (source, spec), (target, pair.value))
+                backward = 0.0
+                if name in needs_grad and kind.is_float:
+                    backward = _message(cluster, kind, (target, _clean(pair.cotangent)), (source, _clean(spec)))
+                out.append(Transfer(name, origin, index, forward, backward))
+    return tuple(out)
+
+
+def _message(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
+    """Seconds until every device of ``there`` has its part of a tensor that lies on ``here``."""
+    (source, sent), (target, wanted) = here, there
+    size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize
+    have, want = _parts(kind, sent, source), _parts(kind, wanted, target)
+    count = prod(ceil(a / b) for a, b in zip(have, want))  # blocks of the source that one target's block touches
+    backwards = source.devices[0] > target.devices[0]
+    ends = (source.devices[0], target.devices[-1]) if backwards else (source.devices[-1], target.devices[0])
+    return count * p2p_seconds(cluster, *ends, size / count, len(target.devices))
+
+
+def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:
+    parts = [1] * len(kind.shape)
+    for placement, size in zip(spec, stage.mesh_shape):
+        if placement.is_shard:
+            parts[placement.dim] *= size
+    return parts
+
+
+def _clean(spec: Spec) -> Spec:
+    return tuple(R if placement.is_partial else placement for placement in spec)
+
+
+# ---- the end of the step
+
+
+def _loss(graph: Graph, cluster: Cluster, stages: Sequence[Stage]) -> list[float]:
+    """Seconds by stage until everyone knows the loss."""
+    losses = [result.node for result in graph.results if result.kind == "loss"]
+    holder = [s for s, stage in enumerate(stages) for chunk in stage.chunks if losses and losses[0] in chunk.ops]
+    if not holder or len(stages[holder[-1]].devices) == cluster.num_devices:
+        return [0.0] * len(stages)
+    world = mesh_prices(cluster, Mesh.of(cluster, 0, (cluster.num_devices,)))[0]
+    nbytes = graph.by_name()[losses[0]].meta["type"].dtype.itemsize
+    return [world.seconds("broadcast", nbytes)] * len(stages)
+
+
+def _tied(
+    graph: Graph, cluster: Cluster, optimizer: str, needs_grad: frozenset[str], stages: Sequence[Stage]
+) -> list[defaultdict[str, float]]:
+    """By stage {"tied": seconds} to exchange the gradients and values of parameters that several stages hold."""
+    once: list[defaultdict[str, float]] = [defaultdict(float) for _ in stages]
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for index, stage in enumerate(stages):
+        for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
+            holders[name].append(index)
+    for node in graph.placeholders("parameter"):
+        source, kind = node.meta["source"], node.meta["type"]
+        owner, *others = holders.get(source.name, [0])
+        if not others or not source.requires_grad or node.name not in needs_grad:
+            continue
+        home = (stages[owner], _spec(stages[owner], source.name))
+        pricer = MeshPricer(cluster, stages[owner].devices[0], stages[owner].mesh_shape, optimizer)
+        for other in others:
+            away = (stages[other], _spec(stages[other], source.name))
+            up, down = _message(cluster, kind, away, home), _message(cluster, kind, home, away)
+            there = MeshPricer(cluster, stages[other].devices[0], stages[other].mesh_shape, optimizer)
+            copy_s = 2 * there.local_bytes(kind, away[1]) / there.device.memory_bytes_per_s
+            once[owner]["tied"] += up + pricer.add_seconds(kind, home[1]) + down
+            once[other]["tied"] += up + down + copy_s
+    return once
+
+
+def _spec(stage: Stage, name: str) -> Spec:
+    return next(chunk.parameters[name].compute.value for chunk in stage.chunks if name in chunk.parameters)

@@ -1,0 +1,106 @@
+"""The same decisions at other prices: a plan read again with the measurements of another cluster.
+
+Every op keeps its labels, every parameter, input and boundary its placement; only the prediction is new. Recalibration,
+edited plans and benchmarks ask for this; nothing is searched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+from ..costmodel.cluster import Cluster
+from ..costmodel.memory import FRAMEWORK_BYTES
+from .assemble import Assembled, describe_stage
+from .graph import Graph, op_name, output_of
+from .layers import Layering, cluster_layers
+from .layouts import note_layouts
+from .plan import Plan, Prediction, Stage
+from .predict import predict
+from .pricing import MeshPricer
+from .problem import Restriction, build_section
+from .recompute import Recompute, recompute_of
+from .schedule import in_flight_formula
+from .spec import Pair
+
+__all__ = ["reprice"]
+
+
+def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
+    """``plan`` with the prediction that ``cluster`` gives for it, and that cluster in it. ``graph``: the captured
+    model, at any batch extent.
+
+    The bound, the alternatives and the notes are of the search on the old prices and fall away: ``bound_s`` is the
+    step. Raises ValueError if the cluster has fewer devices than the plan, or if the plan's decisions do not fit the
+    graph (``validate.require`` says more).
+    """
+    if cluster.num_devices != plan.num_devices:
+        raise ValueError(
+            f"a plan is priced on as many devices as it is for, but got a cluster of {cluster.num_devices} and a plan "
+            f"for {plan.num_devices}; pass a cluster of that size"
+        )
+    small = graph.with_batch(plan.microbatch_size)
+    if any(host.device.op_times for host in cluster.hosts):
+        note_layouts(small)
+    layering = cluster_layers(graph)
+    recompute = recompute_of(graph, layering, plan.recompute, plan.schedule)
+    parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
+    step = predict(small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts)
+    prediction = Prediction(
+        step_s=step.step_s,
+        bound_s=step.step_s,
+        stages=step.stages,
+        flops=plan.prediction.flops,
+        replicated_flops=plan.prediction.replicated_flops,
+        notes=plan.prediction.notes,
+        sources=step.sources,
+    )
+    provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
+    return replace(
+        plan,
+        cluster=json.loads(cluster.to_json()),
+        transfers=step.transfers,
+        prediction=prediction,
+        provenance=provenance,
+    )
+
+
+def _stage(
+    plan: Plan, index: int, graph: Graph, layering: Layering, recompute: Recompute, cluster: Cluster
+) -> Assembled:
+    """Stage ``index`` priced with everything pinned to what the plan says."""
+    stage: Stage = plan.stages[index]
+    (part,) = stage.chunks
+    nodes = graph.by_name()
+    parameters = {
+        node.name: str(part.parameters[node.meta["source"].name].compute)
+        for node in graph.placeholders("parameter")
+        if node.meta["source"].name in part.parameters
+    }
+    pinned = {name: ",".join(labels) for name, labels in part.ops.items()} | parameters
+    pinned |= {name: str(pair) for name, pair in part.sources.items()}
+    if unknown := sorted(set(part.ops) - set(nodes)):
+        raise ValueError(
+            f"the plan names ops that the model's graph does not have: {', '.join(unknown[:5])}; plan again"
+        )
+    ops = [
+        node
+        for node in graph.ops()
+        if (output_of(node)[0].name if op_name(node) == "getitem" else node.name) in part.ops
+    ]
+    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
+    section = build_section(
+        graph, layering, ops, pricer, plan.microbatches,
+        {name: [pair] for name, pair in part.receives.items()},
+        {name: [Pair(spec, spec)] for name, spec in part.sends.items()},
+        Restriction(pinned=pinned), recompute,
+    )  # fmt: skip
+    assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
+    flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches)
+    framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
+    priced = describe_stage(
+        graph, pricer, layering, part.layers, section, [0] * len(section.names), flight, framework,
+        plan.microbatches, recompute,
+    )  # fmt: skip
+    return replace(priced, stage=stage)

@@ -1,0 +1,200 @@
+"""What one stage's choices cost, by cause and by where the price comes from.
+
+    per microbatch   forward, backward_input, backward_weight   the ops, with the additions of cotangents and gradients
+                     recompute                                  what the backward runs once more
+                     reshard, internal                          collectives between ops and inside them
+                     host                                       the library around the two actions
+    per step         gradient, overlapped                       the reduction that is exposed, and what hides
+                     optimizer
+    added later      transfer; loss, tied (per step)            what several stages do together (``predict``)
+
+``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .graph import Graph, tensor_operands
+from .layers import Layering
+from .overlap import Bucket, Gradient, bucketed, hidden_seconds
+from .pricing import MeshPricer, partial_axes
+from .problem import Section
+from .recompute import NOTHING, Recompute
+from .reshard import FREE, steps_between
+from .rules import MeshChoice
+from .spec import Pair
+
+__all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
+
+STEP_CAUSES = ("gradient", "overlapped", "optimizer", "loss", "tied")  # once per step; the others per microbatch
+CAUSES = (
+    "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "host",
+    *STEP_CAUSES,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by where the price comes from."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+    seconds: Mapping[str, float]
+    sources: Mapping[str, float]
+    wasted_flops: float
+
+
+def price_stage(
+    graph: Graph,
+    pricer: MeshPricer,
+    layering: Layering,
+    section: Section,
+    chosen: Sequence[int],
+    microbatches: int,
+    recompute: Recompute = NOTHING,
+) -> StagePrice:
+    """The price of ``chosen`` (an index per operator of ``section``) on one stage."""
+    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute).run()
+
+
+class _Pricing:
+    def __init__(
+        self,
+        graph: Graph,
+        pricer: MeshPricer,
+        layering: Layering,
+        section: Section,
+        chosen: Sequence[int],
+        microbatches: int,
+        recompute: Recompute,
+    ) -> None:
+        self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
+        self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
+        self.nodes = graph.by_name()
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self.sources: defaultdict[str, float] = defaultdict(float)
+        self.forward = self.backward = self.wasted = 0.0
+        self.spans: dict[str, float] = {}  # op → seconds of its backward
+
+    def run(self) -> StagePrice:
+        trained: dict[str, tuple[Node, Pair]] = {}
+        for name, kind, choices, pick in zip(self.section.names, self.section.kinds, self.section.choices, self.chosen):
+            choice, node = choices[pick], self.nodes[name]
+            if isinstance(choice, MeshChoice):
+                self._op(node, choice)
+            elif kind == "parameter" and node.meta["source"].requires_grad and name in self.grad:
+                trained[name] = (node, choice)
+                self._parameter(node, choice)
+        self._reshards()
+        self._host()
+        self._gradients(trained)
+        step_s = self.seconds["gradient"] + self.seconds["optimizer"]
+        return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted)
+
+    def _op(self, node: Node, choice: MeshChoice) -> None:
+        price, seconds = self.pricer.op(node, choice, self.grad), self.seconds
+        again = 1.0 if node.name in self.recompute.repeated else 0.0
+        seconds["forward"] += price.forward_s
+        seconds["backward_input"] += price.backward_input_s
+        seconds["backward_weight"] += price.backward_weight_s
+        seconds["internal"] += price.internal_forward_s + price.internal_backward_s
+        seconds["recompute"] += again * (price.forward_s + price.internal_forward_s)
+        span = price.backward_s + price.internal_backward_s + again * (price.forward_s + price.internal_forward_s)
+        self.forward += price.forward_s + price.internal_forward_s
+        self.backward += span
+        self.spans[node.name] = span
+        self.wasted += price.wasted_flops
+        self.sources[price.source] += self.m * ((1 + again) * price.forward_s + price.backward_s)
+        for direction, inside in (
+            ("forward", (1 + again) * price.internal_forward_s),
+            ("backward", price.internal_backward_s),
+        ):
+            kinds = [self.pricer.axes[axis].source(one.kind) for axis, one in choice.internal if one.phase == direction]
+            for kind in kinds:
+                self.sources[kind] += self.m * inside / len(kinds)
+
+    def _parameter(self, node: Node, pair: Pair) -> None:
+        kind, pricer = node.meta["type"], self.pricer
+        update_s = pricer.optimizer_seconds(pricer.parameter_memory(kind, pair.value, True))
+        self.seconds["optimizer"] += update_s
+        self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += update_s
+        added_s = pricer.accumulate_seconds(kind, pair, self.m)
+        self.seconds["backward_weight"] += added_s / self.m
+        self.backward += added_s / self.m
+        self.sources[pricer.add_source(kind, pair.value)] += added_s
+
+    def _reshards(self) -> None:
+        section, chosen = self.section, self.chosen
+        for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
+            given = edge.source[chosen[edge.producer]]
+            kind, needs = self.nodes[edge.name].meta["type"], edge.name in self.grad
+            for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+                pair, want = source_pairs[given], target_pairs[target]
+                if pair == want or not float(edge.seconds[given, target]) > 0:
+                    continue
+                ahead, back = self.pricer.reshard(pair, want, kind, needs)
+                repeated = edge.name in self.recompute.repeated and edge.name not in self.recompute.kept
+                again = ahead if repeated else 0.0
+                self.seconds["reshard"] += ahead + back
+                self.seconds["recompute"] += again
+                self.forward += ahead
+                self.backward += back + again
+                steps = [*steps_between(pair.value, want.value)]
+                steps += steps_between(want.cotangent, pair.cotangent) if needs else ()
+                found = {
+                    self.pricer.axes[s.axis].source(s.kind.removesuffix("_max")) for s in steps if s.kind not in FREE
+                }
+                for source in found or {"analytic"}:
+                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(found))
+
+    def _host(self) -> None:
+        each = self.pricer.device.action_s
+        self.seconds["host"] = 2 * each
+        self.forward += each
+        self.backward += each
+        self.sources["measured"] += 2 * each * self.m
+
+    # ---- the end of the step
+
+    def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
+        """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
+        pricer = self.pricer
+        order: dict[str, int] = {}  # parameters in program order, each with its first op
+        ops = [node for node in self.graph if node.name in self.spans]
+        for index, node in enumerate(ops):
+            for operand in tensor_operands(node):
+                order.setdefault(operand.name, index)
+        done, total = [0.0] * len(ops), 0.0
+        for index in range(len(ops) - 1, -1, -1):
+            total += self.spans[ops[index].name]
+            done[index] = total
+        gradients, ready = [], {}
+        stretch = self.backward / total if total else 1.0  # reshards and the like, evenly
+        for name in sorted((name for name in trained if name in order), key=order.__getitem__):
+            node, pair = trained[name]
+            kind = node.meta["type"]
+            nbytes = pricer.local_bytes(kind, pair.value)
+            gradients.append(Gradient(name, partial_axes(pair, pricer.mesh_shape), nbytes, kind.dtype))
+            ready[name] = done[order[name]] * stretch
+        buckets = bucketed(gradients)
+        if not buckets:
+            return
+
+        def seconds(bucket: Bucket) -> float:
+            return pricer.reduce_seconds(bucket.nbytes, bucket.axes)
+
+        total_s, hidden = hidden_seconds(buckets, seconds, ready, self.backward, pricer.device.overlap)
+        copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
+        copy_s = copied / pricer.device.memory_bytes_per_s
+        self.seconds["gradient"] = total_s - hidden + copy_s
+        self.seconds["overlapped"] = hidden
+        self.sources["analytic"] += copy_s
+        for bucket in buckets:
+            share = seconds(bucket) / total_s if total_s else 0.0
+            self.sources[pricer.reduce_source(bucket.axes)] += share * (total_s - hidden)
