@@ -1,7 +1,8 @@
 """``meshwright demo``: a small GPT learns to write Python from the standard library's own source, on local ranks.
 
 The plan is found on the spot for this machine (``Cluster.local``), shown, trained by, and held against what happened:
-the step time that it promised, and the loss of the same run on one device in a plain PyTorch loop.
+what it promised of step, stages and memory (``Parallel.report``), and the loss of the same run on one device in a plain
+PyTorch loop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import sys
 import sysconfig
 import time
@@ -26,10 +26,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from . import api
 from .architectures import GPT
 from .compiler.plan import Plan
-from .compiler.typeset import bytes_text, seconds_text, table
+from .compiler.typeset import bytes_text, table
 from .costmodel.cluster import Cluster
 from .costmodel.files import write_atomically
 from .runtime.launch import spawn_local
+from .runtime.trace import peak_bytes
 
 __all__ = ["run"]
 
@@ -44,7 +45,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     """Plan, train on ``ranks`` local ranks, compare with one device, sample; prints to stdout.
 
     Returns (and writes to ``json_path``) the figures: loss_first, loss_last, loss_single_device, predicted_step_s,
-    measured_step_s, tokens_per_s, ranks, steps, and the plan's document.
+    measured_step_s, tokens_per_s, ranks, steps, the report (``Report.to_json``), and the plan's document.
     """
     steps = steps or STEPS
     begin = time.perf_counter()
@@ -72,14 +73,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     _say(f"  loss {losses[0]:.4f} → {losses[-1]:.4f}, {tokens_per_s:,.0f} tokens/s")
 
     single = _train_alone(corpus, steps)
-    _say(f"\nPredicted against measured (median of the steps after the first {min(WARM_UP, steps - 1)})")
-    predicted_s = plan.prediction.step_s
-    rows = [["seconds a step", seconds_text(predicted_s), seconds_text(measured_s), f"{measured_s / predicted_s:.2f}×"]]
-    for rank, result in enumerate(results):
-        stage = plan.stage_of(rank)
-        expected = "idle" if stage is None else bytes_text(plan.prediction.stages[stage].peak_bytes)
-        rows.append([f"memory of rank {rank}", expected, bytes_text(result["peak_bytes"]), ""])
-    _say("\n".join(table(["", "predicted", "measured", ""], rows, "<>>>")))
+    _say(f"\n{trained['report_text']}")
     if busy >= 0.5:
         _say(f"  other processes kept {busy:.1f} cores busy at the start: steps take longer than priced")
 
@@ -103,9 +97,10 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
         "loss_first": losses[0],
         "loss_last": losses[-1],
         "loss_single_device": single[-1],
-        "predicted_step_s": predicted_s,
+        "predicted_step_s": plan.prediction.step_s,
         "measured_step_s": measured_s,
         "tokens_per_s": tokens_per_s,
+        "report": trained["report"],
         "plan": plan.to_json(),
     }
     if json_path is not None:
@@ -117,7 +112,8 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
 
 
 def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What every rank runs: ``steps`` steps by the plan. Its losses, seconds a step, memory; on rank 0 the weights."""
+    """What every rank runs: ``steps`` steps by the plan, the last of them metered. Its losses, seconds a step, the
+    report; on rank 0 the weights."""
     plan, corpus = Plan.from_json(document), _corpus()
     tokens, targets = _batch(corpus, 0)
     parallel = api.parallelize(
@@ -128,11 +124,15 @@ def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
     )
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        return float(parallel.train_step(tokens, targets))
+        last = parallel.session.step == steps - 1
+        return float((parallel.metered_step if last else parallel.train_step)(tokens, targets))
 
     losses, seconds = _loop(step, corpus, steps, "training" if dist.get_rank() == 0 else "")
     state = {name: value.numpy() for name, value in parallel.full_state_dict().items()}
-    return {"losses": losses, "step_s": seconds, "state": state, "peak_bytes": _peak_bytes()}
+    report = parallel.report()
+    return {
+        "losses": losses, "step_s": seconds, "state": state, "report": report.to_json(), "report_text": report.text()
+    }  # fmt: skip
 
 
 def _train_alone(corpus: torch.Tensor, steps: int) -> list[float]:
@@ -165,18 +165,13 @@ def _loop(
             seconds.append(time.perf_counter() - began)
             rate = BATCH * SEQUENCE / seconds[-1]
             text = f"{title}  step {number + 1}/{steps}  loss {losses[-1]:.3f}  {rate:,.0f} tokens/s"
-            report(f"{text}  {bytes_text(_peak_bytes())}", (number + 1) / steps)
-    return losses, median(seconds[WARM_UP:] or seconds)
+            report(f"{text}  {bytes_text(peak_bytes())}", (number + 1) / steps)
+    return losses, median(seconds[WARM_UP:-1] or seconds)  # the last step may be metered
 
 
 def _model() -> GPT:
     torch.manual_seed(0)
     return GPT(VOCAB, LAYERS, HIDDEN, HEADS, SEQUENCE)
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 # ---- data

@@ -21,7 +21,9 @@ from .compiler.graph import Graph, Source, TensorType
 from .compiler.lower import lower
 from .compiler.plan import Plan
 from .compiler.program import ChunkProgram
+from .compiler.refit import Recalibration
 from .compiler.report import THRESHOLD, Report
+from .compiler.reprice import reprice
 from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
@@ -31,7 +33,7 @@ from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.meter import live_bytes
 from .runtime.stage import Session
 from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
-from .truth import foreign_bytes, gather_report
+from .truth import foreign_bytes, gather_report, recalibration
 
 __all__ = ["OptimizerFactory", "Parallel"]
 
@@ -254,6 +256,29 @@ class Parallel:
         if reading.peak_bytes is not None:
             self._live_bytes = reading.peak_bytes - foreign_bytes(self._model, self.session)
         return loss
+
+    def recalibrate(self, path: str | os.PathLike[str] | None = None) -> Recalibration:
+        """Refit the cluster to what the last steps took, price this plan on it, and plan again. Collective: the same on
+        every rank; the running plan stays.
+
+        path: where rank 0 saves the refitted cluster. Raises ValueError before a step was measured.
+        """
+        report, graph, plan = self.report(), self._graph, self.plan
+        assert graph is not None
+
+        def search(cluster: Cluster) -> Plan:
+            return make_plan(
+                graph, cluster, plan.global_batch, self._microbatches, None, self._schedule, plan.optimizer,
+                alternatives=False,
+            )  # fmt: skip
+
+        def find() -> Recalibration:
+            found = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
+            if path is not None:
+                found.cluster.save(os.fspath(path))
+            return found
+
+        return from_first(find)
 
     # ---- outputs
 

@@ -15,24 +15,29 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .compiler.drift import compare
+from .compiler.drift import compare, without_skew
 from .compiler.plan import Plan
 from .compiler.refit import Recalibration, refit
-from .compiler.report import RankTimes, Report
+from .compiler.report import Report
 from .costmodel.cluster import Cluster
 from .costmodel.scaling import Factors
 from .runtime.stage import Session
-from .runtime.trace import peak_bytes
+from .runtime.trace import meetings, middle, peak_bytes, rank_times
 
 __all__ = ["foreign_bytes", "gather_report", "recalibration"]
 
 
 def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
-    """Every rank's medians, compared with the plan; the same on every rank. Collective."""
-    mine = session.trace.times(session.rank, session.stage, peak_bytes(session.device), live_bytes)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    ranks: list[RankTimes] = everyone
+    """What every rank measured, compared with the plan; the same on every rank. Collective."""
+    steps, world = session.trace.usable(), dist.get_world_size()
+    walls: list[Any] = [None] * world
+    dist.all_gather_object(walls, [step.wall_s for step in steps])
+    count = min(map(len, walls))
+    chosen = [steps[len(steps) - count + at] for at in middle(walls)]
+    mine = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (mine, meetings(chosen)))
+    ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
     notes = []
     cores = _cores()
     if session.device.type == "cpu" and len(ranks) > cores:

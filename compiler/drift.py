@@ -2,10 +2,11 @@
 
 Every step of a stage falls into the same terms on both sides::
 
-    step = forward + backward + collectives + sends + waiting + gradient + optimizer + host
+    step = forward + backward + collectives + skew + sends + waiting + gradient + optimizer + host
 
     forward, backward   ops of all microbatches, without the collectives among them
     collectives         inside forward and backward
+    skew                waiting in them, or in the gradients', for a slower rank of the same stage
     sends               starting them; the wire itself runs beside the ops
     waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step
     gradient            what is left of its reduction after the last backward
@@ -19,16 +20,17 @@ term alone as measured; by how much the step grows is what the term explains. Wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, median
 
 from .plan import Plan, StagePrediction
 from .report import THRESHOLD, RankTimes, Report, Term
-from .schedule import generate
+from .schedule import Edge, generate
 from .simulate import simulate
 
-__all__ = ["TERMS", "Clock", "compare", "predicted_terms"]
+__all__ = ["TERMS", "Clock", "compare", "predicted_terms", "without_skew"]
 
-TERMS = ("forward", "backward", "collectives", "sends", "waiting", "gradient", "optimizer", "host")
+TERMS = ("forward", "backward", "collectives", "skew", "sends", "waiting", "gradient", "optimizer", "host")
 _BY_MICROBATCH = ("forward", "backward", "collectives", "sends")
 
 
@@ -39,13 +41,15 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
         forward, backward = _compute_s(stage)
         m, host = plan.microbatches, stage.seconds.get("host", 0.0)
         actions = m * (stage.forward_s + stage.backward_s)
-        gradient = stage.seconds.get("gradient", 0.0)
+        gradient, optimizer = (stage.seconds.get(cause, 0.0) for cause in ("gradient", "optimizer"))
         out.append({
             "forward": m * forward, "backward": m * backward,
             "collectives": max(0.0, actions - m * (forward + backward + host)),
-            "sends": 0.0, "waiting": max(0.0, plan.prediction.step_s - actions - stage.step_s),
-            "gradient": gradient, "optimizer": max(0.0, stage.step_s - gradient), "host": m * host,
+            "skew": 0.0, "sends": 0.0, "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer),
+            "gradient": gradient, "optimizer": optimizer, "host": m * host,
         })  # fmt: skip
+        if out[-1]["waiting"] < 1e-9 * plan.prediction.step_s:  # rounding
+            out[-1]["waiting"] = 0.0
     return out
 
 
@@ -105,6 +109,31 @@ def compare(plan: Plan, ranks: Sequence[RankTimes], threshold: float = THRESHOLD
     )  # fmt: skip
 
 
+def without_skew(
+    ranks: Sequence[RankTimes], meetings: Sequence[Sequence[Sequence[tuple[str, float]]]]
+) -> list[RankTimes]:
+    """The ranks with their collectives as long as on the rank that came last to each, and the rest as skew.
+
+    meetings: rank → step → (kind "F", "B" or "G", seconds), alike on all ranks of a stage.
+    """
+    out = list(ranks)
+    for stage in {rank.stage for rank in ranks if rank.stage is not None}:
+        members = [index for index, rank in enumerate(ranks) if rank.stage == stage and rank.steps]
+        last = {"F": 0.0, "B": 0.0, "G": 0.0}
+        for steps in zip(*(meetings[index] for index in members)):
+            for entries in zip(*steps):
+                last[entries[0][0]] += min(seconds for _, seconds in entries)
+        for index in members:
+            rank = ranks[index]
+            forward, backward, gradient = (last[kind] / rank.steps for kind in "FBG")
+            whole = rank.forward_exchange_s + rank.backward_exchange_s + rank.gradient_s
+            out[index] = replace(
+                rank, forward_exchange_s=forward, backward_exchange_s=backward, gradient_s=gradient,
+                skew_s=max(0.0, whole - forward - backward - gradient),
+            )  # fmt: skip
+    return out
+
+
 def _stage_measured(ranks: Sequence[RankTimes]) -> dict[str, float]:
     """Term → seconds per step; "collectives" also apart by direction."""
 
@@ -122,10 +151,12 @@ class Clock:
         self.m, self.stages = plan.microbatches, plan.prediction.stages
         self.expected = predicted_terms(plan)
         self.schedule = generate(plan.schedule, len(plan.stages), plan.microbatches)
-        edges = dict.fromkeys((t.source, t.target) for t in plan.transfers)
-        into = [sum(target == stage for _, target in edges) for stage in range(len(plan.stages))]
-        received = [stage.seconds.get("transfer", 0.0) for stage in self.stages]  # there and back
-        self.transfers = {(a, b): received[b] / 2 / into[b] for a, b in edges}
+        self.ahead: dict[Edge, float] = {}
+        self.back: dict[Edge, float] = {}
+        for transfer in plan.transfers:
+            edge = (transfer.source, transfer.target)
+            self.ahead[edge] = self.ahead.get(edge, 0.0) + transfer.forward_s
+            self.back[edge] = self.back.get(edge, 0.0) + transfer.backward_s
 
     def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]], transfers: float = 1.0) -> float:
         """Seconds of the step with these (stage, term)s as the mappings say, and transfers so many times longer."""
@@ -139,16 +170,17 @@ class Clock:
             elif name == "backward":
                 backward[stage] += extra / self.m
             elif name == "collectives":
-                ahead = 0.5
+                share = 0.5
                 if "forward collectives" in measured and measured["collectives"] > 0:
-                    ahead = measured["forward collectives"] / measured["collectives"]
-                forward[stage] += ahead * extra / self.m
-                backward[stage] += (1 - ahead) * extra / self.m
+                    share = measured["forward collectives"] / measured["collectives"]
+                forward[stage] += share * extra / self.m
+                backward[stage] += (1 - share) * extra / self.m
             elif name == "sends":
                 forward[stage] += extra / 2 / self.m
                 backward[stage] += extra / 2 / self.m
             elif name != "waiting":
                 once[stage] += extra
         forward, backward = ([max(0.0, value) for value in values] for values in (forward, backward))
-        messages = {edge: transfers * seconds for edge, seconds in self.transfers.items()}
-        return simulate(self.schedule, forward, backward, messages, once).makespan_s
+        ahead = {edge: transfers * seconds for edge, seconds in self.ahead.items()}
+        back = {edge: transfers * seconds for edge, seconds in self.back.items()}
+        return simulate(self.schedule, forward, backward, ahead or None, once, back or None).makespan_s

@@ -176,7 +176,7 @@ def _still_off(
 
 def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], step_s: float) -> float:
     """How many times longer transfers take, if they are what the step still lacks once all else is as measured."""
-    if not any(clock.transfers.values()):
+    if not any(clock.ahead.values()):
         return 1.0
     terms = {stage: {name: s for (at, name), s in measured.items() if at == stage} for stage, _ in measured}
     replaced = {(stage, name): terms[stage] for stage, name in measured if name != "waiting"}

@@ -19,9 +19,10 @@ _SHARE = 0.15  # of the difference: terms that explain less are not worth a sent
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: medians over its steps, each in seconds per step; bytes at the worst.
+    """What one rank measured: means over the same steps on every rank, in seconds per step; bytes at the worst.
 
-    stage: None on an idle rank. live_bytes: of tensor storages, where a metered step counted them.
+    stage: None on an idle rank. skew_s: of the collectives, what was waiting for a slower rank of the stage.
+    live_bytes: of tensor storages, where a metered step counted them.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankTimes:
     host_s: float
     resident_bytes: int
     live_bytes: int | None = None
+    skew_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Report:
             if before is not None and before[0] == row[0]:
                 row[0] = ""
         lines = [
-            f"Predicted against measured: the median of {count_text(self.steps, 'step')} on "
+            f"Predicted against measured: the mean of the middle {count_text(self.steps, 'step')} on "
             f"{count_text(len(self.ranks), 'rank')}",
             *table(head, rows, "<<>>>"),
             "",

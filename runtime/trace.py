@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from ..compiler.context import Comm
 from ..compiler.report import RankTimes
 
-__all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "peak_bytes"]
+__all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "meetings", "middle", "peak_bytes", "rank_times"]
 
 KEEP_STEPS = 64
 KEEP_STEPS_CUDA = 8  # events are kept until they are read
@@ -156,31 +156,13 @@ class Trace:
         self._settle()
         return [self._times(record) for record in self._kept]
 
-    def times(self, rank: int, stage: int | None, resident_bytes: int, live_bytes: int | None = None) -> RankTimes:
-        """The medians of the kept steps but the very first, which fills buffers and caches, and those that accumulated
-        several batches; a single step stands for itself."""
+    def usable(self) -> list[StepTimes]:
+        """The kept steps but the very first, which fills buffers and caches, and those that accumulated several
+        batches; a single step stands for itself."""
         steps = self.steps()
         later = steps[1:] if self.count == len(steps) else steps
-        ones = [step for step in later if step.batches == 1] or [step for step in steps if step.batches == 1]
-
-        def middle(read: Callable[[StepTimes], float]) -> float:
-            return median(map(read, ones)) if ones else 0.0
-
-        return RankTimes(
-            rank, stage, len(ones),
-            step_s=middle(lambda step: step.wall_s),
-            forward_s=middle(lambda step: step.sum_s("F", "compute_s")),
-            backward_s=middle(lambda step: step.sum_s("B", "compute_s")),
-            forward_exchange_s=middle(lambda step: step.sum_s("F", "exchange_s")),
-            backward_exchange_s=middle(lambda step: step.sum_s("B", "exchange_s")),
-            sends_s=middle(lambda step: step.sum_s("", "send_s")),
-            waiting_s=middle(lambda step: step.sum_s("", "wait_s") + step.peers_s),
-            gradient_s=middle(lambda step: step.gradient_s),
-            optimizer_s=middle(lambda step: step.optimizer_s),
-            host_s=middle(lambda step: step.other_s),
-            resident_bytes=resident_bytes,
-            live_bytes=live_bytes,
-        )  # fmt: skip
+        ones = [step for step in later if step.batches == 1]
+        return ones or [step for step in steps if step.batches == 1]
 
     def _settle(self) -> None:
         if self._cuda:
@@ -201,6 +183,45 @@ class Trace:
 
     def _between(self, begin: Mark, end: Mark) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
+
+
+def middle(walls: Sequence[Sequence[float]]) -> list[int]:
+    """Which steps to count: the middle half of them by what they took, the mean over ranks. walls: rank → step →
+    seconds. Means of the same steps, unlike medians, add up."""
+    count = min(map(len, walls))
+    means = [mean(rank[len(rank) - count + step] for rank in walls) for step in range(count)]
+    cut = (count + 1) // 4
+    return sorted(sorted(range(count), key=means.__getitem__)[cut : count - cut])
+
+
+def rank_times(
+    rank: int, stage: int | None, steps: Sequence[StepTimes], resident_bytes: int, live_bytes: int | None = None
+) -> RankTimes:
+    """The means of these steps."""
+
+    def over(read: Callable[[StepTimes], float]) -> float:
+        return mean(map(read, steps)) if steps else 0.0
+
+    return RankTimes(
+        rank, stage, len(steps),
+        step_s=over(lambda step: step.wall_s),
+        forward_s=over(lambda step: step.sum_s("F", "compute_s")),
+        backward_s=over(lambda step: step.sum_s("B", "compute_s")),
+        forward_exchange_s=over(lambda step: step.sum_s("F", "exchange_s")),
+        backward_exchange_s=over(lambda step: step.sum_s("B", "exchange_s")),
+        sends_s=over(lambda step: step.sum_s("", "send_s")),
+        waiting_s=over(lambda step: step.sum_s("", "wait_s") + step.peers_s),
+        gradient_s=over(lambda step: step.gradient_s),
+        optimizer_s=over(lambda step: step.optimizer_s),
+        host_s=over(lambda step: step.other_s),
+        resident_bytes=resident_bytes,
+        live_bytes=live_bytes,
+    )  # fmt: skip
+
+
+def meetings(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
+    """Step → every time that ranks of a stage meet: ("F", "B" or "G" for the gradients, seconds)."""
+    return [[*((a.label[0], a.exchange_s) for a in step.actions), ("G", step.gradient_s)] for step in steps]
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:
