@@ -368,7 +368,8 @@ def _notes(plan: Plan) -> list[str]:
     if replicated_fraction(plan) >= 0.0005:
         notes.append(f"{100 * replicated_fraction(plan):.1f} % of all FLOPs are done by several devices alike")
     if forced := plan.provenance.get("strategy"):
-        notes.append("the shape was asked for: " + ", ".join(f"{key} {size}" for key, size in forced.items()))
+        shape = forced if isinstance(forced, str) else ", ".join(f"{key} {size}" for key, size in forced.items())
+        notes.append(f"the shape was asked for: {shape}")
     return notes
 
 
