@@ -150,13 +150,18 @@ class Engine:
         Tasks that a state already has enough visits of are not measured again. Raises what a task raises, but for the
         end of memory: that size and the larger ones of its series are skipped and recorded.
         """
-        started = self.clock()
+        started, spent = self.clock(), False
         for number in range(1, visits + 1):
             for task in tasks:
                 record = self.state.records.get(task.key)
                 if (record is not None and len(record.visits) >= number) or self._memory_ended(task):
                     continue
+                if spent:
+                    if number == 1:
+                        self.state.skipped[task.key] = NO_TIME
+                    continue
                 elapsed, cost = self.agree([self.clock() - started, self._foreseen(task)])
+                spent = elapsed > budget_s  # nothing more fits: agreeing on every other task would take time as well
                 if elapsed + cost > budget_s:
                     if number == 1:
                         self.state.skipped[task.key] = NO_TIME
