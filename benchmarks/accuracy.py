@@ -14,6 +14,7 @@ import platform
 import signal
 import sys
 import time
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,15 @@ from truth.trials import PARTS, Trial, select
 
 LOCAL = ("real", "sleep", "crowd")
 TIMEOUT_S = 900.0
+#: seconds that a profile may take for each number of ranks; on slow links every collective takes its time
+BUDGETS_S = {"real": 90.0, "sleep": 60.0, "crowd": 60.0, "gigabit": 90.0, "slow": 300.0}
 
 
-def run_part(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
-    """The results of one part: one world of ranks per rank count."""
-    results: list[dict[str, Any]] = []
-    for ranks, some in groupby(sorted(trials, key=lambda trial: trial.ranks), key=lambda trial: trial.ranks):
-        if trials[0].part in LINKS:
-            results += run_over_links(list(some), settings, TIMEOUT_S)
-        else:
-            results += spawn_local("truth.ranks:run", ranks, (list(some), settings), TIMEOUT_S)[0]
-    return results
+def run_world(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
+    """The results of trials of one part and one number of ranks."""
+    if trials[0].part in LINKS:
+        return run_over_links(trials, settings, TIMEOUT_S)
+    return spawn_local("truth.ranks:run", trials[0].ranks, (trials, settings), TIMEOUT_S)[0]
 
 
 def write(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
@@ -63,29 +62,24 @@ def main() -> int:
     parser.add_argument("--shaped", action="store_true", help="the parts over shaped links: gigabit slow (needs root)")
     parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="only trials whose name contains a WORD")
     parser.add_argument("--rounds", type=int, help="rounds of one step per plan (10; 3 with --quick)")
-    parser.add_argument("--budget", type=float, help="seconds for each profile (60; 15 with --quick)")
+    parser.add_argument("--budget", type=float, help="seconds for each profile (by part; half with --quick)")
     parser.add_argument("--json", type=Path, default=Path("out/accuracy.json"), help="where the results go")
     options = parser.parse_args()
-    settings = Settings(
-        options.rounds or (3 if options.quick else 10),
-        1 if options.quick else 2,
-        options.budget or (15.0 if options.quick else 60.0),
-    )
+    settings = Settings(options.rounds or (3 if options.quick else 10), 1 if options.quick else 2)
     os.environ |= {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the meter starts a profiler per plan
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that links are taken away
     console = Console(width=None if sys.stdout.isatty() else 170)
     results: list[dict[str, Any]] = []
     failed = False
-    for part in options.parts or (LINKS if options.shaped else LOCAL):
-        trials = select([part], options.quick, options.only)
-        if not trials:
-            continue
-        with console.status(f"{part}: {PARTS[part]}"):
+    trials = select(options.parts or (LINKS if options.shaped else LOCAL), options.quick, options.only)
+    for (part, ranks), world in groupby(trials, key=lambda trial: (trial.part, trial.ranks)):
+        budget_s = options.budget or BUDGETS_S[part] / (2 if options.quick else 1)
+        with console.status(f"{PARTS[part]}: {ranks} ranks"):
             try:
-                results += run_part(trials, settings)
-            except (OSError, RuntimeError) as error:  # the other parts may still say something
+                results += run_world(list(world), replace(settings, budget_s=budget_s))
+            except (OSError, RuntimeError) as error:  # the others may still say something
                 failed = True
-                console.print(f"{part} failed: {error}", markup=False)
+                console.print(f"{part} with {ranks} ranks failed: {error}", markup=False)
         write(options.json, results, settings)
     show(results, console)
     return 1 if failed else 0

@@ -84,7 +84,8 @@ TRIALS: tuple[Trial, ...] = (
 
 
 def select(parts: Iterable[str], quick: bool, words: Iterable[str] = ()) -> list[Trial]:
-    """The trials of these parts, in order; with ``words`` only those whose name contains one of them."""
-    wanted, words = set(parts), list(words)
-    found = [trial for trial in TRIALS if trial.part in wanted and (trial.quick or not quick)]
+    """The trials of these parts by rank count; with ``words`` only those whose name contains one of them."""
+    order, words = list(parts), list(words)
+    found = [trial for trial in TRIALS if trial.part in order and (trial.quick or not quick)]
+    found.sort(key=lambda trial: (order.index(trial.part), trial.ranks))
     return [trial for trial in found if not words or any(word in trial.name for word in words)]
