@@ -7,6 +7,7 @@
     stages        dynamic programming over layers × devices, per microbatch count         search.py, inter_op.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
+    memory        what each stage holds at its worst, from a run without data  footprint.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 """
 
@@ -27,6 +28,7 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES, state_tensors
 from .alternatives import find_alternatives
 from .assemble import Assembled, assemble_stage
+from .footprint import with_footprints
 from .graph import Graph, op_name
 from .layers import cluster_layers
 from .layouts import note_layouts
@@ -112,7 +114,7 @@ def _run_passes(search: Search, microbatches: int | None, strategy: Strategy | N
     if alternatives and cluster.num_devices > 1 and strategy is None:
         with search.timed("alternatives"):
             others = find_alternatives(search, plan, first_that_fits)
-    notes = tuple(_notes(search, plan))
+    notes = (*_notes(search, plan), *plan.prediction.notes)
     search.passes["total"] = time.perf_counter() - begin
     provenance = {
         "meshwright": "0.1.0",
@@ -173,7 +175,6 @@ def finish(search: Search, best: Candidate) -> Plan:
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(graph, cluster, layering.needs_grad, search.schedule, m, search.optimizer, parts)
-    _check_memory(parts, [min(usable_bytes(cluster)[s.devices[0] : s.devices[-1] + 1]) for s in stages], cluster)
     single = MeshPricer(cluster, 0, (), search.optimizer)
     flops = m * sum(single.op(node, choice, layering.needs_grad).flops for node, choice in _whole_choices(graph))
     wasted = m * sum(part.wasted_flops for part in parts)
@@ -185,7 +186,7 @@ def finish(search: Search, best: Candidate) -> Plan:
         replicated_flops=wasted,
         sources=step.sources,
     )
-    return Plan(
+    plan = Plan(
         model=search.graph.fingerprint(),
         model_ops=dict(Counter(op_name(node) for node in graph.ops())),
         cluster=json.loads(cluster.to_json()),
@@ -199,6 +200,10 @@ def finish(search: Search, best: Candidate) -> Plan:
         transfers=step.transfers,
         prediction=prediction,
     )
+    with search.timed("memory"):
+        plan = with_footprints(graph, plan)
+    _check_memory(plan, [min(usable_bytes(cluster)[s.devices[0] : s.devices[-1] + 1]) for s in stages])
+    return plan
 
 
 def _bound(cluster: Cluster, microbatches: int, seconds: float) -> float:
@@ -217,14 +222,14 @@ def _whole_choices(graph: Graph) -> Iterator[tuple[Any, Any]]:
             yield node, mesh_choices(node, ())[0]
 
 
-def _check_memory(parts: Sequence[Assembled], limits: Sequence[float], cluster: Cluster) -> None:
-    """The composed estimate fitted; the assembled stage must too (temporaries included)."""
-    for index, (part, limit) in enumerate(zip(parts, limits)):
-        used = part.prediction.peak_bytes - part.prediction.memory_bytes["framework"]
+def _check_memory(plan: Plan, limits: Sequence[float]) -> None:
+    """The composed estimate fitted; what the assembled stages really hold must too."""
+    for index, (stage, predicted, limit) in enumerate(zip(plan.stages, plan.prediction.stages, limits)):
+        used = predicted.peak_bytes - predicted.memory_bytes["framework"]
         if used > limit * 1.02:
             over = used - limit
             raise InfeasibleError(
-                f"stage {index} ({len(part.stage.devices)} devices) needs {used / 2**30:.2f} GiB per device, "
+                f"stage {index} ({len(stage.devices)} devices) needs {used / 2**30:.2f} GiB per device, "
                 f"but has {limit / 2**30:.2f} GiB: "
                 f"{over / 2**20:,.0f} MiB missing; use more devices, more microbatches or a smaller batch"
             )

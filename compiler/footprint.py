@@ -1,0 +1,379 @@
+"""The bytes that one device of a stage holds at the worst moment of a training step, by cause, from running its lowered
+program on tensors without data (``abstract.py``) in the order in which the runtime will.
+
+    resident   parameters, buffers, constants, optimizer state, the flat buckets of gradients, the caller's batch
+    actions    forward, first backward, a later one, the last one (which fills the buckets), each run once and measured
+    schedule   at each action of the stage: what it allocates, on top of what the microbatches in flight keep, and the
+               messages that are posted or not yet known to have arrived
+    step       gradients of tied copies, then the optimizer, one parameter after the other (all at once on CUDA devices)
+
+Stages with equal programs share one run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..costmodel.cluster import Cluster
+from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
+from .buckets import gradient_buckets
+from .context import Context, use
+from .graph import Graph
+from .layers import differentiable
+from .lower import lower
+from .plan import BUCKET_BYTES, Plan
+from .program import Exit, Slot
+from .reshard import apply_steps, steps_between
+from .schedule import generate, in_flight_formula
+from .spec import R, Spec, local_shape
+from .updates import update_bytes
+
+__all__ = ["footprints", "stage_memory", "with_footprints"]
+
+_MOST_ACTIONS = 64  # microbatches of a schedule that are looked at one by one; the rest only add to those in flight
+Bytes = Mapping[str, float]
+
+
+def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
+    """Bytes alive on the fullest device of ``stage`` at the worst moment of a training step (its second or a later
+    one), by cause; their sum is the peak of live tensor storages, without the framework itself.
+
+    Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
+    forwards keep for backwards), "temporary", "buffers" (of messages between stages and of tied weights), "inputs" (the
+    whole batch, as every rank passes it). Raises what the program raises if it cannot run on meta tensors.
+    """
+    return _Stage(graph.with_batch(plan.microbatch_size), plan, stage).memory({}, {})
+
+
+def with_footprints(graph: Graph, plan: Plan) -> Plan:
+    """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
+    each stage whose program cannot run on meta tensors: its estimate from the rules stays.
+
+    A plan that recomputes keeps its estimates: programs do not say what is kept and what is made again.
+    """
+    if plan.recompute != "none":
+        return plan
+    stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
+    for index, found in enumerate(footprints(graph, plan)):
+        if isinstance(found, Exception):
+            why = str(found).strip().split("\n")[0][:120]
+            notes.append(f"memory of stage {index} is estimated op by op: {type(found).__name__}: {why}")
+        else:
+            framework = stages[index].memory_bytes.get("framework", 0.0)
+            stages[index] = replace(stages[index], memory_bytes={**found, "framework": framework})
+    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
+
+
+def footprints(graph: Graph, plan: Plan) -> list[Bytes | Exception]:
+    """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so."""
+    small = graph.with_batch(plan.microbatch_size)
+    known: dict[str, _Run] = {}
+    memo: Memo = {}
+    found: list[Bytes | Exception] = []
+    for index in range(len(plan.stages)):
+        try:
+            found.append(_Stage(small, plan, index).memory(known, memo))
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+@dataclass
+class _Run:
+    """Peaks by cause of each kind of action, and what one microbatch keeps between its F and its B."""
+
+    peaks: dict[str, Bytes] = field(default_factory=dict)  # "F", "F later", "B first", "B", "B last"
+    saved: int = 0
+
+
+class _Stage:
+    def __init__(self, graph: Graph, plan: Plan, stage: int) -> None:
+        self.graph, self.plan, self.stage = graph, plan, stage
+        here = plan.stages[stage]
+        self.mesh = here.mesh_shape
+        self.kind = _device_kind(plan, here.devices[0])
+        self.grad = differentiable(graph)
+        self.program = lower(graph, plan, stage)
+        holders = _holders(plan)
+        names = [slot.name for slot in self.program.slots if slot.kind == "parameter"]
+        self.copies = {name for name in names if holders[name][0] != stage}
+        self.shared = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
+        self.received = [slot for slot in self.program.slots if slot.kind == "receive"]
+        self.returned = [slot for slot in self.received if slot.node in self.grad]
+        sent = Counter(transfer.node for transfer in plan.transfers if transfer.source == stage)
+        exits = enumerate(self.program.exits)
+        self.arriving = [
+            (i, exit, sent[exit.name]) for i, exit in exits if exit.kind == "send" and exit.node in self.grad
+        ]
+        self.flat = self._flat()
+
+    def _bytes(self, slot: Slot) -> int:
+        return _bytes(self._local(slot), slot)
+
+    def _local(self, slot: Slot, spec: Spec | None = None) -> tuple[int, ...]:
+        return local_shape(slot.type.shape, slot.pair.value if spec is None else spec, self.mesh)
+
+    def _flat(self) -> dict[str, int]:
+        """The parameters whose gradients end in a flat bucket of several → their bytes."""
+        slots = [slot for slot in self.program.slots if slot.kind == "parameter"]
+        keys: list[tuple[Any, int]] = []
+        for slot in slots:
+            axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and self.mesh[a] > 1)
+            keys.append(((axes, slot.type.dtype) if axes and slot.requires_grad else None, self._bytes(slot)))
+        groups = gradient_buckets(keys, BUCKET_BYTES)
+        return {slots[i].name: keys[i][1] for group in groups if len(group) > 1 for i in group}
+
+    # ---- composition
+
+    def memory(self, known: dict[str, _Run], memo: Memo) -> Bytes:
+        key = self._key()
+        if key not in known:
+            known[key] = self._run(memo)
+        run = known[key]
+        moments = [self._at(run, *moment) for moment in self._moments()]
+        moments += self._step()
+        resident = self._resident()
+        worst = max(moments, key=lambda moment: sum(moment.values()))
+        total = Counter(resident) + Counter(worst)
+        causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
+        return {cause: float(total[cause]) for cause in causes}
+
+    def _key(self) -> str:
+        """Equal for stages that run alike: the program with its nodes numbered, and the types of its slots."""
+        number = {node: f"%{i}" for i, node in enumerate(self.program.module.graph.nodes)}
+        lines = [
+            f"{node.op} {getattr(node.target, '__qualname__', node.target) if node.op == 'call_function' else ''} "
+            f"{torch.fx.map_arg(node.args, lambda n: _Name(number[n]))} "
+            f"{torch.fx.map_arg(dict(node.kwargs), lambda n: _Name(number[n]))}"
+            for node in self.program.module.graph.nodes
+        ]
+        slots = [
+            f"{s.kind} {s.pair} {s.type} {s.batch_dim} {s.requires_grad} {s.name in self.flat} {s.node in self.grad}"
+            for s in self.program.slots
+        ]
+        exits = [f"{e.kind} {e.pair} {e.type} {e.node in self.grad}" for e in self.program.exits]
+        arriving = [(position, count) for position, _, count in self.arriving]
+        return "\n".join([f"{self.kind} {self.mesh} {arriving}", *lines, *slots, *exits])
+
+    def _moments(self) -> list[tuple[str, int, int]]:
+        """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
+        p, m = len(self.plan.stages), self.plan.microbatches
+        few = min(m, max(_MOST_ACTIONS, 2 * p))
+        more = in_flight_formula(self.plan.schedule, self.stage, p, m)
+        more -= in_flight_formula(self.plan.schedule, self.stage, p, few)
+        row = generate(self.plan.schedule, p, few).actions[self.stage]
+        back = sum(_bytes(self._local(slot, _clean(slot.pair.cotangent)), slot) for slot in self.returned)
+        incoming = {
+            "F": sum(self._bytes(slot) for slot in self.received),
+            "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
+        }
+        out: list[tuple[str, int, int]] = []
+        flying = backwards = 0
+        recent: list[int] = []  # of each message sent back that may still be on its way: forwards since
+        for index, action in enumerate(row):
+            posted = incoming[row[index + 1].kind] if index + 1 < len(row) else 0
+            if action.kind == "F":
+                recent = [age + 1 for age in recent if not age]  # the second forward proves that it has arrived
+                out.append(("F later" if backwards else "F", flying + more, posted + back * len(recent)))
+                flying += 1
+            else:
+                flying -= 1
+                last = index + 1 == len(row)
+                kind = "B last" if last else "B" if backwards else "B first"
+                out.append((kind, flying if last else flying + more, posted + back * len(recent)))
+                backwards += 1
+                recent.append(0)
+        return out
+
+    def _cotangent(self, exit: Exit) -> tuple[int, ...]:
+        return local_shape(exit.type.shape, _clean(exit.pair.cotangent), self.mesh)
+
+    def _at(self, run: _Run, kind: str, others: int, messages: int) -> Bytes:
+        found = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
+        found["activations"] += others * run.saved
+        found["buffers"] += messages
+        return found
+
+    # ---- what stays
+
+    def _resident(self) -> Bytes:
+        """What lives through the whole step."""
+        found: Counter[str] = Counter()
+        for slot in self.program.slots:
+            if slot.kind in ("parameter", "buffer"):
+                found["parameters"] += _bytes(self._local(slot), slot)
+            if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
+                found["optimizer"] += self._update(slot)[0]
+        found["gradients"] += sum(self.flat.values())
+        found["parameters"] += sum(
+            {x.data_ptr(): x.untyped_storage().nbytes() for x in self.graph.constants.values()}.values()
+        )
+        for node in self.graph.placeholders("input"):
+            source, kind = node.meta["source"], node.meta["type"]
+            times = 1 if source.batch_dim is None else self.plan.microbatches
+            found["inputs"] += kind.numel * kind.dtype.itemsize * times
+        return found
+
+    def _step(self) -> list[Bytes]:
+        """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
+        grads = {
+            slot.name: _bytes(self._local(slot), slot)
+            for slot in self.program.slots
+            if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
+        }
+        loose = sum(size for name, size in grads.items() if name not in self.flat and name not in self.copies)
+        tied = sum(grads.get(name, 0) for name, others in self.shared.items() if others)
+        arriving = sum(grads.get(name, 0) * others for name, others in self.shared.items())
+        sums = sum(grads.get(name, 0) for name, others in self.shared.items() if others and name in self.flat)
+        gather = {"gradients": loose + tied, "buffers": arriving}
+        temporary = [
+            self._update(slot)[1]
+            for slot in self.program.slots
+            if slot.kind == "parameter" and slot.name in grads and slot.name not in self.copies
+        ]
+        worst = sum(temporary) if self.kind == "cuda" else max(temporary, default=0)
+        return [gather, {"gradients": loose + sums, "temporary": worst}]
+
+    def _update(self, slot: Slot) -> tuple[int, int]:
+        return update_bytes(self._local(slot), slot.type.dtype, self.plan.optimizer, self.kind)
+
+    # ---- one run of each kind of action
+
+    def _run(self, memo: Memo) -> _Run:
+        tracker = Tracker(self.kind, memo=memo)
+        run = _Run()
+        forward = with_stand_ins(self.program, tracker)
+        native = self.kind == "cuda"
+        comm = AbstractComm(self.mesh, native)
+        batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
+        template = self._template()
+        count = min(self.plan.microbatches, 3)
+        last = [False]
+        for position, slot in enumerate(self.program.slots):
+            if slot.kind == "parameter" and slot.requires_grad:
+                self._hook(template[position], slot.name, tracker, last)
+        tracker.ignore(*batches.values(), *(x for x in template if x is not None))
+        with use(Context(comm)), tracker:
+            for index in range(count):
+                last[0] = index == count - 1
+                tracker.restart()
+                before = tracker.total
+                arguments, exits = self._forward(forward, template, batches, tracker)
+                run.peaks["F later" if index else "F"] = dict(tracker.peak)
+                tracker.relabel_all("temporary", "activations")
+                run.saved = tracker.total - before
+                tracker.restart()
+                tracker.in_backward = True
+                self._backward(arguments, exits, tracker, comm)
+                tracker.in_backward = False
+                kind = "B last" if last[0] else "B" if index else "B first"
+                run.peaks[kind] = dict(tracker.peak)
+                del arguments, exits
+        run.peaks.setdefault("B first", run.peaks["B last"])
+        run.peaks.setdefault("B", run.peaks["B first"])
+        run.peaks.setdefault("F later", run.peaks["F"])
+        return run
+
+    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, last: list[bool]) -> None:
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if last[0] and name in self.flat:
+                parameter.grad = None  # copied into the bucket, which is counted already
+            else:
+                tracker.relabel(parameter.grad, "gradients")
+
+        leaf.register_post_accumulate_grad_hook(hook)
+
+    def _template(self) -> list[Any]:
+        out: list[Any] = [None] * len(self.program.slots)
+        for position, slot in enumerate(self.program.slots):
+            x = torch.empty(self._local(slot), dtype=slot.type.dtype, device="meta")
+            if slot.kind == "parameter":
+                out[position] = nn.Parameter(x, requires_grad=slot.requires_grad)
+            elif slot.kind in ("buffer", "constant"):
+                out[position] = x
+        return out
+
+    def _batch(self, slot: Slot) -> torch.Tensor:
+        """The caller's tensor, as far as its first two microbatches."""
+        shape = list(slot.type.shape)
+        if slot.batch_dim is not None:
+            shape[slot.batch_dim] *= min(2, self.plan.microbatches)
+        return torch.empty(shape, dtype=slot.type.dtype, device="meta")
+
+    def _forward(
+        self, forward: Any, template: list[Any], batches: Mapping[str, torch.Tensor], tracker: Tracker
+    ) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
+        arguments = template.copy()
+        for position, slot in enumerate(self.program.slots):
+            if slot.kind == "input":
+                x = batches[slot.name]
+                for dim, (whole, part) in enumerate(zip(x.shape, self._local(slot), strict=True)):
+                    x = x if whole == part else x.narrow(dim, whole - part, part)
+                arguments[position] = tracker.watch(x.contiguous()) if not x.is_contiguous() else x
+            elif slot.kind == "receive":
+                x = torch.empty(self._local(slot), dtype=slot.type.dtype, device="meta")
+                arguments[position] = x.requires_grad_() if slot.node in self.grad else x
+        return arguments, forward(*arguments)
+
+    def _backward(
+        self, arguments: list[Any], exits: tuple[torch.Tensor, ...], tracker: Tracker, comm: AbstractComm
+    ) -> None:
+        roots, grads, seeds = [], [], []
+        with labelled(tracker, "buffers"):
+            for position, exit, count in self.arriving:
+                parts = [torch.empty(self._cotangent(exit), dtype=exit.type.dtype, device="meta") for _ in range(count)]
+                total = parts[0]
+                for part in parts[1:]:
+                    total = torch.add(total, part, alpha=1)
+                roots.append(exits[position])
+                grads.append(total)
+                seeds.append(parts)
+        for exit, value in zip(self.program.exits, exits, strict=True):
+            if exit.kind == "loss" and value.requires_grad:
+                roots.append(value)
+                grads.append(torch.empty_like(value, requires_grad=False))
+        live = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
+        if live:
+            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
+        del exits, roots, live
+        for slot, leaf in zip(self.program.slots, arguments, strict=True):
+            if slot.kind == "receive" and slot.node in self.grad and leaf.grad is not None:
+                apply_steps(leaf.grad, steps_between(slot.pair.cotangent, _clean(slot.pair.cotangent)), comm)
+
+
+class _Name(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _clean(spec: Spec) -> Spec:
+    return tuple(R if placement.is_partial else placement for placement in spec)
+
+
+def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:
+    return prod(shape) * tensor.type.dtype.itemsize
+
+
+def _holders(plan: Plan) -> dict[str, list[int]]:
+    """Parameter → the stages that hold it, the owner first."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        for name in {name for chunk in stage.chunks for name in chunk.parameters}:
+            found.setdefault(name, []).append(index)
+    return found
+
+
+def _device_kind(plan: Plan, device: int) -> str:
+    return Cluster.from_json(json.dumps(plan.cluster)).device(device).kind
