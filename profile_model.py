@@ -25,6 +25,7 @@ from .runtime.agreement import alike
 __all__ = ["ROUNDS", "candidates", "profile_model"]
 
 ROUNDS = 3
+_SHARES = (0.7, 0.7, 1.0)  # of what is left of the budget, in each round; the first measures nearly everything
 _LEAST_S = 2.0  # a round below that measures nothing that a plan could rest on
 
 
@@ -60,7 +61,7 @@ def profile_model(
         if not unknown or number == ROUNDS:
             break
         cluster = profile(
-            budget_s=max(left / (ROUNDS - number), _LEAST_S),
+            budget_s=max(left * _SHARES[number], _LEAST_S),
             probes=list(unknown.values()),
             base=cluster,
             path=path,

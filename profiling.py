@@ -12,6 +12,8 @@ What has been measured is on disk every few seconds, so that an interrupted prof
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,17 +31,17 @@ from .compiler.signature import Probe
 from .costmodel.cluster import Cluster, Host, Mesh
 from .costmodel.op_grid import coarse, grid, op_task
 from .costmodel.op_timing import fact_tasks, probe_task
-from .costmodel.profiled import inner_link, measured_device, network_link, op_times_of, view, wires_of, with_overlap
+from .costmodel.profiled import extended_device, inner_link, measured_device, network_link, view, wires_of, with_overlap
 from .costmodel.profiler import Engine, Progress, Record, State, Task
 from .costmodel.tables import machine
 from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
-from .runtime.agreement import alike
+from .runtime.agreement import alike, from_first
 from .runtime.launch import ensure_initialized
 from .runtime.probes import KINDS, ROOTED, Form, Ranks
 from .runtime.rollcall import AbsentRankError, call_roll, missing_ranks, world_store
 
-__all__ = ["QUICK_BUDGET_S", "profile"]
+__all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
 
 QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
 KIB, MIB = 1 << 10, 1 << 20
@@ -91,6 +93,21 @@ def profile(
                 "start again (what was measured is kept)"
             ) from error
         raise
+
+
+def default_cluster() -> Cluster:
+    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one. Collective.
+
+    Ranks of one machine that share its cores are ``Cluster.local``: a few seconds of measurement would tell how the
+    scheduler took turns just then.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    alone = dist.get_backend() != "nccl" and dist.get_world_size() > cores
+    machines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, (socket.gethostname(), alone))
+    if len(set(machines)) == 1 and alone:
+        return from_first(lambda: Cluster.local(dist.get_world_size()))
+    return profile(quick=True)
 
 
 def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
@@ -153,7 +170,7 @@ class _Profile:
         if known and self.probes:
             facts = fact_tasks(self.device)[-1:]  # what a backward is measured with
         ops = [] if known else [op_task(op, self.device, memory) for op in self.ops]
-        steps = [] if self.base is not None and self.base.device(0).optimizers else self._optimizer_tasks()
+        steps = self._optimizer_tasks()
         exact = [probe_task(f"probe/{probe.signature}", probe, self.device, memory) for probe in self.probes]
         shares = (0.3, 0.5, 0.6, 0.9) if exact else (0.5, 0.9, 1.0, 1.0) if self.quick else (0.4, 0.75, 0.9, 0.9)
         if not wires:
@@ -163,8 +180,8 @@ class _Profile:
             torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
         self.started = perf_counter()
         try:
-            self._together(ranks, wires, shares[0], "collectives", visits)
             self._alone(facts, 1.0, "facts", 1)
+            self._together(ranks, wires, shares[0], "collectives", visits)
             self._alone(ops, shares[1], "ops", visits)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:
@@ -249,12 +266,13 @@ class _Profile:
         return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes))
 
     def _optimizer_tasks(self) -> list[Task]:
+        known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
         names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
         sizes = over_ranks.OPTIMIZED[:-1] if self.quick else over_ranks.OPTIMIZED
         return [
             Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
                  partial(over_ranks.optimizer_step, name, tensors, elements, self.device))
-            for name in names for tensors, elements in sizes
+            for name in names if name not in known for tensors, elements in sizes
         ]  # fmt: skip
 
     # ---- the result
@@ -303,13 +321,22 @@ class _Profile:
         """The base with what it lacked."""
         hosts = []
         for host in base.hosts:
-            suffix = f"@{self.names.index(host.device.name)}" if host.device.name in self.names else "@0"
-            new = op_times_of(view(self.state, suffix), self.slowdown)
-            fresh = {time.signature for time in new}
-            kept = tuple(time for time in host.device.op_times if time.signature not in fresh)
-            hosts.append(replace(host, device=replace(host.device, op_times=kept + new)))
-        return replace(base, hosts=tuple(hosts), wires=base.wires or wires_of(self.state),
-                       provenance=tuple((dict(base.provenance) | dict(provenance)).items()))  # fmt: skip
+            name = host.device.name
+            state = view(self.state, f"@{self.names.index(name)}" if name in self.names else "@0")
+            hosts.append(replace(host, device=extended_device(host.device, state, self.slowdown)))
+        before, after = dict(base.provenance), dict(provenance)
+        for key in ("seconds", "samples"):
+            after[key] = f"{float(before.get(key, 0)) + float(after[key]):.10g}"
+        known = {key.partition("@")[0] for key in self.state.records}
+        left = [entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known]
+        left += [entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in left]
+        skipped = {"skipped": "; ".join(left)} if left else {}
+        return replace(
+            base,
+            hosts=tuple(hosts),
+            wires=base.wires or wires_of(self.state),
+            provenance=tuple((before | after | skipped).items()),
+        )
 
     def _provenance(self) -> tuple[tuple[str, str], ...]:
         mine = self.facts[0]

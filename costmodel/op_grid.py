@@ -117,17 +117,20 @@ def grid(kind: str) -> list[GridOp]:
 
 
 def _ends(ops: Sequence[GridOp]) -> list[GridOp]:
-    """The corners of the smaller matmuls, and the smallest and second largest size of every other op; fp32."""
-    found = []
+    """The largest corner of the smaller matmuls; the smallest and second largest size of every other op; the other
+    corners. fp32."""
+    corners: list[GridOp] = []
+    others: list[GridOp] = []
     lines: dict[str, list[GridOp]] = {}
     for op in (op for op in ops if op.dtype == torch.float32):
         lines.setdefault(op.name, []).append(op)
     for line in lines.values():
-        axes = list(zip(*(op.sizes for op in line if op.sizes)))
-        ends = [(min(axis), sorted(set(axis))[-2]) for axis in axes]
-        corners = [op for op in line if op.sizes and all(s in end for s, end in zip(op.sizes, ends))]
-        found += corners or [line[0], line[-2]]
-    return found
+        ends = [(min(axis), sorted(set(axis))[-2]) for axis in zip(*(op.sizes for op in line if op.sizes))]
+        found = [op for op in line if op.sizes and all(s in end for s, end in zip(op.sizes, ends))]
+        corners += found
+        others += [] if found else [line[0], line[-2]]
+    corners.sort(key=lambda op: -op.work)
+    return [*corners[:1], *others, *corners[1:]]
 
 
 def coarse(ops: Sequence[GridOp]) -> list[GridOp]:

@@ -22,7 +22,10 @@ from .op_timing import ENTRY, stream_bytes_per_s, without_entry
 from .presets import LOOPBACK, OVERLAP
 from .profiler import State
 
-__all__ = ["RankFacts", "inner_link", "measured_device", "network_link", "op_times_of", "view", "wires_of"]
+__all__ = [
+    "RankFacts", "extended_device", "inner_link", "measured_device", "network_link", "op_times_of", "view", "wires_of",
+    "with_overlap",
+]  # fmt: skip
 
 NETWORK = "network"
 
@@ -87,6 +90,17 @@ def with_overlap(device: Device, state: State) -> Device:
     compute, wire, both = seconds
     hidden = (compute + wire - both) / max(min(compute, wire), 1e-9)
     return replace(device, overlap=min(max(hidden, 0.0), 1.0))
+
+
+def extended_device(device: Device, state: State, slowdown: float) -> Device:
+    """The device with the exact ops and the optimizers that the state has besides; a new op time replaces an old."""
+    ops, rates = op_times_of(state, slowdown), _optimizers(state, slowdown)
+    fresh, known = {time.signature for time in ops}, {rate.name for rate in device.optimizers}
+    return replace(
+        device,
+        op_times=tuple(time for time in device.op_times if time.signature not in fresh) + ops,
+        optimizers=device.optimizers + tuple(rate for rate in rates if rate.name not in known),
+    )
 
 
 def op_times_of(state: State, slowdown: float) -> tuple[OpTime, ...]:
