@@ -66,6 +66,8 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     _say(plan.explain())
 
     _say(f"\nTraining: {steps} steps on {ranks} ranks")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the meter's profiler says on stderr when it starts and stops
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     results = spawn_local("meshwright.demo:train_rank", ranks, (plan.to_json(), steps))
     trained = results[0]
     losses, measured_s = trained["losses"], trained["step_s"]

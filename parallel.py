@@ -28,6 +28,7 @@ from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
 from .costmodel.cluster import Cluster
+from .profiling import default_cluster
 from .runtime.agreement import alike, from_first
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.meter import live_bytes
@@ -120,7 +121,10 @@ class Parallel:
 
     def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         """Rank 0's plan, on every rank."""
-        decided = Plan.from_json(from_first(lambda: self._decide(graph, capture_s, inputs).to_json()))
+        cluster = self._cluster
+        if cluster is None and self._plan is None:
+            cluster = default_cluster()
+        decided = Plan.from_json(from_first(lambda: self._decide(graph, cluster, capture_s, inputs).to_json()))
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
@@ -144,7 +148,7 @@ class Parallel:
             )
         return {**buffers, **self._state}
 
-    def _decide(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
+    def _decide(self, graph: Graph, cluster: Cluster | None, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         if self._plan is not None:
             require(self._plan, graph, self._cluster)
             return self._plan
@@ -153,7 +157,7 @@ class Parallel:
                 "under data='local' a rank's first batch is not the global one, but got neither global_batch nor "
                 "example_inputs; pass one of them to parallelize"
             )
-        cluster = self._cluster or Cluster.local(dist.get_world_size())
+        assert cluster is not None
         batch = self._global_batch or batch_extent(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
         strategy = parse_strategy(self._strategy)
