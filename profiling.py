@@ -110,21 +110,6 @@ def default_cluster() -> Cluster:
     return profile(quick=True)
 
 
-def default_cluster() -> Cluster:
-    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one. Collective.
-
-    Ranks of one machine that share its cores are ``Cluster.local``: a few seconds of measurement would tell how the
-    scheduler took turns just then.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = dist.get_backend() != "nccl" and dist.get_world_size() > cores
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), alone))
-    if len(set(machines)) == 1 and alone:
-        return from_first(lambda: Cluster.local(dist.get_world_size()))
-    return profile(quick=True)
-
-
 def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
     world = dist.get_world_size()
     for name, given in (("mesh", mesh), ("base", base)):
