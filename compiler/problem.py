@@ -14,19 +14,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 from torch.fx import Node
 
-from ..costmodel.compute import writes_scores
-from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
+from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
 from .pricing import MeshPricer
 from .recompute import NOTHING, Recompute
 from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
-from .spec import P, Pair, R, S, Spec, local_shape, parse_pair
+from .saved import saved_bytes, saved_tensors
+from .spec import P, Pair, R, S, Spec, parse_pair
 
 __all__ = ["Restriction", "Section", "boundary_states", "build_section"]
 
@@ -166,7 +165,7 @@ class _Builder:
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
         self.nodes = graph.by_name()
         self.members = {node.name for node in ops}
-        self.saved = self._saved_tensors()
+        self.saved = saved_tensors(ops, self.grad)
 
     def build(self) -> Section:
         # Consumers first decide which pairs a parameter or source may usefully take, so ops come before placeholders.
@@ -304,40 +303,8 @@ class _Builder:
             # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
-        kept, saved = np.zeros(len(choices)), np.zeros(len(choices))
-        for k, kind in enumerate(types_of(node)):
-            crosses = self._crosses(node, k)
-            if crosses or (
-                node.name in self.grad and ((node.name, k) in self.saved or (k == 0 and node.name in self.saved))
-            ):
-                local = np.array([self.pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
-                kept, saved = (kept + local, saved) if crosses else (kept, saved + local)
-        extra = rule_for(node).temporary_bytes(node)
-        if rule_for(node).cost_kind == "attention" and writes_scores(self.pricer.device):
-            q, k = (operand.meta["type"] for operand in tensor_operands(node)[:2])
-            extra += prod(q.shape[:-1]) * k.shape[-2] * q.dtype.itemsize  # the probabilities
-        if node.name in self.grad and extra:
-            saved += np.array([extra * _share(node, c, self.mesh) for c in choices])
-        none = np.zeros(len(choices))
-        kept, held = (kept, saved) if self.recompute else (saved, none)
-        return self._add(node.name, "op", tuple(choices), seconds, none, kept, held)
-
-    def _crosses(self, node: Node, k: int) -> bool:
-        """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
-        if not self.recompute:
-            return False
-        layer_of = self.recompute.layer_of
-        outputs = (
-            [node]
-            if not isinstance(node.meta["type"], tuple)
-            else [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]
-        )
-        return any(
-            out.name in self.recompute.kept and layer_of.get(user.name, layer_of[out.name]) != layer_of[out.name]
-            for out in outputs
-            for user in out.users
-            if user.name in self.members
-        )
+        kept, held = saved_bytes(node, choices, self.pricer, self.saved, self.grad, self.members, self.recompute)
+        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
@@ -413,45 +380,7 @@ class _Builder:
         )
         return edge, (tuple(sources), tuple(targets))
 
-    # ---- what autograd keeps
-
-    def _saved_tensors(self) -> set:
-        """Storage roots that some op of this section keeps for its backward: names, and (name, k) for outputs without a
-        getitem."""
-        root: dict[str, str] = {}
-
-        def find(name: str) -> str:
-            return root.get(name, name)
-
-        for node in self.ops:
-            if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
-                root[node.name] = find(tensor_operands(node)[0].name)
-        kept: set = set()
-        for node in self.ops:
-            if op_name(node) == "getitem" or node.name not in self.grad:
-                continue
-            for side, k in rule_for(node).saves(node):
-                if side == "input":
-                    kept.add(find(tensor_operands(node)[k].name))
-                else:
-                    kept.add((node.name, k))
-        for node in self.ops:  # a getitem's storage is its producer's k-th output
-            if op_name(node) == "getitem" and node.name in kept:
-                producer, index = output_of(node)
-                kept.add((producer.name, index))
-        return kept
-
 
 def _steady(value: object, cotangent: object) -> bool:
     """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
     return (value == cotangent) or (value == R and cotangent == P)
-
-
-def _share(node: Node, choice: MeshChoice, mesh: Sequence[int]) -> float:
-    """Which part of an op's first output one device holds."""
-    kind = types_of(node)[0]
-    whole = max(1, kind.numel)
-    local = 1
-    for extent in local_shape(kind.shape, choice.outputs[0].value, mesh):
-        local *= extent
-    return local / whole if kind.numel else choice.work_share

@@ -1,0 +1,101 @@
+"""What autograd keeps of an op between its forward and its backward, and what of that is kept where layers are
+recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+import numpy as np
+from torch.fx import Node
+
+from ..costmodel.compute import writes_scores
+from .graph import op_name, output_of, tensor_operands, types_of
+from .pricing import MeshPricer
+from .recompute import Recompute
+from .rules import MeshChoice, rule_for
+from .spec import local_shape
+
+__all__ = ["saved_bytes", "saved_tensors"]
+
+Saved = set[str | tuple[str, int]]
+
+
+def saved_tensors(ops: Sequence[Node], grad: Collection[str]) -> Saved:
+    """Storage roots that some of ``ops`` keeps for its backward: names, and (name, k) for outputs without a getitem."""
+    root: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        return root.get(name, name)
+
+    for node in ops:
+        if op_name(node) != "getitem" and rule_for(node).cost_kind in ("view", "free") and tensor_operands(node):
+            root[node.name] = find(tensor_operands(node)[0].name)
+    kept: Saved = set()
+    for node in ops:
+        if op_name(node) == "getitem" or node.name not in grad:
+            continue
+        for side, k in rule_for(node).saves(node):
+            if side == "input":
+                kept.add(find(tensor_operands(node)[k].name))
+            else:
+                kept.add((node.name, k))
+    for node in ops:  # a getitem's storage is its producer's k-th output
+        if op_name(node) == "getitem" and node.name in kept:
+            producer, index = output_of(node)
+            kept.add((producer.name, index))
+    return kept
+
+
+def saved_bytes(
+    node: Node,
+    choices: Sequence[MeshChoice],
+    pricer: MeshPricer,
+    saved: Saved,
+    grad: Collection[str],
+    members: Collection[str],
+    recompute: Recompute,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes on one device under each choice: (kept per microbatch in flight, held while the op's layer is recomputed).
+
+    saved: of ``saved_tensors``. members: the nodes of the section that the op is in.
+    """
+    kept, held = np.zeros(len(choices)), np.zeros(len(choices))
+    flows = node.name in grad
+    for k, kind in enumerate(types_of(node)):
+        crosses = bool(recompute) and _crosses(node, k, members, recompute)
+        if crosses or (flows and ((node.name, k) in saved or (k == 0 and node.name in saved))):
+            local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
+            kept, held = (kept + local, held) if crosses else (kept, held + local)
+    if flows and (extra := _beside_outputs(node, pricer)):
+        held = held + np.array([extra * _share(node, c, pricer.mesh_shape) for c in choices])
+    return (kept, held) if recompute else (kept + held, np.zeros(len(choices)))
+
+
+def _beside_outputs(node: Node, pricer: MeshPricer) -> float:
+    """Whole bytes that the op keeps beside operands and outputs."""
+    extra = rule_for(node).temporary_bytes(node)
+    if rule_for(node).cost_kind == "attention" and writes_scores(pricer.device):
+        queries, keys = (operand.meta["type"] for operand in tensor_operands(node)[:2])
+        extra += prod(queries.shape[:-1]) * keys.shape[-2] * queries.dtype.itemsize  # the probabilities
+    return extra
+
+
+def _crosses(node: Node, k: int, members: Collection[str], recompute: Recompute) -> bool:
+    """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
+    layer_of, outputs = recompute.layer_of, [node]
+    if isinstance(node.meta["type"], tuple):
+        outputs = [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]
+    return any(
+        out.name in recompute.kept and layer_of.get(user.name, layer_of[out.name]) != layer_of[out.name]
+        for out in outputs
+        for user in out.users
+        if user.name in members
+    )
+
+
+def _share(node: Node, choice: MeshChoice, mesh: Sequence[int]) -> float:
+    """Which part of an op's first output one device holds."""
+    kind = types_of(node)[0]
+    local = prod(local_shape(kind.shape, choice.outputs[0].value, mesh))
+    return local / kind.numel if kind.numel else choice.work_share
