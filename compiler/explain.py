@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -266,10 +267,15 @@ def _times(plan: Plan, cause: str) -> int:
 
 
 def _memory(plan: Plan) -> list[str]:
-    causes = list(dict.fromkeys(c for stage in plan.prediction.stages for c in stage.memory_bytes))
-    rows = [[*(stage.memory_bytes.get(c, 0.0) for c in causes), stage.peak_bytes] for stage in plan.prediction.stages]
-    names = [{"parameters": "weights", "framework": "runtime"}.get(cause, cause) for cause in causes]
-    return _by_stage([*names, "total"], rows, bytes_text)
+    shown = {"parameters": "weights"} | dict.fromkeys(("buffers", "inputs", "framework"), "runtime")
+    sums: list[Counter[str]] = []
+    for stage in plan.prediction.stages:
+        sums.append(Counter())
+        for cause, size in stage.memory_bytes.items():
+            sums[-1][shown.get(cause, cause)] += size  # type: ignore[assignment]
+    names = list(dict.fromkeys(name for found in sums for name in found))
+    rows = [[*(found[name] for name in names), sum(found.values())] for found in sums]
+    return [*_by_stage([*names, "total"], rows, bytes_text), "  runtime: the framework, the batch, and messages"]
 
 
 def _by_stage(head: Sequence[str], rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> list[str]:
