@@ -217,6 +217,7 @@ class _Profile:
             if self.measures_ops:
                 engine = Engine(local, save=self.store.save, progress=self.progress)
                 engine.run(tasks, self._left(share), title=title, visits=visits)
+            call_roll("profiling", self._left(share) + self.timeout_s)  # a rank that hangs is named, not waited for
         new = {}
         for key, record in local.records.items():
             visits_before, samples_before = before.get(key, (0, 0))

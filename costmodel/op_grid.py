@@ -117,8 +117,8 @@ def grid(kind: str) -> list[GridOp]:
 
 
 def _ends(ops: Sequence[GridOp]) -> list[GridOp]:
-    """The largest corner of the smaller matmuls; the smallest and second largest size of every other op; the other
-    corners. fp32."""
+    """The largest and smallest corner of the smaller matmuls; the smallest and second largest size of every other op;
+    the other corners. fp32."""
     corners: list[GridOp] = []
     others: list[GridOp] = []
     lines: dict[str, list[GridOp]] = {}
@@ -130,7 +130,7 @@ def _ends(ops: Sequence[GridOp]) -> list[GridOp]:
         corners += found
         others += [] if found else [line[0], line[-2]]
     corners.sort(key=lambda op: -op.work)
-    return [*corners[:1], *others, *corners[1:]]
+    return [*corners[:1], *corners[-1:], *others, *corners[1:-1]]
 
 
 def coarse(ops: Sequence[GridOp]) -> list[GridOp]:

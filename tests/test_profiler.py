@@ -299,7 +299,7 @@ def profiled(folder: str, hosts: list[str] | None) -> tuple[str, bool]:
     from meshwright import profiling
 
     profiling._COARSE, profiling._FINE, profiling._VISITS, profiling._AGAIN = (1024, 65536), (8192,), 1, 0
-    profiling.grid = lambda kind: coarse(grid(kind))[:12]
+    profiling.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
     profiling.over_ranks.OPTIMIZED = ((4, 64), (2, 4096))
     os.environ["MESHWRIGHT_CACHE_DIR"] = str(Path(folder) / "cache")
     if hosts is not None:
