@@ -169,7 +169,8 @@ class StagePrediction:
     step_s: float
     # by cause, see ``stage_price``; documents of before have "compute" in place of "forward" and "backward_…"
     seconds: Mapping[str, float]
-    # by cause: "parameters", "gradients", "optimizer", "activations", "temporary", "framework"
+    # by cause at the worst moment: "parameters" (and model buffers), "gradients", "optimizer", "activations",
+    # "temporary", "buffers" (messages), "inputs" (the whole batch), "framework"
     memory_bytes: Mapping[str, float]
     collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ from meshwright.compiler.footprint import footprints, stage_memory, with_footpri
 from meshwright.compiler.updates import update_bytes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state
+from meshwright.runtime.gradients import GradientReducer
 from meshwright.runtime.meter import live_bytes
 from ranks import RankPool
 from torch import nn
@@ -175,3 +177,12 @@ def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: py
     again = with_footprints(graph, plan)
     assert again.prediction.stages == plan.prediction.stages
     assert any("this op reads its data" in note for note in again.prediction.notes)
+
+
+def test_reducer_lets_go_of_its_parameters() -> None:
+    leaf, other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    reducer = GradientReducer(None, [(leaf, (0,)), (other, (0,))])
+    gone = weakref.ref(leaf)
+    del reducer, leaf, other
+    gc.collect()
+    assert gone() is None
