@@ -8,6 +8,7 @@ from typing import Any
 
 from .plan import Plan
 from .search import Candidate, Search, find_candidates, microbatch_counts, nearest, usable_counts
+from .stage_price import STEP_CAUSES
 from .strategy import Strategy
 
 __all__ = ["find_alternatives"]
@@ -47,6 +48,14 @@ def find_alternatives(search: Search, plan: Plan, assemble: Assemble) -> list[di
     return out
 
 
+_WORDS = {
+    "backward_input": "backward",
+    "backward_weight": "the gradient of weights",
+    "tied": "the exchange of tied weights",
+    "loss": "telling the loss",
+}
+
+
 def _why(plan: Plan, other: Plan) -> str:
     """The cause that grew most against the plan, in seconds per step."""
     if other.prediction.step_s <= plan.prediction.step_s * 1.001:
@@ -58,8 +67,11 @@ def _why(plan: Plan, other: Plan) -> str:
 
     def causes(p: Plan) -> dict[str, float]:
         slowest = max(p.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * p.microbatches + s.step_s)
-        once = ("gradient", "optimizer")
-        found = {k: v * (1 if k in once else p.microbatches) for k, v in slowest.seconds.items()}
+        found = {
+            _WORDS.get(cause, cause): seconds * (1 if cause in STEP_CAUSES else p.microbatches)
+            for cause, seconds in slowest.seconds.items()
+            if cause != "overlapped"
+        }
         found["pipeline bubble"] = max(0.0, p.prediction.step_s - sum(found.values()))
         return found
 

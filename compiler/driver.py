@@ -38,7 +38,7 @@ from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices, rule_for
 from .schedule import in_flight_formula
-from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, usable_bytes
+from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, stage_options, usable_bytes
 from .strategy import InfeasibleError, Strategy, check_batch
 
 __all__ = ["make_plan"]
@@ -180,7 +180,7 @@ def finish(search: Search, best: Candidate) -> Plan:
     wasted = m * sum(part.wasted_flops for part in parts)
     prediction = Prediction(
         step_s=step.step_s,
-        bound_s=min(step.step_s, *(_bound(cluster, count, seconds) for count, seconds in search.bounds.items())),
+        bound_s=min(step.step_s, proven(search)) if search.bounds else step.step_s,
         stages=step.stages,
         flops=flops,
         replicated_flops=wasted,
@@ -206,14 +206,30 @@ def finish(search: Search, best: Candidate) -> Plan:
     return plan
 
 
-def _bound(cluster: Cluster, microbatches: int, seconds: float) -> float:
-    """The bound of the tables, which price gradients as if nothing of them hid, as one of plans where some of it does:
-    at most the share ``overlap`` of one microbatch's backward hides, which is less than that share of t in
-    Σ t + (m − 1) max t."""
-    if cluster.num_devices == 1:
-        return seconds
-    overlap = max(device.overlap for device in {cluster.device(d) for d in range(cluster.num_devices)})
-    return seconds * (1 - overlap / microbatches)
+def proven(search: Search) -> float:
+    """Seconds that no plan undercuts, from the bounds of the tables, which price gradients as if nothing of them hid.
+
+    Of one stage at most the share ``overlap`` of one microbatch's backward hides, which is less than that share of t
+    in Σ t + (m − 1) max t; and of all stages at most that share of what reducing every gradient could take.
+    """
+    overlap = max(host.device.overlap for host in search.cluster.hosts) if search.cluster.num_devices > 1 else 0.0
+    hidden = overlap * _most_reduction(search) if overlap else 0.0
+    return min(max(seconds * (1 - overlap / m), seconds - hidden) for m, seconds in search.bounds.items())
+
+
+def _most_reduction(search: Search) -> float:
+    """Seconds to sum every gradient alone and whole, over the slowest groups of any mesh."""
+    sizes: Counter[int] = Counter()
+    for node in search.graph.placeholders("parameter"):
+        if node.meta["source"].requires_grad:  # of a shared weight several stages may hold a copy
+            sizes[node.meta["type"].nbytes] += 1 + len(node.meta["source"].aliases)
+    worst = 0.0
+    for shape in {option.shape for option in stage_options(search.cluster, None, search.layering)}:
+        pricer = MeshPricer(search.cluster, 0, shape, search.optimizer)
+        groups = [(axis,) for axis in range(len(shape))] + ([tuple(range(len(shape)))] if len(shape) > 1 else [])
+        for axes in groups:
+            worst = max(worst, sum(count * pricer.reduce_seconds(size, axes) for size, count in sizes.items()))
+    return worst
 
 
 def _whole_choices(graph: Graph) -> Iterator[tuple[Any, Any]]:

@@ -9,13 +9,15 @@ import pytest
 import torch
 import zoo
 from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import _bound, make_plan
+from meshwright.compiler.driver import make_plan, proven
 from meshwright.compiler.graph import Graph
+from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.overlap import Bucket, Gradient, bucketed, hidden_seconds
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.schedule import generate
+from meshwright.compiler.search import Search
 from meshwright.compiler.signature import plan_probes
 from meshwright.compiler.simulate import simulate, simulate_plan
 from meshwright.compiler.stage_price import CAUSES, STEP_CAUSES
@@ -206,10 +208,15 @@ def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
     assert best.prediction.bound_s <= min(data.prediction.step_s, best.prediction.step_s)
 
 
-def test_what_hides_lowers_the_bound() -> None:
-    assert _bound(with_device(CLUSTER, overlap=0.0), 4, 1.0) == 1.0
-    assert _bound(with_device(CLUSTER, overlap=0.8), 4, 1.0) == pytest.approx(0.8)
-    assert _bound(with_device(CLUSTER, overlap=0.8), 1, 1.0) == pytest.approx(0.2)
+@pytest.mark.parametrize(("overlap", "m", "seconds", "least"), [(0.0, 4, 1.0, 1.0), (0.8, 4, 1e-9, 0.8e-9)])
+def test_what_hides_lowers_the_bound(overlap: float, m: int, seconds: float, least: float) -> None:
+    graph = captured("gpt")
+    search = Search(graph, with_device(CLUSTER, overlap=overlap), 8, "AdamW", "1f1b", lambda *_: None)
+    search.layering = cluster_layers(graph)
+    search.bounds = {m: seconds}
+    assert proven(search) == pytest.approx(least)
+    search.bounds = {m: 1e6}  # seconds beside which all gradients are nothing
+    assert proven(search) == pytest.approx(1e6, rel=1e-6)
 
 
 def test_the_search_never_asks_more_for_gradients_than_the_buckets_take() -> None:
