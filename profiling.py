@@ -36,7 +36,7 @@ from .costmodel.profiler import Engine, Progress, Record, State, Task
 from .costmodel.tables import machine
 from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
-from .runtime.agreement import alike, from_first
+from .runtime.agreement import agree, alike, from_first
 from .runtime.launch import ensure_initialized
 from .runtime.probes import KINDS, ROOTED, Form, Ranks
 from .runtime.rollcall import AbsentRankError, call_roll, missing_ranks, world_store
@@ -213,11 +213,15 @@ class _Profile:
         tasks = [replace(task, key=task.key + self.suffix) for task in tasks]
         local = State.from_json(self.state.to_json())
         before = {key: (len(record.visits), record.samples) for key, record in local.records.items()}
-        with alike():
+        fault: Exception | None = None
+        try:
             if self.measures_ops:
                 engine = Engine(local, save=self.store.save, progress=self.progress)
                 engine.run(tasks, self._left(share), title=title, visits=visits)
-            call_roll("profiling", self._left(share) + self.timeout_s)  # a rank that hangs is named, not waited for
+        except Exception as error:
+            fault = error
+        call_roll("profiling", self._left(share) + self.timeout_s)  # a rank that hangs is named, not waited for
+        agree(fault)
         new = {}
         for key, record in local.records.items():
             visits_before, samples_before = before.get(key, (0, 0))

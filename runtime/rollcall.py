@@ -40,7 +40,7 @@ def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[in
         verb = "rank" if len(missing) == 1 else "ranks"
         raise AbsentRankError(
             f"every rank takes part in {purpose}, but got no answer from {verb} {names} of {world} within"
-            f" {timeout_s:g} s; start them again and check the network between the hosts"
+            f" {timeout_s:.3g} s; start them again and check the network between the hosts"
         )
 
 
