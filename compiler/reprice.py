@@ -13,6 +13,7 @@ from dataclasses import replace
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import Assembled, describe_stage
+from .footprint import with_footprints
 from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
 from .layouts import note_layouts
@@ -31,8 +32,8 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     """``plan`` with the prediction that ``cluster`` gives for it, and that cluster in it. ``graph``: the captured
     model, at any batch extent.
 
-    The bound, the alternatives and the notes are of the search on the old prices and fall away: ``bound_s`` is the
-    step. Raises ValueError if the cluster has fewer devices than the plan, or if the plan's decisions do not fit the
+    The bound and the alternatives are of the search on the old prices and fall away: ``bound_s`` is the step. Raises
+    ValueError if the cluster has another number of devices than the plan, or if the plan's decisions do not fit the
     graph (``validate.require`` says more).
     """
     if cluster.num_devices != plan.num_devices:
@@ -53,17 +54,18 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         stages=step.stages,
         flops=plan.prediction.flops,
         replicated_flops=plan.prediction.replicated_flops,
-        notes=plan.prediction.notes,
+        notes=tuple(note for note in plan.prediction.notes if not note.startswith("memory of stage")),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
-    return replace(
+    priced = replace(
         plan,
         cluster=json.loads(cluster.to_json()),
         transfers=step.transfers,
         prediction=prediction,
         provenance=provenance,
     )
+    return with_footprints(small, priced)
 
 
 def _stage(
