@@ -258,7 +258,10 @@ class _Profile:
             ]  # fmt: skip
 
         coarse = _QUICK if self.quick else _COARSE
-        first = tasks(("send",), sends, coarse) + tasks(KINDS, whole, coarse)
+        first = [  # the smaller sizes of all before the larger ones of any: on slow links those take the whole budget
+            task for nbytes in coarse
+            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(KINDS, whole, (nbytes,)))
+        ]  # fmt: skip
         if self.quick:
             return first
         return [
