@@ -124,13 +124,14 @@ class ProfileStore:
         text = _told(text)
         return Cluster.from_json(text) if text else None
 
-    def finish(self, cluster: Cluster, keep: bool = True) -> None:
-        """On rank 0: the state has served its purpose; the table is kept for ``cached``, on disk if ``keep``, else for
-        this process only."""
-        _tables[self.about] = cluster
+    def finish(self, cluster: Cluster, usual: bool, keep: bool) -> None:
+        """On rank 0: the state has served its purpose. A table of ``usual`` conditions is kept for ``cached``, on disk
+        if ``keep``, else for this process only."""
+        if usual:
+            _tables[self.about] = cluster
         with suppress(OSError):
             self.partial.unlink(missing_ok=True)
-            if keep:
+            if usual and keep:
                 self.table.parent.mkdir(parents=True, exist_ok=True)
                 cluster.save(self.table)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -38,12 +38,13 @@ from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
 from .runtime.agreement import agree, alike, from_first
 from .runtime.launch import ensure_initialized
-from .runtime.probes import KINDS, ROOTED, Form, Ranks
+from .runtime.probes import KINDS, PACE_S, ROOTED, Form, Ranks
 from .runtime.rollcall import AbsentRankError, call_roll, missing_ranks, world_store
 
 __all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
 
 QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
+QUICK_PACE_S = 0.002
 KIB, MIB = 1 << 10, 1 << 20
 # each in order of value: the ends first, so that a fit has both wherever the budget ends
 _COARSE = (KIB, 4 * MIB, 64 * KIB, 512 * KIB, 32 * MIB)
@@ -64,13 +65,15 @@ def profile(
     progress: Progress | None = None,
     resume: bool = True,
     timeout_s: float = 60.0,
+    pace: Callable[[], object] | None = None,
 ) -> Cluster:
     """Measure the ranks of this job within about ``budget_s`` seconds; the same Cluster on every rank. Collective.
 
     mesh: only its size is checked. quick: a few seconds, or none where this machine's table is in the cache. probes:
     exact ops (``compiler.signature``) to measure as well, alike on every rank. base: a Cluster of these ranks whose
     tables are kept; only what it lacks is measured. path: where rank 0 writes the result. resume: continue what an
-    interrupted profile left. timeout_s: how long a rank may be silent.
+    interrupted profile left. timeout_s: how long a rank may be silent. pace: what a rank does before and beside each
+    collective that is measured; by default matmuls for some milliseconds, for that is how training meets collectives.
 
     Raises ValueError for bad input and TimeoutError that names the ranks that cannot be reached.
     """
@@ -81,7 +84,7 @@ def profile(
     call_roll("profiling", timeout_s)
     try:
         return _Profile(
-            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s
+            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace
         ).run()
     except RuntimeError as error:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -134,8 +137,11 @@ class _Profile:
         progress: Progress | None,
         resume: bool,
         timeout_s: float,
+        pace: Callable[[], object] | None,
     ) -> None:
         self.budget_s, self.quick, self.probes, self.base, self.path = budget_s, quick, probes, base, path
+        self.pace = pace
+        self.cacheable = quick and base is None and not probes and pace is None
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -158,11 +164,11 @@ class _Profile:
 
     def run(self) -> Cluster:
         """Measure and tell everyone."""
-        if self.quick and self.base is None and not self.probes and (cached := self.store.cached()) is not None:
+        if self.cacheable and (cached := self.store.cached()) is not None:
             return cached
         if self.resume and not self.quick:
             self.state = self.store.earlier()
-        ranks = Ranks(self.device, max(self.timeout_s, 30.0))
+        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.pace, QUICK_PACE_S if self.quick else PACE_S)
         wires = self._wire_tasks(ranks) if self.world > 1 and not (self.base and self.base.wires) else []
         known = self.base is not None and bool(self.base.device(0).curves)
         memory = min(self.facts[self.rank].memory_bytes / 8, 2e9)
@@ -293,7 +299,7 @@ class _Profile:
                 if self.path is not None:
                     cluster.save(self.path)
                 # a table with gaps is worth a profile, not a place in the cache
-                self.store.finish(cluster, keep=not (self.quick and self.state.skipped))
+                self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
                 text = [cluster.to_json()]
         dist.broadcast_object_list(text, src=0)
         return Cluster.from_json(text[0])

@@ -4,6 +4,12 @@ A *form* is what the price of a collective depends on: how many devices a group 
 how many such groups do the same at once. ``forms`` lists every form that a plan for these ranks can ask about. One
 visit of a wire task runs the collective on all groups of the form at once; ranks outside wait for the others in
 ``agree``, the elementwise maximum over all ranks, which also decides how many samples there are.
+
+A collective in a training step follows compute: tensors are out of cache, ranks arrive a little apart, and a thread of
+the backend has to be woken while a core is busy. Its mean then is several times what a hot loop of collectives takes
+(1 MB over 2 ranks on 2 cores: 0.4 ms at best, 1.3 ms in the median of a loop, 3.6 ms after 8 ms of compute), and a step
+pays means. So ``pace`` runs before every sample, and a figure is the mean over samples and ranks. A transfer between
+stages leaves a rank that computes on, and meets one that waits: ``_relay`` measures it so.
 """
 
 from __future__ import annotations
@@ -25,7 +31,8 @@ from .crossmesh import Port, Tile
 from .groups import DistributedComm
 
 __all__ = [
-    "KINDS", "OPTIMIZED", "OPTIMIZERS", "ROOTED", "Form", "Ranks", "forms", "optimizer_step", "overlap", "send_forms",
+    "KINDS", "OPTIMIZED", "OPTIMIZERS", "PACE_S", "ROOTED", "Form", "Ranks", "forms", "optimizer_step", "overlap",
+    "send_forms",
 ]  # fmt: skip
 
 Visit = tuple[list[float], int]  # seconds (one or several figures), samples behind them
@@ -34,6 +41,7 @@ Agree = Callable[[Sequence[float]], Sequence[float]]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 _MOST_SAMPLES, _VISIT_S = 15, 0.03
+_PACED_SAMPLES, PACE_S = 12, 0.008  # about what a layer of a small model computes between two collectives
 _TAG = 1 << 29  # beyond the tags of any plan's transfers
 _ALL_SIZES = 16  # ranks up to which submeshes of every size are measured; beyond, powers of two and divisors
 OVERLAP_BYTES = 8 << 20
@@ -103,12 +111,16 @@ def send_forms(hosts: Sequence[str]) -> list[Form]:
 class Ranks:
     """All ranks of the job as the engine sees them: who agrees, the groups made so far, and the tasks over them.
 
-    Made collectively. timeout_s: how long a collective may take before a missing peer is an error.
+    Made collectively. timeout_s: how long a collective may take before a missing peer is an error. pace: what a rank
+    does before and beside a collective, by default matmuls for about ``pace_s`` seconds.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, device: torch.device, timeout_s: float, pace: Callable[[], object] | None = None, pace_s: float = PACE_S
+    ) -> None:
         self.device, self.timeout = device, timedelta(seconds=timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.pace = pace or _matmuls(device, pace_s)
         self._made: dict[tuple[int, ...], Any] = {}
         self.whole = self.group(tuple(range(self.world)))
 
@@ -133,38 +145,103 @@ class Ranks:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.whole)
         return x.tolist()
 
+    def mean(self, value: float | None) -> float:
+        """The mean over the ranks that give a value. Collective."""
+        x = torch.tensor([value or 0.0, value is not None], dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(x, group=self.whole)
+        total, count = x.tolist()
+        return total / max(count, 1.0)
+
     def wire(self, kind: str, form: Form, nbytes: int) -> Callable[[], Visit]:
         """What measures one collective (or "send") of ``nbytes`` on all groups of a form. Collective, as is the call
         that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
         mine = next(((ranks, g) for ranks, g in zip(form.sets, groups) if self.rank in ranks), None)
-        call: Callable[[], object] | None = None
+        call: Callable[..., object] | None = None
         if mine is not None:
             make = _CALLS.get(kind, partial(_rooted, kind))
             call = make(*mine, self.rank, nbytes, self.device)
-        rounds = form.size if kind in ROOTED else 2 if kind == "send" else 1
-        return partial(_sampled, call, rounds, self.agree, self.device)
+        if kind in KINDS:
+            return partial(self._paced, call)
+        if kind == "send":
+            return partial(self._relayed, call)
+        return partial(_sampled, call, form.size, self.agree, self.device)
+
+    def _relayed(self, turn: Callable[..., object] | None) -> Visit:
+        """The mean seconds of a message, from turns of a relay (``_relay``): half a turn without its own compute."""
+        own: list[float] = []
+
+        def compute() -> None:
+            own.append(_seconds(self.pace, self.device))
+
+        def timed() -> float:
+            if turn is None:
+                self.pace()
+                return 0.0
+            return _seconds(partial(turn, self.pace, compute), self.device)
+
+        timed()
+        (once,) = self.agree([timed()])
+        count = max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * 4 * PACE_S / max(once, 1e-6))))
+        own.clear()
+        turns = sorted((timed(), k) for k in range(count))[:-1]
+        if turn is None:
+            return [self.mean(None)], count
+        seconds = sum(whole / 2 - own[k] for whole, k in turns) / len(turns)
+        return [max(self.mean(seconds), 1e-7)], count
+
+    def _paced(self, call: Callable[[], object] | None) -> Visit:
+        """The mean seconds of a call that follows ``pace``, over samples and ranks, without each rank's worst."""
+
+        def timed() -> float:
+            self.pace()
+            return _seconds(call, self.device)
+
+        _seconds(call, self.device)  # connections are made at the first use
+        begin = perf_counter()
+        timed()
+        (once,) = self.agree([perf_counter() - begin])
+        count = max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * 2 * PACE_S / max(once, 1e-6))))
+        samples = sorted(timed() for _ in range(count))[:-1]
+        return [self.mean(None if call is None else sum(samples) / len(samples))], count
+
+
+def _matmuls(device: torch.device, seconds: float) -> Callable[[], object]:
+    """Matmuls that take about so long on this device, on its own."""
+    x = torch.ones(256, 256, device=device) / 256
+
+    def chain(length: int) -> None:
+        y = x
+        for _ in range(length):
+            y = y @ x
+
+    chain(8)
+    once = min(_seconds(partial(chain, 16), device) for _ in range(3)) / 16
+    return partial(chain, max(1, round(seconds / once)))
+
+
+def _seconds(call: Callable[[], object] | None, device: torch.device) -> float:
+    """How long the call takes until its last message is here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    if call is not None:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return perf_counter() - start
 
 
 def _sampled(call: Callable[[], object] | None, rounds: int, agree: Agree, device: torch.device) -> Visit:
-    """The median seconds of a call over as many samples as all ranks agree on, by ``rounds`` messages in each call.
-
-    A call ends when its last message is here; the next call of the same group cannot overtake it."""
-
-    def timed() -> float:
-        start = perf_counter()
-        if call is not None:
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        return perf_counter() - start
-
-    timed()  # connections are made at the first use
-    (once,) = agree([timed()])
+    """The median seconds of a call in a loop, over as many samples as all ranks agree on, by ``rounds`` messages in
+    each call. The next call of the same group cannot overtake it."""
+    _seconds(call, device)  # connections are made at the first use
+    (once,) = agree([_seconds(call, device)])
     count = max(2, min(_MOST_SAMPLES, int(_VISIT_S / max(once, 1e-6))))
     if call is None:
         return [0.0], count
-    return [median(timed() for _ in range(count)) / rounds], count
+    return [median(_seconds(call, device) for _ in range(count)) / rounds], count
 
 
 def _elements(nbytes: int, size: int, device: torch.device) -> torch.Tensor:
@@ -192,27 +269,34 @@ def _all_to_all(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, devi
     return partial(_comm(ranks, group, rank).all_to_all, _elements(nbytes, len(ranks), device), 0, 0, 2)
 
 
-def _send(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Callable[[], object]:
-    """There and back through the runtime's own ports."""
+def _relay(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Callable[..., object]:
+    """One turn of a token that two ranks pass on through the runtime's own ports, with compute between a message's
+    arrival and the next one's departure, and as much beside its way: ``turn(beside, between)``."""
     x = torch.ones(max(nbytes // 4, 1), device=device)
     box = ((0, x.numel()),)
     there, back = (
         Port.make([Tile(a, b, box, box)], rank, tag, (x.numel(),), x.dtype, device=device, group=group)
         for a, b, tag in ((ranks[0], ranks[1], _TAG), (ranks[1], ranks[0], _TAG + 1))
     )
+    starts = rank == ranks[0]
+    out, into = (there, back) if starts else (back, there)
 
-    def first() -> None:
-        started = there.send(x, 0)
-        back.receive(0).wait()
-        for work, _ in started:
+    def turn(beside: Callable[[], object], between: Callable[[], object]) -> None:
+        incoming = into.receive(0)
+        if starts:
+            sent = out.send(x, 0)
+            beside()
+            incoming.wait()
+            between()
+        else:
+            incoming.wait()
+            between()
+            sent = out.send(x, 0)
+            beside()
+        for work, _ in sent:
             work.wait()
 
-    def second() -> None:
-        there.receive(0).wait()
-        for work, _ in back.send(x, 0):
-            work.wait()
-
-    return first if rank == ranks[0] else second
+    return turn
 
 
 def _rooted(
@@ -245,7 +329,7 @@ _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "send": _send,
+    "send": _relay,
 }
 
 
@@ -253,40 +337,33 @@ _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
 
 
 def overlap(ranks: Ranks) -> Callable[[], Visit]:
-    """What measures the seconds of a chain of matmuls, of an all_reduce over the world, and of both at once.
-    Collective, as is the call that it returns."""
-    everyone = tuple(range(ranks.world))
-    comm = _comm(everyone, ranks.whole, ranks.rank)
-    x, w = torch.zeros(OVERLAP_BYTES // 4, device=ranks.device), torch.ones(256, 256, device=ranks.device) / 256
+    """What measures the seconds of ``ranks.pace``, of an all_reduce over the world that takes about as long, and of
+    both at once. Collective, as is the call that it returns."""
+    comm = _comm(tuple(range(ranks.world)), ranks.whole, ranks.rank)
+    x = torch.zeros(OVERLAP_BYTES // 4, device=ranks.device)
 
     def finished(call: Callable[[], object]) -> float:
         ranks.agree([0.0])  # start together
-        start = perf_counter()
-        call()
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize(ranks.device)
-        return perf_counter() - start
-
-    def chain(length: int) -> None:
-        y = w
-        for _ in range(length):
-            y = y @ w
+        return _seconds(call, ranks.device)
 
     def wire() -> None:
         comm.start_all_reduce(x, (0,)).wait()
 
-    def both(length: int) -> None:
+    def paces(count: int) -> None:
+        for _ in range(count):
+            ranks.pace()
+
+    def both(count: int) -> None:
         work = comm.start_all_reduce(x, (0,))
-        chain(length)
+        paces(count)
         work.wait()
 
     def visit() -> Visit:
         finished(wire)
-        finished(partial(chain, 8))
-        single, alone = ranks.agree([finished(partial(chain, 32)) / 32, finished(wire)])
-        length = max(1, min(4096, round(alone / single)))
-        rows = [(finished(partial(chain, length)), finished(wire), finished(partial(both, length))) for _ in range(3)]
-        return [median(column) for column in zip(*rows)], 3
+        alone, single = ranks.agree([finished(wire), finished(ranks.pace)])
+        count = max(1, min(64, round(alone / single)))
+        rows = [(finished(partial(paces, count)), finished(wire), finished(partial(both, count))) for _ in range(5)]
+        return [median(column) for column in zip(*rows)], 5
 
     return visit
 
