@@ -277,7 +277,8 @@ class _Profile:
 
     def _wire_task(self, ranks: Ranks, kind: str, form: Form, nbytes: int) -> Task:
         series = f"wire/{kind}/{form.key}"
-        return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes))
+        width = 2 if kind == "send" else 1
+        return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes), width)
 
     def _optimizer_tasks(self) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
@@ -312,7 +313,8 @@ class _Profile:
         devices = {}
         for number, name in enumerate(self.names):
             facts = next(facts for facts in self.facts if facts.device == name)
-            made = measured_device(facts, self.ops, view(self.state, f"@{number}"), self.slowdown, source)
+            mine = view(self.state, f"@{number}")
+            made = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
             devices[name] = with_overlap(made, self.state)
         wires = wires_of(self.state)
         inner = inner_link(self.facts[0].kind, wires, self.slowdown)

@@ -39,14 +39,14 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
     out = []
     for stage in plan.prediction.stages:
         forward, backward = _compute_s(stage)
-        m, host = plan.microbatches, stage.seconds.get("host", 0.0)
+        m, host, sends = plan.microbatches, stage.seconds.get("host", 0.0), stage.seconds.get("sends", 0.0)
         actions = m * (stage.forward_s + stage.backward_s)
         gradient, optimizer = (stage.seconds.get(cause, 0.0) for cause in ("gradient", "optimizer"))
         out.append({
             "forward": m * forward, "backward": m * backward,
-            "collectives": max(0.0, actions - m * (forward + backward + host)),
-            "skew": 0.0, "sends": 0.0, "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer),
-            "gradient": gradient, "optimizer": optimizer, "host": m * host,
+            "collectives": max(0.0, actions - m * (forward + backward + host + sends)),
+            "skew": 0.0, "sends": m * sends,
+            "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer), "gradient": gradient, "optimizer": optimizer, "host": m * host,
         })  # fmt: skip
         if out[-1]["waiting"] < 1e-9 * plan.prediction.step_s:  # rounding
             out[-1]["waiting"] = 0.0

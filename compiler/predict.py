@@ -2,6 +2,7 @@
 clock.
 
     transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
+    sends      starting a message keeps the sender for a while, in each of its actions
     loss       broadcast to all ranks where the stage that has it is not everyone
     tied       copies send their gradients to the owner and get the new values back
 """
@@ -58,14 +59,19 @@ def predict(
         received[transfer.target] += transfer.forward_s + transfer.backward_s
         ahead[transfer.source, transfer.target] += transfer.forward_s
         back[transfer.source, transfer.target] += transfer.backward_s
+    posts = _posts(graph, cluster, needs_grad, stages)
     predictions = tuple(
         replace(
             part.prediction,
+            forward_s=part.prediction.forward_s + posts[index][0],
+            backward_s=part.prediction.backward_s + posts[index][1],
             step_s=part.prediction.step_s + sum(once[index].values()),
-            seconds={**part.prediction.seconds, "transfer": received[index], **once[index]},
+            seconds={
+                **part.prediction.seconds, "transfer": received[index], "sends": sum(posts[index]), **once[index],
+            },
         )
         for index, part in enumerate(parts)
-    )
+    )  # fmt: skip
     simulation = simulate(
         generate(schedule, len(parts), microbatches),
         [stage.forward_s for stage in predictions],
@@ -77,6 +83,7 @@ def predict(
     busy = [microbatches * (stage.forward_s + stage.backward_s) + stage.step_s for stage in predictions]
     critical = busy.index(max(busy))
     sources = dict(parts[critical].sources)
+    sources["measured"] = sources.get("measured", 0.0) + microbatches * sum(posts[critical])
     if extra := sum(once[critical].values()):
         sources["analytic"] = sources.get("analytic", 0.0) + extra
     return Step(simulation.makespan_s, predictions, transfers, {k: s for k, s in sorted(sources.items()) if s > 0})
@@ -107,13 +114,42 @@ def _transfers(
 
 def _message(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
     """Seconds until every device of ``there`` has its part of a tensor that lies on ``here``."""
-    (source, sent), (target, wanted) = here, there
+    (source, _), (target, wanted) = here, there
     size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize
-    have, want = _parts(kind, sent, source), _parts(kind, wanted, target)
-    count = prod(ceil(a / b) for a, b in zip(have, want))  # blocks of the source that one target's block touches
+    count = _tiles(kind, here, there)
     backwards = source.devices[0] > target.devices[0]
     ends = (source.devices[0], target.devices[-1]) if backwards else (source.devices[-1], target.devices[0])
     return count * p2p_seconds(cluster, *ends, size / count, len(target.devices))
+
+
+def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> int:
+    """Blocks of the source that one target device's block touches, each a message."""
+    (source, sent), (target, wanted) = here, there
+    return prod(ceil(a / b) for a, b in zip(_parts(kind, sent, source), _parts(kind, wanted, target)))
+
+
+def _posts(
+    graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
+) -> list[tuple[float, float]]:
+    """Per stage, the seconds that its forward and its backward spend on starting messages, a device's mean."""
+    nodes = graph.by_name()
+    made = {name: (s, spec) for s, stage in enumerate(stages) for c in stage.chunks for name, spec in c.sends.items()}
+    out = [[0.0, 0.0] for _ in stages]
+
+    def post(kind: TensorType, direction: int, origin: int, sent: Spec, goal: int, wanted: Spec) -> None:
+        source, target = stages[origin], stages[goal]
+        count = _tiles(kind, (source, sent), (target, wanted)) * len(target.devices) / len(source.devices)
+        out[origin][direction] += count * cluster.device(source.devices[0]).post_s
+
+    for index, target in enumerate(stages):
+        for chunk in target.chunks:
+            for name, pair in chunk.receives.items():
+                origin, spec = made[name]
+                kind = nodes[name].meta["type"]
+                post(kind, 0, origin, spec, index, pair.value)
+                if name in needs_grad and kind.is_float:
+                    post(kind, 1, index, _clean(pair.cotangent), origin, _clean(spec))
+    return [(forward, backward) for forward, backward in out]
 
 
 def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:

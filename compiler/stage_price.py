@@ -6,7 +6,7 @@
                      host                                       the library around the two actions
     per step         gradient, overlapped                       the reduction that is exposed, and what hides
                      optimizer
-    added later      transfer; loss, tied (per step)            what several stages do together (``predict``)
+    added later      transfer, sends; loss, tied (per step)     what several stages do together (``predict``)
 
 ``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum.
 """
@@ -33,7 +33,7 @@ __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
 STEP_CAUSES = ("gradient", "overlapped", "optimizer", "loss", "tied")  # once per step; the others per microbatch
 CAUSES = (
-    "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "host",
+    "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "sends", "host",
     *STEP_CAUSES,
 )  # fmt: skip
 

@@ -52,7 +52,7 @@ class Device(HashedOnce):
     Measured, if at all: ``curves`` and ``surfaces`` of op times by kind, ``op_times`` by exact signature,
     ``optimizers`` by name; ``overlap``: the share of a collective that hides behind compute beside it, (t_compute +
     t_collective − t_both) / min(t_compute, t_collective); ``action_s``: host time of one pipeline action beyond its
-    ops."""
+    ops; ``post_s``: for how long starting a message to another stage keeps the sender."""
 
     name: str
     memory_bytes: int
@@ -68,11 +68,12 @@ class Device(HashedOnce):
     optimizers: tuple[OptimizerRate, ...] = ()
     overlap: float = 0.0
     action_s: float = 0.0
+    post_s: float = 0.0
     surfaces: tuple[Surface, ...] = ()
 
     def __post_init__(self) -> None:
         positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
-        not_negative(f"device {self.name}", self, "launch_s", "view_s", "overlap", "action_s")
+        not_negative(f"device {self.name}", self, "launch_s", "view_s", "overlap", "action_s", "post_s")
         if self.overlap > 1:
             raise ValueError(f"device {self.name} needs overlap <= 1, but got {self.overlap}; correct it")
         rates = dict(self.flops_per_s)

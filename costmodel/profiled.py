@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from .fitting import fit_optimizer, fit_wire
 from .hardware import Device, Link, link_of
@@ -50,8 +51,11 @@ def view(state: State, suffix: str) -> State:
     return State(state.about, cut)
 
 
-def measured_device(facts: RankFacts, ops: Sequence[GridOp], state: State, slowdown: float, source: str) -> Device:
-    """The Device of one rank from its ops; ValueError where too little was measured to price anything."""
+def measured_device(
+    facts: RankFacts, ops: Sequence[GridOp], state: State, every: State, slowdown: float, source: str
+) -> Device:
+    """The Device of one rank from its ops (``state``) and what all ranks measured together (``every``); ValueError
+    where too little was measured to price anything."""
     peaks: dict[str, float] = {}
     for op in ops:
         seconds = state.seconds(op.key)
@@ -78,8 +82,19 @@ def measured_device(facts: RankFacts, ops: Sequence[GridOp], state: State, slowd
         optimizers=_optimizers(state, slowdown),
         overlap=OVERLAP[facts.kind].value,
         action_s=entry[0] * slowdown if entry else 0.0,
+        post_s=_post_seconds(every),
         surfaces=tuple(surfaces_of(ops, state, slowdown)),
     )
+
+
+def _post_seconds(state: State) -> float:
+    """What starting one message between stages costs its ends: the median over sizes and forms."""
+    found = [
+        record.medians()[1]
+        for key, record in state.records.items()
+        if key.startswith("wire/send/") and record.visits and len(record.visits[0]) > 1
+    ]
+    return median(found) if found else 0.0
 
 
 def with_overlap(device: Device, state: State) -> Device:

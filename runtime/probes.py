@@ -169,27 +169,29 @@ class Ranks:
         return partial(_sampled, call, form.size, self.agree, self.device)
 
     def _relayed(self, turn: Callable[..., object] | None) -> Visit:
-        """The mean seconds of a message, from turns of a relay (``_relay``): half a turn without its own compute."""
+        """The mean seconds of a message from turns of a relay (``_relay``), half a turn without its own compute; and,
+        not among these, for how long starting it keeps its ends."""
         own: list[float] = []
-
-        def compute() -> None:
-            own.append(_seconds(self.pace, self.device))
+        posts: list[float] = []
 
         def timed() -> float:
             if turn is None:
                 self.pace()
                 return 0.0
-            return _seconds(partial(turn, self.pace, compute), self.device)
+            start = perf_counter()
+            turn(self.pace, lambda: own.append(_seconds(self.pace, self.device)), posts.append)
+            return perf_counter() - start
 
         timed()
         (once,) = self.agree([timed()])
         count = max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * 4 * PACE_S / max(once, 1e-6))))
         own.clear()
+        posts.clear()
         turns = sorted((timed(), k) for k in range(count))[:-1]
-        if turn is None:
-            return [self.mean(None)], count
-        seconds = sum(whole / 2 - own[k] for whole, k in turns) / len(turns)
-        return [max(self.mean(seconds), 1e-7)], count
+        away = [k for _, k in turns]
+        whole = None if turn is None else sum(seconds / 2 - own[k] for seconds, k in turns) / len(turns)
+        post = self.mean(None if turn is None else sum(posts[k] for k in away) / len(away))
+        return [max(self.mean(whole) - post, 1e-7), post], count
 
     def _paced(self, call: Callable[[], object] | None) -> Visit:
         """The mean seconds of a call that follows ``pace``, over samples and ranks, without each rank's worst."""
@@ -271,7 +273,8 @@ def _all_to_all(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, devi
 
 def _relay(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Callable[..., object]:
     """One turn of a token that two ranks pass on through the runtime's own ports, with compute between a message's
-    arrival and the next one's departure, and as much beside its way: ``turn(beside, between)``."""
+    arrival and the next one's departure, and as much beside its way: ``turn(beside, between, posted)``, where
+    ``posted`` is told what starting the message and awaiting the other took."""
     x = torch.ones(max(nbytes // 4, 1), device=device)
     box = ((0, x.numel()),)
     there, back = (
@@ -281,17 +284,26 @@ def _relay(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: t
     starts = rank == ranks[0]
     out, into = (there, back) if starts else (back, there)
 
-    def turn(beside: Callable[[], object], between: Callable[[], object]) -> None:
+    def turn(beside: Callable[[], object], between: Callable[[], object], posted: Callable[[float], object]) -> None:
+        start = perf_counter()
         incoming = into.receive(0)
-        if starts:
+        received = perf_counter() - start
+
+        def pass_on() -> list[Any]:
+            start = perf_counter()
             sent = out.send(x, 0)
+            posted(received + perf_counter() - start)
+            return sent
+
+        if starts:
+            sent = pass_on()
             beside()
             incoming.wait()
             between()
         else:
             incoming.wait()
             between()
-            sent = out.send(x, 0)
+            sent = pass_on()
             beside()
         for work, _ in sent:
             work.wait()
@@ -379,12 +391,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 #: (tensors, elements of each)
 OPTIMIZED = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))
 _OUT_OF_CACHE_BYTES = 1 << 26
+_CHURNED = 32  # MiB
 
 
 def optimizer_step(name: str, tensors: int, elements: int, device: torch.device) -> Callable[[], Visit]:
     """What measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
 
-    Several sets of parameters take turns, so that none is in the cache when its turn comes.
+    Several sets of parameters take turns, so that none is in the cache when its turn comes, and before each round as
+    much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
     """
     count = max(1, min(32, _OUT_OF_CACHE_BYTES // (4 * 4 * tensors * elements)))
     sets = []
@@ -395,12 +409,12 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
         sets.append(OPTIMIZERS[name](parameters))
 
     def step() -> float:
-        start = perf_counter()
+        seconds = 0.0
         for optimizer in sets:
-            optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (perf_counter() - start) / count
+            churn = [torch.ones(1 << 18, device=device) for _ in range(_CHURNED)]
+            del churn
+            seconds += _seconds(optimizer.step, device)
+        return seconds / count
 
     def visit() -> Visit:
         step()  # the state is made at the first step

@@ -1,4 +1,4 @@
-"""On a CUDA device, where there is one: training equals the single-device model, and the profiler and the meters work."""
+"""On a CUDA device, where there is one: training equals the single-device model; profiler and meters work."""
 
 from __future__ import annotations
 

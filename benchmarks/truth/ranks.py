@@ -62,14 +62,14 @@ def run(trials: Sequence[Trial], settings: Settings) -> list[dict[str, Any]]:
 
 
 def _bound(trial: Trial, forecast: Forecast) -> tuple[Contender, dict[str, Any]]:
-    """The trial ready to step, and what it holds, in bytes of each rank beyond the batch and what other trials hold.
+    """The trial ready to step, and what it holds, in bytes of each rank beyond what other trials hold.
 
     "live": storages of tensors during the third step, at their peak; "resident": growth of the process's resident set
     until then, which the pages left by earlier trials make smaller.
     """
     target = TARGETS[trial.target]
-    batch = target.batch(trial.batch)
     before = sum(storages_alive().values())
+    batch = target.batch(trial.batch)
     reset_peak_rss()
     resident = peak_rss_bytes()
     parallel = mw.parallelize(

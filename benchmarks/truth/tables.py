@@ -7,8 +7,10 @@ none of the models. "ops" adds the ops of the plans by their exact signature, ea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import meshwright as mw
@@ -29,6 +31,8 @@ from .trials import SLEEPING, Trial
 
 __all__ = ["Forecast", "forecasts"]
 
+PACE_S = 0.005  # a sleeping layer's, between collectives
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -48,13 +52,16 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
     tables: dict[str, mw.Cluster] = {}
     if not sleeping:
         tables["local"] = _shared(lambda: mw.Cluster.local(dist.get_world_size()))
-    tables["grid"] = profile(budget_s=budget_s / 2, resume=False)
+    pace = partial(time.sleep, PACE_S) if sleeping else None
+    tables["grid"] = profile(budget_s=budget_s / 2, resume=False, pace=pace)
     planned = pretended(tables["grid"]) if sleeping else tables["grid"]
     plans = [_planned(trial, graphs[trial.target], planned) for trial in trials]
     probes: dict[str, Probe] = {}
     for trial, plan in zip(trials, plans, strict=True):
         probes |= plan_probes(graphs[trial.target], plan)
-    tables["ops"] = profile(budget_s=budget_s / 2, resume=False, base=tables["grid"], probes=list(probes.values()))
+    tables["ops"] = profile(
+        budget_s=budget_s / 2, resume=False, base=tables["grid"], probes=list(probes.values()), pace=pace
+    )
     if sleeping:
         tables = {name: pretended(cluster) for name, cluster in tables.items()}
     return [
@@ -67,7 +74,7 @@ def pretended(cluster: mw.Cluster) -> mw.Cluster:
     """The cluster as sleeping layers make it, from its profile.
 
     Matmuls run at the pretended rate, unless their exact op was measured. Ranks that sleep leave their core to others:
-    nothing is oversubscribed, and a collective is hidden behind compute as a whole.
+    nothing is oversubscribed. What a collective costs after and beside sleeping was measured so.
     """
     crowd = cluster.oversubscription
 
@@ -79,7 +86,6 @@ def pretended(cluster: mw.Cluster) -> mw.Cluster:
             launch_s=device.launch_s / crowd,
             view_s=device.view_s / crowd,
             action_s=device.action_s / crowd,
-            overlap=1.0,
             surfaces=(),
             curves=tuple(
                 replace(curve, points=tuple((work, seconds / crowd) for work, seconds in curve.points))

@@ -88,9 +88,9 @@ TARGETS: dict[str, Target] = {
         lambda: TransformerMoE(1024, 4, 192, 4, 4, 64, feed_forward=768),
         _tokens(64, 1024),
     ),
-    "sleep-8": Target("sleeping blocks: 8 of hidden 64", lambda: Sleeper(64, 8), _vectors(64)),
-    "sleep-16": Target("sleeping blocks: 16 of hidden 64", lambda: Sleeper(64, 16), _vectors(64)),
-    "sleep-wide": Target("sleeping blocks: 4 of hidden 128", lambda: Sleeper(128, 4), _vectors(128)),
+    "sleep-8": Target("sleeping blocks: 8 of hidden 128", lambda: Sleeper(128, 8), _vectors(128)),
+    "sleep-16": Target("sleeping blocks: 16 of hidden 192", lambda: Sleeper(192, 16), _vectors(192)),
+    "sleep-wide": Target("sleeping blocks: 4 of hidden 192", lambda: Sleeper(192, 4), _vectors(192)),
 }
 
 #: small steps, and an ``eps`` above the rounding of gradients; everything else is torch's default
