@@ -45,8 +45,8 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
         out.append({
             "forward": m * forward, "backward": m * backward,
             "collectives": max(0.0, actions - m * (forward + backward + host + sends)),
-            "skew": 0.0, "sends": m * sends,
-            "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer), "gradient": gradient, "optimizer": optimizer, "host": m * host,
+            "skew": 0.0, "sends": m * sends, "gradient": gradient, "optimizer": optimizer, "host": m * host,
+            "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer),
         })  # fmt: skip
         if out[-1]["waiting"] < 1e-9 * plan.prediction.step_s:  # rounding
             out[-1]["waiting"] = 0.0
