@@ -29,6 +29,7 @@ from .typeset import (
     runs,
     seconds_text,
     span_text,
+    stacked,
     table,
     wrapped,
 )
@@ -79,8 +80,8 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
             f"Schedule: {plan.schedule}, {count_text(plan.microbatches, 'microbatch')}",
             _schedule(plan, simulation, width),
         ),
-        _titled("Seconds of a step, by cause", _seconds(plan)),
-        _titled("Memory of the fullest device, by cause", _memory(plan)),
+        _titled("Seconds of a step, by cause", _seconds(plan, width)),
+        _titled("Memory of the fullest device, by cause", _memory(plan, width)),
         _titled("Collectives", _collectives(plan, width)),
         _titled("What else there was", _alternatives(plan, width)),
         _titled("Where the prices come from", _prices(plan, width)),
@@ -241,7 +242,7 @@ def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     return [*(f"  {line}" for line in picture), *wrapped(legend, width, "  ")]
 
 
-def _seconds(plan: Plan) -> list[str]:
+def _seconds(plan: Plan, width: int) -> list[str]:
     rows = []
     least = _NEGLIGIBLE * plan.prediction.step_s
     used = [
@@ -254,11 +255,11 @@ def _seconds(plan: Plan) -> list[str]:
         # a transfer runs beside compute: the stage itself is busy with the rest only
         busy = plan.microbatches * (stage.forward_s + stage.backward_s) + stage.step_s
         rows.append([*found, max(0.0, plan.prediction.step_s - busy)])
-    lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text)
+    lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text, width)
     if "transfer" in used:
         lines.append("  transfers travel beside the rest; waiting is what the rest leaves of the step")
     if "overlapped" in used:
-        lines.append("  hidden: what of the gradients' reduction runs behind the last backward and costs no time")
+        lines.append("  hidden: of the gradients' reduction, what runs beside the last backward")
     return lines
 
 
@@ -266,7 +267,7 @@ def _times(plan: Plan, cause: str) -> int:
     return 1 if cause in _ONCE else plan.microbatches
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: Plan, width: int) -> list[str]:
     shown = {"parameters": "weights"} | dict.fromkeys(("buffers", "inputs", "framework"), "runtime")
     sums: list[Counter[str]] = []
     for stage in plan.prediction.stages:
@@ -275,17 +276,19 @@ def _memory(plan: Plan) -> list[str]:
             sums[-1][shown.get(cause, cause)] += size  # type: ignore[assignment]
     names = list(dict.fromkeys(name for found in sums for name in found))
     rows = [[*(found[name] for name in names), sum(found.values())] for found in sums]
-    return [*_by_stage([*names, "total"], rows, bytes_text), "  runtime: the framework, the batch, and messages"]
+    return [*_by_stage([*names, "total"], rows, bytes_text, width), "  runtime: the framework, the batch, and messages"]
 
 
-def _by_stage(head: Sequence[str], rows: Sequence[Sequence[float]], text: Callable[[float], str]) -> list[str]:
+def _by_stage(
+    head: Sequence[str], rows: Sequence[Sequence[float]], text: Callable[[float], str], width: int
+) -> list[str]:
     """A row per stage; neighbours whose rows read alike are one row."""
     cells = [[text(value) for value in row] for row in rows]
     merged = []
     for key, run in groupby(enumerate(cells), key=lambda pair: pair[1]):
         numbers = [index for index, _ in run]
         merged.append([span_text(numbers), *key])
-    return table(["stage", *head], merged, "<" + ">" * len(head), 10_000)
+    return stacked(["stage", *head], merged, "<" + ">" * len(head), width)
 
 
 def _collectives(plan: Plan, width: int) -> list[str]:

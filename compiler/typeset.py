@@ -16,6 +16,7 @@ __all__ = [
     "runs",
     "seconds_text",
     "span_text",
+    "stacked",
     "table",
     "wrapped",
 ]
@@ -58,6 +59,23 @@ def table(
         if number == 0:
             lines.append("  " + "─" * (sum(sizes) + 2 * (len(sizes) - 1)))
     return lines
+
+
+def stacked(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int) -> list[str]:
+    """``table``; where it is wider than ``width``, several of about as many columns each, one under the other, all with
+    the first column."""
+    columns = len(head) - 1
+    parts: list[list[str]] = []
+    for count in range(1, columns + 1):
+        each = -(-columns // count)
+        chosen = [[0, *range(k, min(k + each, columns + 1))] for k in range(1, columns + 1, each)]
+        parts = [
+            table([head[k] for k in part], [[row[k] for k in part] for row in rows], "".join(align[k] for k in part))
+            for part in chosen
+        ]
+        if all(len(line) <= width for part in parts for line in part):
+            break
+    return [line for number, part in enumerate(parts) for line in ([""] if number else []) + part]
 
 
 def runs(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:

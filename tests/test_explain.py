@@ -15,7 +15,7 @@ from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.compiler.summary import summary_json
-from meshwright.compiler.typeset import bar, bytes_text, count_text, seconds_text, span_text, table
+from meshwright.compiler.typeset import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
 from meshwright.compiler.validate import check_plan, require
 from meshwright.costmodel.cluster import Cluster
 from zoo import gpt, mlp
@@ -203,6 +203,16 @@ def test_a_wide_column_is_wrapped() -> None:
     lines = table(["a", "why"], [["-", "one two three four five six"]], "<<", width=20, shrink=1)
     assert max(map(len, lines)) <= 20
     assert " ".join(line.strip(" -") for line in lines[2:]) == "one two three four five six"
+
+
+def test_a_wide_table_is_stacked() -> None:
+    head, row = ["stage", "aaaa", "bbbb", "cccc"], ["0", "1", "2", "3"]
+    assert stacked(head, [row], "<>>>", width=30) == table(head, [row], "<>>>")
+    lines = stacked(head, [row], "<>>>", width=20)
+    assert max(map(len, lines)) <= 20
+    tables = [[line.split() for line in part.splitlines()] for part in "\n".join(lines).split("\n\n")]
+    assert [part[0] for part in tables] == [["stage", "aaaa", "bbbb"], ["stage", "cccc"]]
+    assert [part[2] for part in tables] == [["0", "1", "2"], ["0", "3"]]
 
 
 # ---- does it hold?
