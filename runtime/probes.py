@@ -44,7 +44,8 @@ _MOST_SAMPLES, _VISIT_S = 15, 0.03
 _PACED_SAMPLES, PACE_S = 12, 0.008  # about what a layer of a small model computes between two collectives
 _TAG = 1 << 29  # beyond the tags of any plan's transfers
 _ALL_SIZES = 16  # ranks up to which submeshes of every size are measured; beyond, powers of two and divisors
-OVERLAP_BYTES = 8 << 20
+OVERLAP_BYTES = 4 << 20
+_SLOW_S = 0.2  # a collective beyond which one sample has to do
 
 
 @dataclass(frozen=True)
@@ -374,8 +375,11 @@ def overlap(ranks: Ranks) -> Callable[[], Visit]:
         finished(wire)
         alone, single = ranks.agree([finished(wire), finished(ranks.pace)])
         count = max(1, min(64, round(alone / single)))
-        rows = [(finished(partial(paces, count)), finished(wire), finished(partial(both, count))) for _ in range(5)]
-        return [median(column) for column in zip(*rows)], 5
+        samples = 5 if alone < _SLOW_S else 1
+        rows = [
+            (finished(partial(paces, count)), finished(wire), finished(partial(both, count))) for _ in range(samples)
+        ]
+        return [median(column) for column in zip(*rows)], samples
 
     return visit
 
