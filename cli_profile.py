@@ -162,7 +162,7 @@ def _device(device: Device) -> list[str]:
     lines = [
         f"{device.name}: launch {device.launch_s * 1e6:.2f} µs, view {device.view_s * 1e6:.2f} µs, memory "
         f"{device.memory_bytes_per_s / 1e9:.3g} GB/s, overlap {device.overlap:.0%}, action "
-        f"{device.action_s * 1e6:.1f} µs, start of a message {device.post_s * 1e6:.0f} µs"
+        f"{device.action_s * 1e6:.1f} µs, start of a 1 MiB message {device.post_seconds(1 << 20) * 1e6:.0f} µs"
     ]
     rows: list[Sequence[str]] = [("op", "dtype", "pass", "points", "from", "to", "best rate")]
     for curve in device.curves:

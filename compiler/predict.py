@@ -138,8 +138,10 @@ def _posts(
 
     def post(kind: TensorType, direction: int, origin: int, sent: Spec, goal: int, wanted: Spec) -> None:
         source, target = stages[origin], stages[goal]
-        count = _tiles(kind, (source, sent), (target, wanted)) * len(target.devices) / len(source.devices)
-        out[origin][direction] += count * cluster.device(source.devices[0]).post_s
+        tiles = _tiles(kind, (source, sent), (target, wanted))
+        size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize / tiles
+        count = tiles * len(target.devices) / len(source.devices)
+        out[origin][direction] += count * cluster.device(source.devices[0]).post_seconds(size)
 
     for index, target in enumerate(stages):
         for chunk in target.chunks:

@@ -118,7 +118,7 @@ def _device_changes(a: Device, b: Device) -> Iterable[Change]:
     yield Change("device", f"{a.name}, launch", a.launch_s, b.launch_s)
     yield Change("device", f"{a.name}, view", a.view_s, b.view_s)
     yield Change("device", f"{a.name}, pipeline action", a.action_s, b.action_s)
-    yield Change("device", f"{a.name}, start of a message", a.post_s, b.post_s)
+    yield Change("device", f"{a.name}, start of a 1 MiB message", a.post_seconds(1 << 20), b.post_seconds(1 << 20))
     yield Change("device", f"{a.name}, overlap", a.overlap, b.overlap, "of the shorter")
     new = _curve_prices(b)
     for name, points in _curve_prices(a).items():

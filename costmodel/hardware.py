@@ -52,7 +52,7 @@ class Device(HashedOnce):
     Measured, if at all: ``curves`` and ``surfaces`` of op times by kind, ``op_times`` by exact signature,
     ``optimizers`` by name; ``overlap``: the share of a collective that hides behind compute beside it, (t_compute +
     t_collective − t_both) / min(t_compute, t_collective); ``action_s``: host time of one pipeline action beyond its
-    ops; ``post_s``: for how long starting a message to another stage keeps the sender."""
+    ops; ``post_s`` and ``post_s_per_byte``: for how long starting a message between stages keeps its ends."""
 
     name: str
     memory_bytes: int
@@ -69,11 +69,14 @@ class Device(HashedOnce):
     overlap: float = 0.0
     action_s: float = 0.0
     post_s: float = 0.0
+    post_s_per_byte: float = 0.0
     surfaces: tuple[Surface, ...] = ()
 
     def __post_init__(self) -> None:
         positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
-        not_negative(f"device {self.name}", self, "launch_s", "view_s", "overlap", "action_s", "post_s")
+        not_negative(
+            f"device {self.name}", self, "launch_s", "view_s", "overlap", "action_s", "post_s", "post_s_per_byte"
+        )
         if self.overlap > 1:
             raise ValueError(f"device {self.name} needs overlap <= 1, but got {self.overlap}; correct it")
         rates = dict(self.flops_per_s)
@@ -99,6 +102,10 @@ class Device(HashedOnce):
     def optimizer_rate(self, name: str) -> OptimizerRate | None:
         """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
         return next((rate for rate in self.optimizers if rate.name == name), None)
+
+    def post_seconds(self, nbytes: float) -> float:
+        """For how long starting a message of ``nbytes`` to another stage keeps its ends."""
+        return self.post_s + self.post_s_per_byte * nbytes
 
     def peak(self, dtype: object) -> float:
         """Peak FLOP/s of a torch dtype or its name; a dtype without an entry runs at float32's rate, float64 at half of

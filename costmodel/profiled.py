@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
-from .fitting import fit_optimizer, fit_wire
+from .fitting import fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
 from .measured import OpTime, OptimizerRate, Wire
 from .op_grid import GridOp, curves_of, surfaces_of
@@ -68,6 +67,7 @@ def measured_device(
             "a profile measures at least one matmul, a launch and the memory rate; give it a larger budget"
         )
     entry = state.seconds(ENTRY)
+    post_s, post_s_per_byte = _post_rates(every)
     return Device(
         name=facts.device,
         memory_bytes=facts.memory_bytes,
@@ -82,19 +82,21 @@ def measured_device(
         optimizers=_optimizers(state, slowdown),
         overlap=OVERLAP[facts.kind].value,
         action_s=entry[0] * slowdown if entry else 0.0,
-        post_s=_post_seconds(every),
+        post_s=post_s,
+        post_s_per_byte=post_s_per_byte,
         surfaces=tuple(surfaces_of(ops, state, slowdown)),
     )
 
 
-def _post_seconds(state: State) -> float:
-    """What starting one message between stages costs its ends: the median over sizes and forms."""
-    found = [
-        record.medians()[1]
+def _post_rates(state: State) -> tuple[float, float]:
+    """What starting a message between stages costs its ends: seconds, and seconds per byte."""
+    rows = [
+        (1.0, float(key.rsplit("/", 1)[1]), record.medians()[1])
         for key, record in state.records.items()
         if key.startswith("wire/send/") and record.visits and len(record.visits[0]) > 1
     ]
-    return median(found) if found else 0.0
+    rows = [row for row in rows if row[2] > 0]
+    return two_rates(rows) if len(rows) > 1 else (0.0, 0.0)
 
 
 def with_overlap(device: Device, state: State) -> Device:
