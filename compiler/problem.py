@@ -320,8 +320,10 @@ class _Builder:
         elif any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
             pairs = {Pair((R,) * axes, (R,) * axes)}
         else:
-            pairs = {Pair(p.value, (R,) * axes) for p in wanted if not any(v.is_partial for v in p.value)}
-            pairs.add(Pair((R,) * axes, (R,) * axes))
+            # a frozen parameter lies as a trained one may, so that a plan outlives its thawing
+            frozen = source.kind == "parameter"
+            values = {p.value for p in wanted if not any(v.is_partial for v in p.value)} | {(R,) * axes}
+            pairs = {Pair(value, value if frozen else (R,) * axes) for value in values}
             if source.kind == "input" and source.batch_dim is not None:
                 pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
         if pinned is not None:

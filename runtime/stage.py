@@ -128,7 +128,7 @@ class Session:
             if slot.kind != "parameter":
                 continue
             for axis, (value, cotangent) in enumerate(zip(slot.pair.value, slot.pair.cotangent, strict=True)):
-                if not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
+                if slot.requires_grad and not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
                     raise ValueError(
                         f"the gradient of {slot.name!r} must lie as its value or be partial, but got {slot.pair} on "
                         f"axis {axis}; plan again"

@@ -102,6 +102,19 @@ def test_layer_tables_equal_the_integer_program(graphs, name, mesh):
             assert solution.seconds == pytest.approx(table.cost[a, b], rel=1e-6)
 
 
+def test_a_frozen_weight_lies_as_a_trained_one_may():
+    model, args, kwargs = ZOO["mlp"](8, device="meta")
+    model.requires_grad_(False)
+    next(reversed(list(model.parameters()))).requires_grad_(True)
+    graph = capture(model, args, kwargs)
+    layering = cluster_layers(graph)
+    composer = Composer(graph, layering, MeshPricer(V100, 0, (2,)), 1)
+    section = composer.section(0, len(layering.layers), [()], [()])
+    choices = [pair for kind, pairs in zip(section.kinds, section.choices) if kind == "parameter" for pair in pairs]
+    assert any(value.is_shard for pair in choices for value in pair.value)
+    assert all(c.is_partial or c == v for pair in choices for v, c in zip(pair.value, pair.cotangent))
+
+
 def test_interval_bytes_are_those_of_the_chosen_assignment(graphs):
     graph = graphs("gpt").with_batch(8)
     layering = cluster_layers(graph)
