@@ -48,6 +48,7 @@ _CAUSES = {
     "reshard": "resharding",
     "internal": "in ops",
     "host": "host",
+    "sends": "sending",
     "transfer": "transfer",
     "gradient": "gradients",
     "overlapped": "hidden",

@@ -13,6 +13,7 @@ from meshwright.compiler.driver import make_plan
 from meshwright.compiler.explain import explain
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
+from meshwright.compiler.stage_price import CAUSES
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.compiler.summary import summary_json
 from meshwright.compiler.typeset import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
@@ -135,6 +136,14 @@ def test_the_page_has_every_part(mixed: Plan) -> None:
     count = mixed.prediction.stages[0].collectives["forward all_reduce"]
     assert f"stage 0: {count} × forward all-reduce" in text
     assert len(re.findall(r"^  stage [01] .*[0-9₀-₉]$|^  stage [01] .*[=·]+$", text, re.MULTILINE)) >= 2
+
+
+def test_every_cause_has_a_column(mixed: Plan) -> None:
+    first = mixed.prediction.stages[0]
+    every = replace(mixed.prediction, stages=(replace(first, seconds=dict.fromkeys(CAUSES, first.forward_s)),))
+    text = explain(replace(mixed, stages=mixed.stages[:1], transfers=(), prediction=every), width=300)
+    (head,) = [line for line in text.splitlines() if line.startswith("  stage  forward")]
+    assert len(re.split(r"  +", head.strip())) == 2 + len(CAUSES)
 
 
 def test_equal_stages_are_told_together(graph: Graph) -> None:
