@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .buckets import gradient_buckets
 from .plan import BUCKET_BYTES
 
-__all__ = ["FIRST_BUCKET_BYTES", "Bucket", "Gradient", "bucketed", "hidden_seconds"]
-
-FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
+__all__ = ["Bucket", "Gradient", "bucketed", "hidden_seconds"]
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,12 @@ class Bucket:
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
-def bucketed(gradients: Sequence[Gradient], bucket_bytes: float = BUCKET_BYTES) -> list[Bucket]:
+def bucketed(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """The buckets of gradients given in program order, those without axes left out, in the order in which they
     start."""
-    done: list[Bucket] = []
-    openings: dict[Hashable, tuple[list[Gradient], float, float]] = {}
-    for gradient in reversed(gradients):
-        if not gradient.axes:
-            continue
-        key = (gradient.axes, gradient.key)
-        members, size, limit = openings.get(key) or ([], 0.0, min(FIRST_BUCKET_BYTES, bucket_bytes))
-        if members and size + gradient.nbytes > limit:
-            done.append(Bucket(gradient.axes, tuple(members)))
-            members, size, limit = [], 0.0, bucket_bytes
-        members.append(gradient)
-        openings[key] = (members, size + gradient.nbytes, limit)
-    return done + [Bucket(members[0].axes, tuple(members)) for members, _, _ in openings.values()]
+    keys = [((gradient.axes, gradient.key) if gradient.axes else None, gradient.nbytes) for gradient in gradients]
+    groups = gradient_buckets(keys, bucket_bytes)
+    return [Bucket(gradients[group[0]].axes, tuple(gradients[k] for k in group)) for group in groups]
 
 
 def hidden_seconds(
