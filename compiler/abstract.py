@@ -4,7 +4,7 @@ Tensors live on the ``meta`` device, so a run costs microseconds per op and no m
 forward and backward below autograd, and each new storage until it is let go. Where a meta tensor takes another way than
 a real one, a stand-in does what the real kernel would: fused attention keeps its log-sum-exp, experts get equally many
 tokens each, autograd adds a second gradient into the first one's storage where nobody else reads it, and the CPU's
-convolutions hold a tensor in another layout for a moment.
+convolutions hold copies in another layout for a moment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import local_ops
+from .convolution_room import room_of_convolution
 from .program import ChunkProgram
 
 __all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
 
 aten = torch.ops.aten
-# these take room for a loss's addends, or for an operand or result in another layout, and give it back
-_LAVISH = {aten.mse_loss.default, aten.convolution.default, aten.convolution_backward.default}
 
 
 class Tracker(TorchDispatchMode):
@@ -114,9 +113,8 @@ class Tracker(TorchDispatchMode):
             for x in out:
                 if isinstance(x, torch.Tensor):
                     self.watch(x)
-        if self.on_cpu and func in _LAVISH:
-            size = max(x.nbytes for x in (*args[:2], out) if isinstance(x, torch.Tensor))
-            self.watch(torch.empty(size, dtype=torch.uint8, device="meta"))
+        if self.on_cpu and (room := _room(func, args, out)):
+            self.watch(torch.empty(room, dtype=torch.uint8, device="meta"))
         return out
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,6 +141,15 @@ class Tracker(TorchDispatchMode):
         here = picks // self.expert_blocks
         counts = [here // experts + (e < here % experts) for e in range(experts)]
         return torch.tensor([*counts, picks - here])
+
+
+def _room(func: Any, args: Any, out: Any) -> int:
+    """Bytes that a CPU kernel takes beside its results and gives back: addends, operands in another layout."""
+    if func is aten.mse_loss.default:
+        return max(args[0].nbytes, args[1].nbytes)
+    if func is aten.convolution.default:
+        return room_of_convolution(args, [out], backward=False)
+    return room_of_convolution(args, out, backward=True) if func is aten.convolution_backward.default else 0
 
 
 Layouts = tuple[bool, list[tuple[Any, Any, torch.dtype] | None]]  # whether it is one tensor; shape, strides, dtype

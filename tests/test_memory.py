@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -12,6 +12,7 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.compiler.abstract import Tracker
 from meshwright.compiler.capture import capture
 from meshwright.compiler.footprint import footprints, stage_memory, with_footprints
 from meshwright.compiler.updates import update_bytes
@@ -90,6 +91,53 @@ def test_optimizer_temporaries_of_adam() -> None:
     size = 256 * 128 * 4
     assert update_bytes((256, 128), torch.float32, "AdamW", "cpu")[1] == 2 * size  # the root, then the denominator
     assert update_bytes((256, 128), torch.float16, "AdamW", "cpu")[0] == 3 * size  # two states, one master weight
+
+
+# ---- kernels that take room for a moment
+
+# channels in and out, kernel, stride, groups, batch, pixels a side, dtype
+CONVOLUTIONS = {
+    "blocked": (32, 48, 3, 1, 1, 8, 16, torch.float32),
+    "strided": (32, 64, 3, 2, 1, 8, 16, torch.float32),
+    "colours": (3, 32, 3, 1, 1, 8, 16, torch.float32),
+    "filled up": (6, 10, 3, 1, 1, 8, 16, torch.float32),
+    "by groups": (32, 32, 3, 1, 4, 8, 16, torch.float32),
+    "pointwise": (32, 64, 1, 1, 1, 8, 16, torch.float32),
+    "columns": (16, 16, 3, 1, 1, 2, 12, torch.float64),
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_take_the_room_that_the_real_kernels_take(case: str) -> None:
+    inside, out, kernel, stride, groups, batch, pixels, dtype = CONVOLUTIONS[case]
+
+    def passes(device: str) -> list[Callable[[], Any]]:
+        layer = nn.Conv2d(
+            inside, out, kernel, stride, kernel // 2, groups=groups, bias=False, device=device, dtype=dtype
+        )
+        x = torch.ones(batch, inside, pixels, pixels, device=device, dtype=dtype, requires_grad=True)
+        y = layer(x)
+        grad = torch.ones(y.shape, device=device, dtype=dtype)
+        return [
+            lambda: layer(x),
+            lambda: torch.autograd.grad(y, [x, layer.weight], grad, retain_graph=True),
+            lambda: torch.autograd.grad(y, [layer.weight], grad, retain_graph=True),
+        ]
+
+    found, wanted = [], []
+    for run in passes("meta"):
+        with Tracker("cpu") as tracker:
+            run()
+        found.append(tracker.peak_total)
+    for run in passes("cpu"):
+        run()
+        with live_bytes() as reading:
+            run()
+        assert reading.peak_bytes is not None
+        assert reading.start_bytes is not None
+        wanted.append(reading.peak_bytes - reading.start_bytes)
+    assert found == pytest.approx(wanted, rel=0.02)
 
 
 # ---- predicted against measured
