@@ -4,11 +4,13 @@ Each fit minimises relative errors with Huber weights, so that one disturbed siz
 microsecond counts at 1 KB as a millisecond does at 1 MB::
 
     line      seconds = alpha_s + beta_s_per_byte · bytes                          ``two_rates`` with rows (1, bytes)
-    pieces    at most four lines, each over an interval of sizes                   ``fit_pieces``
+    pieces    at most four lines, each over an interval of sizes, and one beyond   ``fit_pieces``
     optimizer seconds = alpha_s · tensors + beta_s_per_byte · bytes                ``fit_optimizer``
 
 The breaks of the pieces are the exact optimum over all splits of the sizes (dynamic programming over at most a few
-dozen sizes). One piece is kept if its errors are within ``TOLERANCE``; a further one has to earn its place.
+dozen sizes). One piece is kept if its errors are within ``TOLERANCE``; a further one has to earn its place. Where the
+last line is flatter than its points and those of the line before rise on the whole (a disturbed size does that), larger
+messages than were measured get a piece that rises so.
 """
 
 from __future__ import annotations
@@ -86,6 +88,7 @@ def fit_pieces(points: Points) -> tuple[tuple[Piece, ...], float]:
         if _loss(best.errors(further)) <= _EARNS * _loss(best.errors(chosen)):
             chosen = further
     pieces = _joined(smooth, [(start, *best.line(start, stop)) for start, stop in chosen])
+    pieces += _beyond(pieces[-1], smooth[chosen[-2:][0][0] :])
     errors = [abs(_at(pieces, size) - seconds) / seconds for size, seconds in points]
     return pieces, median(errors)
 
@@ -155,6 +158,17 @@ def _joined(points: Points, lines: Sequence[tuple[int, float, float]]) -> tuple[
         fall = last.alpha_s + last.beta_s_per_byte * at - (alpha + beta * at)
         pieces.append(Piece(at, alpha + max(fall, 0.0), beta))
     return tuple(pieces)
+
+
+def _beyond(last: Piece, points: Points) -> tuple[Piece, ...]:
+    """A piece for messages larger than the largest of ``points``, those of the last line and of the one before, if the
+    last line is flatter than they rise on the whole; it begins where that line ends."""
+    (first_size, first_s), (size, seconds) = points[0], points[-1]
+    end_s = last.alpha_s + last.beta_s_per_byte * size
+    rise = min((seconds - first_s) / (size - first_size), end_s / size)  # no more than in proportion: alpha >= 0
+    if last.beta_s_per_byte >= (1 - 2 * TOLERANCE) * rise:  # two times of one line differ by as much
+        return ()
+    return (Piece(size, max(end_s - rise * size, 0.0), rise),)
 
 
 def _at(pieces: Sequence[Piece], nbytes: float) -> float:

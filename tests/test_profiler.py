@@ -59,7 +59,7 @@ def test_pieces_never_fall_and_never_have_negative_constants(seed: int) -> None:
     noise = random.Random(seed)
     points = [(x, 10 ** noise.uniform(-4, -2)) for x in SIZES[::2]]
     pieces, _ = fit_pieces(points)
-    assert len(pieces) <= 4
+    assert len([p for p in pieces if p.from_bytes < points[-1][0]]) <= 4
     assert pieces[0].from_bytes == 0
     assert all(p.alpha_s >= 0 and p.beta_s_per_byte >= 0 for p in pieces)
     wire = fit_wire("all_reduce", 4, 4, 1, dict(points), 9, "backend")
@@ -67,6 +67,29 @@ def test_pieces_never_fall_and_never_have_negative_constants(seed: int) -> None:
         assert b.alpha_s + b.beta_s_per_byte * b.from_bytes >= (a.alpha_s + a.beta_s_per_byte * b.from_bytes) * (
             1 - 1e-9
         )
+
+
+def test_a_disturbed_tail_does_not_make_larger_messages_free() -> None:
+    def seconds(x: float) -> float:
+        return 1e-4 + 1e-10 * x if x <= 2.0**16 else 1e-3 + 1e-9 * x
+
+    points = [(x, seconds(x)) for x in SIZES]
+    points[-3:] = [(x, 1.3 * seconds(SIZES[-1])) for x, _ in points[-3:]]  # three sizes took the same time
+    pieces, residual = fit_pieces(points)
+    at_last = pieces[-2].alpha_s + pieces[-2].beta_s_per_byte * SIZES[-1]
+    assert pieces[-2].beta_s_per_byte < 1e-11  # what was measured is kept
+    assert residual < 0.05
+    assert pieces[-1].from_bytes == SIZES[-1]
+    assert pieces[-1].alpha_s + pieces[-1].beta_s_per_byte * SIZES[-1] == pytest.approx(at_last)
+    wire = fit_wire("all_reduce", 4, 4, 1, dict(points), 9, "backend")
+    assert wire.seconds(8 * SIZES[-1]) == pytest.approx(seconds(8 * SIZES[-1]), rel=0.4)
+
+
+def test_a_tail_that_is_flatter_for_good_stays_as_measured() -> None:
+    points = [(x, 1e-4 + 2e-9 * x if x <= 2.0**16 else 1.6e-4 + 1e-9 * x) for x in SIZES]
+    pieces, _ = fit_pieces(points)
+    assert pieces[-1].from_bytes < SIZES[-1]
+    assert pieces[-1].beta_s_per_byte == pytest.approx(1e-9, rel=0.05)
 
 
 def test_a_fit_needs_two_sizes_and_positive_times() -> None:
