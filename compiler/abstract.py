@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import local_ops
+from .attention_room import attention_of
 from .convolution_room import room_of_convolution
 from .program import ChunkProgram
 
@@ -34,12 +35,20 @@ class Tracker(TorchDispatchMode):
 
     bytes_now: cause → bytes alive; peak: the same at the worst moment since ``restart``. Tensors that were made outside
     are counted as soon as an op returns them, unless it was told to ``ignore`` them. device_kind: whose kernels to
-    imitate. memo: types of results that are known already, shared by runs. What ops would make on another device they
-    make on ``meta``, unless ``devices_as_given``.
+    imitate; writes_scores: whether attention keeps its probabilities there (no fused kernel). memo: types of results
+    that are known already, shared by runs. What ops would make on another device they make on ``meta``, unless
+    ``devices_as_given``.
     """
 
-    def __init__(self, device_kind: str = "cpu", devices_as_given: bool = False, memo: Memo | None = None) -> None:
+    def __init__(
+        self,
+        device_kind: str = "cpu",
+        devices_as_given: bool = False,
+        memo: Memo | None = None,
+        writes_scores: bool = False,
+    ) -> None:
         super().__init__()
+        self.writes_scores = writes_scores
         self.memo = {} if memo is None else memo
         self.on_cpu = device_kind == "cpu"
         self.devices_as_given = devices_as_given
@@ -228,42 +237,6 @@ def _in_place_counts() -> tuple[int, int] | None:
 # ---- stand-ins
 
 
-class _Attention(torch.autograd.Function):
-    """What fused attention allocates: the output in the query's layout and the log-sum-exp of every row; gradients with
-    heads and positions swapped."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.empty(mask.shape, dtype=query.dtype, device="meta")
-        out = torch.empty_like(query)
-        if value.shape[-1] != query.shape[-1]:
-            out = query.new_empty([*query.shape[:-1], value.shape[-1]])
-        rows = torch.empty(query.shape[:-1], dtype=torch.float32, device="meta")
-        ctx.save_for_backward(query, key, value, mask, out, rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, *_ = ctx.saved_tensors
-        made = []
-        for x in (query, key, value):
-            batch, heads, length, width = x.shape
-            made.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
-        return (*made, None)
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *rest: Any,
-    **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
-    if query.dim() != 4 or (attn_mask is not None and attn_mask.requires_grad):
-        return aten.scaled_dot_product_attention.default(query, key, value, attn_mask, *rest, **kwargs)
-    return _Attention.apply(query, key, value, attn_mask)
-
-
 def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch.Tensor]:
     def experts(*args: Any, **kwargs: Any) -> torch.Tensor:
         tracker.expert_blocks = prod(mesh_shape[axis] for axis in kwargs.get("expert_axes", ()))
@@ -275,7 +248,7 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
 def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The program's module as a function of meta tensors. Changes the program: lower it for this alone."""
     swaps: dict[Any, Callable[..., torch.Tensor]] = {
-        aten.scaled_dot_product_attention.default: _attention,
+        aten.scaled_dot_product_attention.default: attention_of(tracker.writes_scores),
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
     for node in program.module.graph.nodes:

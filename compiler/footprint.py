@@ -24,6 +24,7 @@ import torch.fx
 from torch import nn
 
 from ..costmodel.cluster import Cluster
+from ..costmodel.compute import writes_scores
 from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
 from .buckets import gradient_buckets
 from .context import Context, use
@@ -100,7 +101,8 @@ class _Stage:
         self.graph, self.plan, self.stage = graph, plan, stage
         here = plan.stages[stage]
         self.mesh = here.mesh_shape
-        self.kind = _device_kind(plan, here.devices[0])
+        device = Cluster.from_json(json.dumps(plan.cluster)).device(here.devices[0])
+        self.kind, self.writes_scores = device.kind, writes_scores(device)
         self.grad = differentiable(graph)
         self.program = lower(graph, plan, stage)
         holders = _holders(plan)
@@ -162,7 +164,7 @@ class _Stage:
         ]
         exits = [f"{e.kind} {e.pair} {e.type} {e.node in self.grad}" for e in self.program.exits]
         arriving = [(position, count) for position, _, count in self.arriving]
-        return "\n".join([f"{self.kind} {self.mesh} {arriving}", *lines, *slots, *exits])
+        return "\n".join([f"{self.kind} {self.writes_scores} {self.mesh} {arriving}", *lines, *slots, *exits])
 
     def _moments(self) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
@@ -249,7 +251,7 @@ class _Stage:
     # ---- one run of each kind of action
 
     def _run(self, memo: Memo) -> _Run:
-        tracker = Tracker(self.kind, memo=memo)
+        tracker = Tracker(self.kind, memo=memo, writes_scores=self.writes_scores)
         run = _Run()
         forward = with_stand_ins(self.program, tracker)
         native = self.kind == "cuda"
@@ -373,7 +375,3 @@ def _holders(plan: Plan) -> dict[str, list[int]]:
         for name in {name for chunk in stage.chunks for name in chunk.parameters}:
             found.setdefault(name, []).append(index)
     return found
-
-
-def _device_kind(plan: Plan, device: int) -> str:
-    return Cluster.from_json(json.dumps(plan.cluster)).device(device).kind

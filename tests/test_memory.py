@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,9 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.architectures import GPT
 from meshwright.compiler.abstract import Tracker
+from meshwright.compiler.attention_room import attention_of
 from meshwright.compiler.capture import capture
 from meshwright.compiler.footprint import footprints, stage_memory, with_footprints
 from meshwright.compiler.updates import update_bytes
@@ -211,6 +214,40 @@ def test_deeper_flight_keeps_more_and_equal_stages_share_a_run() -> None:
         assert found[index] == stage_memory(graph, plan, index)
     kept = [bytes_["activations"] for bytes_ in found if not isinstance(bytes_, Exception)]
     assert kept[0] > kept[2]
+
+
+def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
+    batch, layers, heads, sequence = 64, 3, 4, 128
+    with torch.device("meta"):
+        model = GPT(256, layers, 64, heads, sequence)
+        tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    graph = capture(model, (tokens, tokens))
+    cluster = Cluster.preset("p3.16xlarge")
+    host = replace(cluster.hosts[0], num_devices=2)
+    efficiency = tuple((kind, share) for kind, share in host.device.efficiency if kind != "scores")
+    fused = replace(host, device=replace(host.device, efficiency=efficiency))
+    kept = []
+    for each in (host, fused):
+        plan = mw.plan(
+            model, replace(cluster, hosts=(each,)), example_inputs=(tokens, tokens), strategy="tp2", microbatches=2
+        )
+        kept.append(sum(stage_memory(graph, plan, 0).values()))
+    rows = layers * (batch // 2) * (heads // 2) * sequence  # of one microbatch on one device
+    assert kept[0] - kept[1] == rows * (sequence * 4 - 4)  # fp32 probabilities in place of a log-sum-exp
+
+
+def test_attention_that_writes_its_scores_has_them_twice_over_the_probabilities_in_the_backward() -> None:
+    peaks = []
+    for writes_scores in (False, True):
+        query = torch.empty(2, 4, 512, 8, device="meta", requires_grad=True)
+        with Tracker("cuda", writes_scores=writes_scores) as tracker:
+            out = attention_of(writes_scores)(query, query, query)
+            forward, kept = tracker.peak_total, tracker.total
+            torch.autograd.grad(out, [query], torch.empty_like(out))
+        peaks.append((forward, kept, tracker.peak_total))
+    scores, rows = 2 * 4 * 512 * 512 * 4, 2 * 4 * 512 * 4
+    assert [b - a for a, b in zip(*peaks)][:2] == [2 * scores - rows, scores - rows]
+    assert peaks[1][2] > 3 * scores
 
 
 def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
