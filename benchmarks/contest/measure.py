@@ -32,11 +32,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Rounds:
-    """warmup: untimed steps of each contender; then ``rounds`` rounds of ``steps`` steps each."""
+    """warmup: untimed steps of each contender; then ``rounds`` rounds of ``steps`` steps each, after ``lead`` untimed
+    ones: the first step after another contender's finds caches and pages as that one left them."""
 
     warmup: int = 3
     rounds: int = 20
     steps: int = 2
+    lead: int = 0
 
 
 def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any]]:
@@ -51,6 +53,8 @@ def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any
     for index in range(plan.rounds):
         for turn in range(len(contenders)):
             which = (turn + index) % len(contenders)
+            for _ in range(plan.lead):
+                contenders[which].step()
             dist.barrier()
             started, spent = time.perf_counter(), time.process_time()
             for _ in range(plan.steps):

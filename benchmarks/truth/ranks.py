@@ -44,7 +44,7 @@ def run(trials: Sequence[Trial], settings: Settings) -> list[dict[str, Any]]:
         memory.append(used)
     gc.collect()
     gc.freeze()  # the captures of all trials: training has one model, whose collections are short
-    measured = contest(contenders, Rounds(settings.warmup, settings.rounds, 1))
+    measured = contest(contenders, Rounds(settings.warmup, settings.rounds, 1, lead=1))
     return [
         {
             **trial.to_json(),
