@@ -89,7 +89,7 @@ TARGETS: dict[str, Target] = {
         _tokens(64, 1024),
     ),
     "sleep-8": Target("sleeping blocks: 8 of hidden 128", lambda: Sleeper(128, 8), _vectors(128)),
-    "sleep-16": Target("sleeping blocks: 16 of hidden 192", lambda: Sleeper(192, 16), _vectors(192)),
+    "sleep-16": Target("sleeping blocks: 16 of hidden 128", lambda: Sleeper(128, 16), _vectors(128)),
     "sleep-wide": Target("sleeping blocks: 4 of hidden 192", lambda: Sleeper(192, 4), _vectors(192)),
 }
 

@@ -67,7 +67,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     *_trials("sleep", "sleep-wide", 256, "dp4 tp4 pp4:8 pp2,dp2:8 pp2,tp2:2"),
     *_trials(
-        "sleep", "sleep-16", 256, "dp8 tp8 pp8:8 dp4,tp2 pp2,dp4:4 pp2,tp4:4 pp4,dp2:8 pp2,dp2,tp2:4",
+        "sleep", "sleep-16", 256, "dp8 tp8 pp8:8 dp4,tp2 pp4,dp2:8 pp2,dp2,tp2:4",
         "pp2,dp2,tp2:4",
     ),
     *_trials("crowd", "gpt", 8, "dp4 tp4 pp4:4 dp2,tp2 pp2,dp2:4", "dp4 pp4:4"),
