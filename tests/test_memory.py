@@ -180,7 +180,7 @@ def train_and_measure(
     )  # fmt: skip
     parallel.train_step(*args, **kwargs)
     peaks = []
-    for _ in range(3):  # a thread of Gloo may let go of a message late: the least of three
+    for _ in range(8):  # a thread of Gloo may let go of a message late: the least of eight
         with live_bytes() as reading:
             parallel.train_step(*args, **kwargs)
         assert reading.peak_bytes is not None
