@@ -25,7 +25,7 @@ from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .rules import MeshChoice
-from .spec import P, Pair, R, Spec
+from .spec import Pair, Spec, without_partials
 from .stage_price import price_stage
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
@@ -143,7 +143,7 @@ def describe_stage(
             bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
             for cause, size in bill.items():
                 memory[cause] += size
-            reduced = tuple(R if p == P else p for p in choice.cotangent)
+            reduced = without_partials(choice.cotangent)
             parameters[source.name] = Residency(choice, choice.value, reduced, choice.value)
         elif kind == "source":
             sources[name] = choice

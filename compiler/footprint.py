@@ -35,7 +35,7 @@ from .plan import BUCKET_BYTES, Plan
 from .program import Exit, Slot
 from .reshard import apply_steps, steps_between
 from .schedule import generate, in_flight_formula
-from .spec import R, Spec, local_shape
+from .spec import Spec, local_shape, without_partials
 from .updates import update_bytes
 
 __all__ = ["footprints", "stage_memory", "with_footprints"]
@@ -173,7 +173,7 @@ class _Stage:
         more = in_flight_formula(self.plan.schedule, self.stage, p, m)
         more -= in_flight_formula(self.plan.schedule, self.stage, p, few)
         row = generate(self.plan.schedule, p, few).actions[self.stage]
-        back = sum(_bytes(self._local(slot, _clean(slot.pair.cotangent)), slot) for slot in self.returned)
+        back = sum(_bytes(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned)
         incoming = {
             "F": sum(self._bytes(slot) for slot in self.received),
             "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
@@ -197,7 +197,7 @@ class _Stage:
         return out
 
     def _cotangent(self, exit: Exit) -> tuple[int, ...]:
-        return local_shape(exit.type.shape, _clean(exit.pair.cotangent), self.mesh)
+        return local_shape(exit.type.shape, without_partials(exit.pair.cotangent), self.mesh)
 
     def _at(self, run: _Run, kind: str, others: int, messages: int) -> Bytes:
         found = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
@@ -350,7 +350,7 @@ class _Stage:
         del exits, roots, live
         for slot, leaf in zip(self.program.slots, arguments, strict=True):
             if slot.kind == "receive" and slot.node in self.grad and leaf.grad is not None:
-                apply_steps(leaf.grad, steps_between(slot.pair.cotangent, _clean(slot.pair.cotangent)), comm)
+                apply_steps(leaf.grad, steps_between(slot.pair.cotangent, without_partials(slot.pair.cotangent)), comm)
 
 
 class _Name(str):
@@ -358,10 +358,6 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _clean(spec: Spec) -> Spec:
-    return tuple(R if placement.is_partial else placement for placement in spec)
 
 
 def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:

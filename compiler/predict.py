@@ -22,7 +22,7 @@ from .plan import Stage, StagePrediction, Transfer
 from .pricing import MeshPricer
 from .schedule import generate
 from .simulate import simulate
-from .spec import R, Spec, local_shape
+from .spec import Spec, local_shape, without_partials
 
 __all__ = ["Step", "predict"]
 
@@ -107,7 +107,9 @@ def _transfers(
                 forward = _message(cluster, kind, (source, spec), (target, pair.value))
                 backward = 0.0
                 if name in needs_grad and kind.is_float:
-                    backward = _message(cluster, kind, (target, _clean(pair.cotangent)), (source, _clean(spec)))
+                    backward = _message(
+                        cluster, kind, (target, without_partials(pair.cotangent)), (source, without_partials(spec))
+                    )
                 out.append(Transfer(name, origin, index, forward, backward))
     return tuple(out)
 
@@ -150,7 +152,7 @@ def _posts(
                 kind = nodes[name].meta["type"]
                 post(kind, 0, origin, spec, index, pair.value)
                 if name in needs_grad and kind.is_float:
-                    post(kind, 1, index, _clean(pair.cotangent), origin, _clean(spec))
+                    post(kind, 1, index, without_partials(pair.cotangent), origin, without_partials(spec))
     return [(forward, backward) for forward, backward in out]
 
 
@@ -160,10 +162,6 @@ def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:
         if placement.is_shard:
             parts[placement.dim] *= size
     return parts
-
-
-def _clean(spec: Spec) -> Spec:
-    return tuple(R if placement.is_partial else placement for placement in spec)
 
 
 # ---- the end of the step

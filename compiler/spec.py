@@ -23,7 +23,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["PMAX", "P", "Pair", "Placement", "R", "S", "Spec", "local_shape", "parse_pair", "parse_spec", "replicated"]
+__all__ = [
+    "PMAX",
+    "P",
+    "Pair",
+    "Placement",
+    "R",
+    "S",
+    "Spec",
+    "local_shape",
+    "parse_pair",
+    "parse_spec",
+    "replicated",
+    "without_partials",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,11 @@ def parse_pair(text: str) -> Pair:
 def replicated(num_axes: int) -> Pair:
     """The pair ``R…|R…``."""
     return Pair((R,) * num_axes, (R,) * num_axes)
+
+
+def without_partials(spec: Spec) -> Spec:
+    """The spec once every reduction that it leaves is done."""
+    return tuple(R if placement.is_partial else placement for placement in spec)
 
 
 def local_shape(shape: Sequence[int], spec: Spec, mesh_shape: Sequence[int]) -> tuple[int, ...]:

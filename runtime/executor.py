@@ -18,7 +18,7 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.schedule import Action, generate
-from ..compiler.spec import R, Spec
+from ..compiler.spec import Spec, without_partials
 from .crossmesh import Incoming, Layout, Port, tiles
 from .facts import Facts, differentiable_transfers, settled
 from .feeding import Feeder
@@ -28,10 +28,6 @@ from .state import State
 from .trace import TimedComm, Trace
 
 __all__ = ["Executor"]
-
-
-def _clean(spec: Spec) -> Spec:
-    return tuple(R if placement.is_partial else placement for placement in spec)
 
 
 @dataclass
@@ -163,8 +159,8 @@ class Executor:
                     Layout(target.devices, target.mesh_shape, into.value),
                 ),
                 (
-                    Layout(target.devices, target.mesh_shape, _clean(into.cotangent)),
-                    Layout(source.devices, source.mesh_shape, _clean(out.cotangent)),
+                    Layout(target.devices, target.mesh_shape, without_partials(into.cotangent)),
+                    Layout(source.devices, source.mesh_shape, without_partials(out.cotangent)),
                 ),
             ]
             ports: list[Port | None] = []
@@ -180,7 +176,7 @@ class Executor:
             if transfer.source == self.stage:
                 self.outward.append(_Way(exits[transfer.node], forward, backward))
             elif transfer.target == self.stage:
-                steps = steps_between(into.cotangent, _clean(into.cotangent))
+                steps = steps_between(into.cotangent, without_partials(into.cotangent))
                 self.inward.append(_Way(slots[transfer.node], forward, backward, steps))
 
     def _make_works(self) -> None:
