@@ -15,7 +15,7 @@ from ..costmodel.cluster import Cluster
 from .assemble import describe_stage, solve_section
 from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
-from .plan import Plan, Transfer
+from .plan import Plan, Transfer, parameter_stages
 from .pricing import MeshPricer
 from .problem import Restriction, boundary_states, build_section
 from .spec import Pair, R
@@ -82,11 +82,7 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
 
 def _homes(graph: Graph, plan: Plan, layering: Layering) -> dict[str, set[int]]:
     """Op → the stages that run it: one for ops that depend on parameters, as many as need it for floating ones."""
-    holders: dict[str, list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        for chunk in stage.chunks:
-            for name in chunk.parameters:
-                holders.setdefault(name, []).append(index)
+    holders = parameter_stages(plan.stages)
     floating = set(layering.floating)
     homes: dict[str, set[int]] = {}
     for node in graph.ops():
@@ -99,7 +95,7 @@ def _homes(graph: Graph, plan: Plan, layering: Layering) -> dict[str, set[int]]:
         at = max((h for operand in node.all_input_nodes for h in homes.get(operand.name, ())), default=0)
         for operand in node.all_input_nodes:
             if operand.op == "placeholder" and operand.meta["source"].kind == "parameter":
-                where = holders.get(operand.meta["source"].name, [at])
+                where = holders.get(operand.meta["source"].name, (at,))
                 at = next((s for s in where if s >= at), max(at, where[-1]))
         homes[node.name] = {at}
     last = len(plan.stages) - 1

@@ -31,7 +31,7 @@ from .context import Context, use
 from .graph import Graph
 from .layers import differentiable
 from .lower import lower
-from .plan import BUCKET_BYTES, Plan
+from .plan import BUCKET_BYTES, Plan, parameter_stages
 from .program import Exit, Slot
 from .reshard import apply_steps, steps_between
 from .schedule import generate, in_flight_formula
@@ -105,7 +105,7 @@ class _Stage:
         self.kind, self.writes_scores = device.kind, writes_scores(device)
         self.grad = differentiable(graph)
         self.program = lower(graph, plan, stage)
-        holders = _holders(plan)
+        holders = parameter_stages(plan.stages)
         names = [slot.name for slot in self.program.slots if slot.kind == "parameter"]
         self.copies = {name for name in names if holders[name][0] != stage}
         self.shared = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
@@ -362,12 +362,3 @@ class _Name(str):
 
 def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:
     return prod(shape) * tensor.type.dtype.itemsize
-
-
-def _holders(plan: Plan) -> dict[str, list[int]]:
-    """Parameter → the stages that hold it, the owner first."""
-    found: dict[str, list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        for name in {name for chunk in stage.chunks for name in chunk.parameters}:
-            found.setdefault(name, []).append(index)
-    return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "Stage",
     "StagePrediction",
     "Transfer",
+    "parameter_stages",
 ]
 
 PLAN_VERSION = 1
@@ -147,6 +148,15 @@ class Stage:
         """The inverse of ``to_json``."""
         chunks = tuple(Chunk.from_json(chunk) for chunk in data["chunks"])
         return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks)
+
+
+def parameter_stages(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Parameter → the stages that hold it, in order; the first is its owner."""
+    found: dict[str, tuple[int, ...]] = {}
+    for index, stage in enumerate(stages):
+        for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
+            found[name] = (*found.get(name, ()), index)
+    return found
 
 
 @dataclass(frozen=True)

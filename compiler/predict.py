@@ -18,7 +18,7 @@ from ..costmodel.cluster import Cluster, Mesh
 from ..costmodel.collectives import mesh_prices, p2p_seconds
 from .assemble import Assembled
 from .graph import Graph, TensorType
-from .plan import Stage, StagePrediction, Transfer
+from .plan import Stage, StagePrediction, Transfer, parameter_stages
 from .pricing import MeshPricer
 from .schedule import generate
 from .simulate import simulate
@@ -183,13 +183,10 @@ def _tied(
 ) -> list[defaultdict[str, float]]:
     """By stage {"tied": seconds} to exchange the gradients and values of parameters that several stages hold."""
     once: list[defaultdict[str, float]] = [defaultdict(float) for _ in stages]
-    holders: defaultdict[str, list[int]] = defaultdict(list)
-    for index, stage in enumerate(stages):
-        for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
-            holders[name].append(index)
+    holders = parameter_stages(stages)
     for node in graph.placeholders("parameter"):
         source, kind = node.meta["source"], node.meta["type"]
-        owner, *others = holders.get(source.name, [0])
+        owner, *others = holders.get(source.name, (0,))
         if not others or not source.requires_grad or node.name not in needs_grad:
             continue
         home = (stages[owner], _spec(stages[owner], source.name))

@@ -20,11 +20,11 @@ from torch import nn
 
 from ..compiler.buckets import gradient_buckets
 from ..compiler.graph import TensorType
-from ..compiler.plan import BUCKET_BYTES, Plan
+from ..compiler.plan import BUCKET_BYTES, Plan, parameter_stages
 from .crossmesh import Layout, Port, tiles
 from .groups import DistributedComm
 
-__all__ = ["GradientReducer", "TiedParameters", "holders", "parameter_layout"]
+__all__ = ["GradientReducer", "TiedParameters", "parameter_layout"]
 
 _TIED_TAG = 1 << 30
 
@@ -165,15 +165,6 @@ def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[int, ...]]], bucket_
 # ---- tied weights across stages
 
 
-def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Parameter → the stages that hold it, in order; the first is its owner."""
-    found: dict[str, tuple[int, ...]] = {}
-    for index, stage in enumerate(plan.stages):
-        for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
-            found[name] = (*found.get(name, ()), index)
-    return found
-
-
 def parameter_layout(plan: Plan, stage: int, name: str) -> Layout:
     """Where the parameter's value lives on that stage."""
     here = plan.stages[stage]
@@ -202,7 +193,7 @@ class TiedParameters:
         self.down: list[tuple[str, Port, bool]] = []  # owner → copies (values)
         self.copies: set[str] = set()  # names whose owner is another stage
         tag = _TIED_TAG
-        for name, stages in holders(plan).items():
+        for name, stages in parameter_stages(plan.stages).items():
             owner, *others = stages
             if mine in others:
                 self.copies.add(name)

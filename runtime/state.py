@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..compiler.graph import TensorType
-from ..compiler.plan import Plan
+from ..compiler.plan import Plan, parameter_stages
 from ..compiler.spec import Spec
 from .agreement import agree
 from .crossmesh import Layout, cut, transfer_now, wire
-from .gradients import holders, parameter_layout
+from .gradients import parameter_layout
 from .groups import DistributedComm
 from .optimizer import name_parameter
 
@@ -80,12 +80,13 @@ class State:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.unplaced: dict[str, torch.Tensor] = {}
-        self.homes: dict[str, tuple[int, ...]] = dict(holders(plan))  # the first stage is the tensor's owner
+        placed = parameter_stages(plan.stages)
+        self.homes: dict[str, tuple[int, ...]] = dict(placed)  # the first stage is the tensor's owner
         for name in info.buffers:
             found = [index for index, specs in enumerate(buffer_specs) if name in specs]
             writer = buffer_writers.get(name)
             self.homes[name] = tuple(([writer] if writer is not None else []) + [s for s in found if s != writer])
-        unknown = [name for name in holders(plan) if name not in info.parameters]
+        unknown = [name for name in placed if name not in info.parameters]
         if unknown:
             raise ValueError(
                 f"the plan places parameters that the model does not have: {', '.join(unknown[:5])}; plan again"
