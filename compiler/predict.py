@@ -48,7 +48,7 @@ def predict(
 ) -> Step:
     """The step that these stages make. ``graph``: at the microbatch's extent."""
     stages = [part.stage for part in parts]
-    transfers = _transfers(graph, cluster, needs_grad, stages)
+    transfers, posts = _messages(graph, cluster, needs_grad, stages)
     once = _tied(graph, cluster, optimizer, needs_grad, stages)
     for index, seconds in enumerate(_loss(graph, cluster, stages)):
         once[index]["loss"] += seconds
@@ -59,7 +59,6 @@ def predict(
         received[transfer.target] += transfer.forward_s + transfer.backward_s
         ahead[transfer.source, transfer.target] += transfer.forward_s
         back[transfer.source, transfer.target] += transfer.backward_s
-    posts = _posts(graph, cluster, needs_grad, stages)
     predictions = tuple(
         replace(
             part.prediction,
@@ -92,68 +91,53 @@ def predict(
 # ---- messages between stages
 
 
-def _transfers(
+def _messages(
     graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
-) -> tuple[Transfer, ...]:
-    """Every tensor from the stage that makes it to each that uses it, priced there and back."""
+) -> tuple[tuple[Transfer, ...], list[tuple[float, float]]]:
+    """Every tensor from the stage that makes it to each that uses it, priced there and back; and per stage the seconds
+    that its forward and its backward spend on starting these messages, a device's mean."""
     nodes = graph.by_name()
     made = {name: (s, spec) for s, stage in enumerate(stages) for c in stage.chunks for name, spec in c.sends.items()}
-    out = []
+    transfers = []
+    posts = [[0.0, 0.0] for _ in stages]
     for index, target in enumerate(stages):
         for chunk in target.chunks:
             for name, pair in chunk.receives.items():
                 origin, spec = made[name]
                 source, kind = stages[origin], nodes[name].meta["type"]
-                forward = _message(cluster, kind, (source, spec), (target, pair.value))
-                backward = 0.0
+                ahead = (source, spec), (target, pair.value)
+                forward, backward = _message(cluster, kind, *ahead), 0.0
+                posts[origin][0] += _post(cluster, kind, *ahead)
                 if name in needs_grad and kind.is_float:
-                    backward = _message(
-                        cluster, kind, (target, without_partials(pair.cotangent)), (source, without_partials(spec))
-                    )
-                out.append(Transfer(name, origin, index, forward, backward))
-    return tuple(out)
+                    back = (target, without_partials(pair.cotangent)), (source, without_partials(spec))
+                    backward = _message(cluster, kind, *back)
+                    posts[index][1] += _post(cluster, kind, *back)
+                transfers.append(Transfer(name, origin, index, forward, backward))
+    return tuple(transfers), [(forward, backward) for forward, backward in posts]
 
 
 def _message(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
     """Seconds until every device of ``there`` has its part of a tensor that lies on ``here``."""
-    (source, _), (target, wanted) = here, there
-    size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize
-    count = _tiles(kind, here, there)
+    (source, _), (target, _) = here, there
+    tiles, size = _tiles(kind, here, there)
     backwards = source.devices[0] > target.devices[0]
     ends = (source.devices[0], target.devices[-1]) if backwards else (source.devices[-1], target.devices[0])
-    return count * p2p_seconds(cluster, *ends, size / count, len(target.devices))
+    return tiles * p2p_seconds(cluster, *ends, size, len(target.devices))
 
 
-def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> int:
-    """Blocks of the source that one target device's block touches, each a message."""
+def _post(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
+    """Seconds that a device of ``here`` spends on starting its share of these messages."""
+    (source, _), (target, _) = here, there
+    tiles, size = _tiles(kind, here, there)
+    count = tiles * len(target.devices) / len(source.devices)
+    return count * cluster.device(source.devices[0]).post_seconds(size)
+
+
+def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> tuple[int, float]:
+    """(blocks of the source that one target device's block touches, bytes of each); each is a message."""
     (source, sent), (target, wanted) = here, there
-    return prod(ceil(a / b) for a, b in zip(_parts(kind, sent, source), _parts(kind, wanted, target)))
-
-
-def _posts(
-    graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
-) -> list[tuple[float, float]]:
-    """Per stage, the seconds that its forward and its backward spend on starting messages, a device's mean."""
-    nodes = graph.by_name()
-    made = {name: (s, spec) for s, stage in enumerate(stages) for c in stage.chunks for name, spec in c.sends.items()}
-    out = [[0.0, 0.0] for _ in stages]
-
-    def post(kind: TensorType, direction: int, origin: int, sent: Spec, goal: int, wanted: Spec) -> None:
-        source, target = stages[origin], stages[goal]
-        tiles = _tiles(kind, (source, sent), (target, wanted))
-        size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize / tiles
-        count = tiles * len(target.devices) / len(source.devices)
-        out[origin][direction] += count * cluster.device(source.devices[0]).post_seconds(size)
-
-    for index, target in enumerate(stages):
-        for chunk in target.chunks:
-            for name, pair in chunk.receives.items():
-                origin, spec = made[name]
-                kind = nodes[name].meta["type"]
-                post(kind, 0, origin, spec, index, pair.value)
-                if name in needs_grad and kind.is_float:
-                    post(kind, 1, index, without_partials(pair.cotangent), origin, without_partials(spec))
-    return [(forward, backward) for forward, backward in out]
+    count = prod(ceil(a / b) for a, b in zip(_parts(kind, sent, source), _parts(kind, wanted, target)))
+    return count, prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize / count
 
 
 def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from meshwright.compiler.schedule import generate
 from meshwright.compiler.search import Search
 from meshwright.compiler.signature import plan_probes
 from meshwright.compiler.simulate import simulate, simulate_plan
+from meshwright.compiler.spec import without_partials
 from meshwright.compiler.stage_price import CAUSES, STEP_CAUSES
 from meshwright.compiler.strategy import Strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.runtime.crossmesh import Layout, tiles
 from meshwright.runtime.gradients import _buckets
 from torch import nn
 
@@ -162,6 +165,31 @@ def test_wires_price_transfers_of_all_receivers_at_once() -> None:
     for transfer in again.transfers:
         assert transfer.forward_s == 3.0  # two devices receive a block each
     assert again.prediction.stages[1].seconds["transfer"] == sum(t.forward_s + t.backward_s for t in again.transfers)
+
+
+@pytest.mark.parametrize("strategy", [Strategy(2, 1, 2), Strategy(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_starting_the_messages_of_the_runtime_keeps_the_sender(name: str, strategy: Strategy) -> None:
+    graph = captured(name)
+    plan = planned(graph, CLUSTER, strategy)
+    again = reprice(plan, graph, with_device(CLUSTER, post_s=1.0, post_s_per_byte=1e-3))
+    nodes, wanted = graph.with_batch(plan.microbatch_size).by_name(), [[0.0, 0.0] for _ in plan.stages]
+    for transfer in plan.transfers:
+        source, target = plan.stages[transfer.source], plan.stages[transfer.target]
+        kind, spec = nodes[transfer.node].meta["type"], source.chunks[0].sends[transfer.node]
+        pair = target.chunks[0].receives[transfer.node]
+        here, there = (Layout(s.devices, s.mesh_shape, p) for s, p in ((source, spec), (target, pair.value)))
+        back = Layout(target.devices, target.mesh_shape, without_partials(pair.cotangent))
+        ways = [(0, transfer.source, here, there), (1, transfer.target, back, here)]
+        for direction, stage, left, right in ways if transfer.backward_s else ways[:1]:
+            for tile in tiles(kind.shape, left, right):
+                wanted[stage][direction] += (1 + 1e-3 * prod(tile.shape) * kind.dtype.itemsize) / len(left.devices)
+    assert all(ahead > 0 for ahead, _ in wanted[:-1])
+    assert all(back > 0 for _, back in wanted[1:])
+    for new, old, (ahead, back) in zip(again.prediction.stages, plan.prediction.stages, wanted, strict=True):
+        assert new.forward_s - old.forward_s == pytest.approx(ahead)
+        assert new.backward_s - old.backward_s == pytest.approx(back)
+        assert new.seconds["sends"] == pytest.approx(ahead + back)
 
 
 def test_tied_weights_and_the_loss_travel_at_the_end() -> None:
