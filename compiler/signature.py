@@ -33,7 +33,7 @@ from .plan import Plan
 from .rules import MeshChoice, pairs_choice, rule_for
 from .spec import local_shape
 
-__all__ = ["Instance", "Probe", "entry_probe", "plan_probes", "signature", "signature_of", "sum_signature"]
+__all__ = ["Instance", "Probe", "plan_probes", "signature", "signature_of", "sum_signature"]
 
 _SHORT = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -185,16 +185,6 @@ class Instance:
         """Make the cotangents, which need outputs to be like; call it once before timing."""
         self.forward()
         self.backward()
-
-
-def entry_probe() -> Probe:
-    """What entering the autograd engine costs beside the ops: its backward passes one view of one element."""
-
-    def make(device: Any, weights: bool = True) -> Instance:
-        x = torch.zeros(1, device=device, requires_grad=True)
-        return Instance(lambda: x.view_as(x), [x], lambda _, y: torch.ones_like(y))
-
-    return Probe("entry", make, 8)
 
 
 def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
