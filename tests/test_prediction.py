@@ -11,17 +11,18 @@ import torch
 import zoo
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan, proven
-from meshwright.compiler.graph import Graph
+from meshwright.compiler.graph import Graph, TensorType
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.overlap import Bucket, Gradient, bucketed, hidden_seconds
-from meshwright.compiler.plan import Plan
+from meshwright.compiler.plan import Plan, Stage
+from meshwright.compiler.predict import _post
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.schedule import generate
 from meshwright.compiler.search import Search
 from meshwright.compiler.signature import plan_probes
 from meshwright.compiler.simulate import simulate, simulate_plan
-from meshwright.compiler.spec import without_partials
+from meshwright.compiler.spec import parse_spec, without_partials
 from meshwright.compiler.stage_price import CAUSES, STEP_CAUSES
 from meshwright.compiler.strategy import Strategy
 from meshwright.costmodel.cluster import Cluster
@@ -190,6 +191,17 @@ def test_starting_the_messages_of_the_runtime_keeps_the_sender(name: str, strate
         assert new.forward_s - old.forward_s == pytest.approx(ahead)
         assert new.backward_s - old.backward_s == pytest.approx(back)
         assert new.seconds["sends"] == pytest.approx(ahead + back)
+
+
+@pytest.mark.parametrize("ends", ["S0 -> S1", "S0 -> R", "R -> S0", "S1 -> S0", "S0 -> S0"])
+@pytest.mark.parametrize(("left", "right"), [(2, 2), (4, 2), (2, 4)])
+def test_blocks_that_fit_no_other_travel_in_several_messages(ends: str, left: int, right: int) -> None:
+    kind, (sent, wanted) = TensorType((8, 16), torch.float32), map(parse_spec, ends.split(" -> "))
+    source, target = Stage(tuple(range(left)), (left,), ()), Stage(tuple(range(left, left + right)), (right,), ())
+    cluster = with_device(CLUSTER, post_s=1.0, post_s_per_byte=1e-3)
+    messages = tiles(kind.shape, *(Layout(s.devices, s.mesh_shape, p) for s, p in ((source, sent), (target, wanted))))
+    seconds = sum(1 + 1e-3 * 4 * prod(tile.shape) for tile in messages)
+    assert _post(cluster, kind, (source, sent), (target, wanted)) == pytest.approx(seconds / left)
 
 
 def test_tied_weights_and_the_loss_travel_at_the_end() -> None:
