@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from .curves import Curve, curve_from
 from .files import read_document, write_atomically
+from .fitting import rising, two_rates
 
 __all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure"]
 
@@ -60,24 +61,7 @@ def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
     if len(best) < 2:
         raise ValueError(f"a fit needs two message sizes, but got {len(best)}; measure more sizes")
     points = sorted(best.items())
-    weights = [1.0] * len(points)
-    alpha = beta = 0.0
-    for _ in range(30):
-        # relative residuals: divide row (1, x | t) by t
-        w = [weight / (t * t) for weight, (_, t) in zip(weights, points)]
-        s0, s1 = sum(w), sum(wi * x for wi, (x, _) in zip(w, points))
-        s2 = sum(wi * x * x for wi, (x, _) in zip(w, points))
-        r0 = sum(wi * t for wi, (_, t) in zip(w, points))
-        r1 = sum(wi * x * t for wi, (x, t) in zip(w, points))
-        determinant = s0 * s2 - s1 * s1
-        alpha, beta = (r0 * s2 - r1 * s1) / determinant, (s0 * r1 - s1 * r0) / determinant
-        if alpha < 0:
-            alpha, beta = 0.0, r1 / s2
-        elif beta < 0:
-            alpha, beta = r0 / s0, 0.0
-        errors = [abs(alpha + beta * x - t) / t for x, t in points]
-        scale = max(1.5 * sorted(errors)[len(errors) // 2], 1e-3)
-        weights = [min(1.0, scale / e) if e else 1.0 for e in errors]
+    alpha, beta = two_rates([(1.0, size, seconds) for size, seconds in points])
     errors = sorted(abs(alpha + beta * x - t) / t for x, t in points)
     return Fit(alpha, beta, errors[len(errors) // 2], len(points), len(samples))
 
@@ -227,21 +211,12 @@ def measure_machine(budget_s: float = 1.4) -> Table:
     add, gelu = found.pop(("add", "bytes")), found.pop(("gelu", "bytes"))
     found["pointwise", "bytes"] = [(work, (a + g) / 2) for (work, a), (_, g) in zip(add, gelu)]
     curves = tuple(
-        Curve(kind, "float32", variable, _rising(points)) for (kind, variable), points in sorted(found.items())
+        Curve(kind, "float32", variable, tuple(rising(points))) for (kind, variable), points in sorted(found.items())
     )
     provenance = (*machine().items(), ("date", datetime.now(UTC).isoformat(timespec="seconds")))
     spent = (("threads", "1"), ("samples", str(samples)), ("seconds", f"{time.perf_counter() - started:.2f}"))
     launch = fit_alpha_beta([point for point in add if point[0] < _IN_CACHE])
     return Table(curves, launch, view_s, 12.0 * _STREAM / stream_s, provenance + spent)
-
-
-def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More work never takes less time: a point that was disturbed upwards is pulled down to the next larger one's
-    time."""
-    out: list[tuple[float, float]] = []
-    for work, seconds in sorted(points, reverse=True):
-        out.append((work, min(seconds, out[-1][1]) if out else seconds))
-    return tuple(reversed(out))
 
 
 # ---- the cache
