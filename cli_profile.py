@@ -17,6 +17,7 @@ from .compiler.example import batch_extent, flat_inputs
 from .compiler.strategy import InfeasibleError
 from .costmodel.cluster import Cluster
 from .costmodel.hardware import Device
+from .costmodel.tables import usable_cores
 from .profile_model import profile_model
 from .profiling import profile
 from .runtime.agreement import alike
@@ -51,7 +52,7 @@ def run(options: Options, ranks: int | None) -> int:
             raise ValueError(f"torchrun started {world} ranks, but got --ranks {ranks} beside it; leave it out")
         return _shown(_in_this_process(options), options, int(os.environ["RANK"]) == 0)
     cuda = torch.cuda.is_available()
-    count = ranks or (torch.cuda.device_count() if cuda else len(os.sched_getaffinity(0)))
+    count = ranks or (torch.cuda.device_count() if cuda else usable_cores())
     if count == 1:
         return _shown(_in_this_process(options), options, True)
     if cuda and ranks is None:

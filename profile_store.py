@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .costmodel.cluster import Cluster
 from .costmodel.profiled import RankFacts
 from .costmodel.profiler import State
-from .costmodel.tables import cache_directory, machine
+from .costmodel.tables import cache_directory, machine, machine_memory_bytes, usable_cores
 
 __all__ = ["ProfileStore", "gather_facts"]
 
@@ -61,8 +61,8 @@ def _facts(device: torch.device) -> RankFacts:
         kind, title, memory, cores = "cuda", properties.name, properties.total_memory, 0
     else:
         about = machine()
-        kind, title, memory = "cpu", f"{about['processor']} core", _memory_bytes()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        kind, title, memory = "cpu", f"{about['processor']} core", machine_memory_bytes()
+        cores = usable_cores()
     software |= {"python": platform.python_version()}
     host = os.environ.get("MESHWRIGHT_HOST") or name
     return RankFacts(host, name, cores, kind, title, memory, tuple(software.items()))
@@ -73,15 +73,6 @@ def _driver() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _memory_bytes() -> int:
-    """Of this machine, or the container's share of it."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # "max" where there is no limit
-    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-        memory = min(memory, int(text))
-    return memory
 
 
 class ProfileStore:

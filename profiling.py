@@ -12,7 +12,6 @@ What has been measured is on disk every few seconds, so that an interrupted prof
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from .costmodel.op_grid import coarse, grid, op_task
 from .costmodel.op_timing import fact_tasks, probe_task
 from .costmodel.profiled import extended_device, inner_link, measured_device, network_link, view, wires_of, with_overlap
 from .costmodel.profiler import Engine, Progress, Record, State, Task
-from .costmodel.tables import machine
+from .costmodel.tables import machine, usable_cores
 from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
 from .runtime.agreement import agree, alike, from_first
@@ -104,8 +103,7 @@ def default_cluster() -> Cluster:
     Ranks of one machine that share its cores are ``Cluster.local``: a few seconds of measurement would tell how the
     scheduler took turns just then.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    alone = dist.get_backend() != "nccl" and dist.get_world_size() > cores
+    alone = dist.get_backend() != "nccl" and dist.get_world_size() > usable_cores()
     machines: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, (socket.gethostname(), alone))
     if len(set(machines)) == 1 and alone:

@@ -6,7 +6,6 @@ Imported by ``parallel`` only; ``compiler.drift`` compares and ``compiler.refit`
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from .compiler.refit import Recalibration, refit
 from .compiler.report import Report
 from .costmodel.cluster import Cluster
 from .costmodel.scaling import Factors
+from .costmodel.tables import usable_cores
 from .runtime.stage import Session
 from .runtime.trace import meetings, middle, peak_bytes, rank_times
 
@@ -39,7 +39,7 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
     dist.all_gather_object(everyone, (mine, meetings(chosen)))
     ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
     notes = []
-    cores = _cores()
+    cores = usable_cores()
     if session.device.type == "cpu" and len(ranks) > cores:
         notes.append(f"{len(ranks)} ranks share {cores} cores: times of single terms include each other's")
     return compare(plan, ranks, threshold, notes)
@@ -76,7 +76,3 @@ def recalibration(
 
 def _words(factors: Factors) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in factors.to_json().items())
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -30,7 +30,7 @@ from .measured import Wire
 from .mesh import Mesh
 from .networks import NETWORKS
 from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
-from .tables import Table, local_table
+from .tables import Table, local_table, machine_memory_bytes, usable_cores
 
 __all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
 
@@ -181,7 +181,7 @@ class Cluster(HashedOnce):
 
         Every process that calls this may measure for itself: where ranks must agree, call it on one and hand the result
         on."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         count = int(os.environ.get("WORLD_SIZE", cores)) if ranks is None else ranks
         if count < 1:
             raise ValueError(f"a cluster has at least one rank, but got {count}; ask for 1 or more")
@@ -283,13 +283,9 @@ class Cluster(HashedOnce):
 
 def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
     where = dict(table.provenance)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")  # a container's share of it; "max" where there is no limit
-    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-        memory = min(memory, int(text))
     device = Device(
         name=f"{where.get('processor', 'cpu')} core",
-        memory_bytes=memory // ranks,
+        memory_bytes=machine_memory_bytes() // ranks,
         flops_per_s=(("float32", table.peak_flops_per_s() / slowdown),),
         memory_bytes_per_s=table.memory_bytes_per_s / slowdown,
         launch_s=table.launch.alpha_s * slowdown,

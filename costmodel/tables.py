@@ -27,7 +27,18 @@ from .curves import Curve, curve_from
 from .files import read_document, write_atomically
 from .fitting import rising, two_rates
 
-__all__ = ["Curve", "Fit", "Table", "cache_directory", "fit_alpha_beta", "local_table", "measure"]
+__all__ = [
+    "Curve",
+    "Fit",
+    "Table",
+    "cache_directory",
+    "fit_alpha_beta",
+    "local_table",
+    "machine",
+    "machine_memory_bytes",
+    "measure",
+    "usable_cores",
+]
 
 FORMAT, SCHEMA = "meshwright-table", 1
 
@@ -219,7 +230,7 @@ def measure_machine(budget_s: float = 1.4) -> Table:
     return Table(curves, launch, view_s, 12.0 * _STREAM / stream_s, provenance + spent)
 
 
-# ---- the cache
+# ---- this machine
 
 
 @cache
@@ -236,6 +247,20 @@ def machine() -> dict[str, str]:
             version = re.search(r"Module.*?(\d+[.\d]+)", Path("/proc/driver/nvidia/version").read_text())
             found["driver"] = version[1] if version else "unknown"
     return found
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_memory_bytes() -> int:
+    """Of this machine, or the container's share of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # "max" where there is no limit
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return memory
 
 
 def cache_directory() -> Path:
