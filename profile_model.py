@@ -20,7 +20,7 @@ from .compiler.strategy import InfeasibleError, Strategy
 from .costmodel.cluster import Cluster
 from .costmodel.profiler import Progress
 from .profiling import profile
-from .runtime.agreement import alike
+from .runtime.agreement import alike, from_first
 
 __all__ = ["ROUNDS", "candidates", "profile_model"]
 
@@ -92,6 +92,4 @@ def _told(make: Callable[[], list[Plan]]) -> list[Plan]:
     with alike():
         if dist.get_rank() == 0:
             documents = [plan.to_json() for plan in make()]
-    shared = [documents]
-    dist.broadcast_object_list(shared, src=0)
-    return [Plan.from_json(document) for document in shared[0]]
+    return [Plan.from_json(document) for document in from_first(lambda: documents)]

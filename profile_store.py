@@ -24,6 +24,7 @@ from .costmodel.cluster import Cluster
 from .costmodel.profiled import RankFacts
 from .costmodel.profiler import State
 from .costmodel.tables import cache_directory, machine, machine_memory_bytes, usable_cores
+from .runtime.agreement import from_first
 
 __all__ = ["ProfileStore", "gather_facts"]
 
@@ -101,7 +102,7 @@ class ProfileStore:
             with suppress(ValueError):  # half a file, or another program's: begin anew
                 found = State.load(self.partial)
                 text = found.to_json() if found.about == self.about else ""
-        text = _told(text)
+        text = from_first(lambda: text)
         return State.from_json(text) if text else State(self.about)
 
     def cached(self) -> Cluster | None:
@@ -112,7 +113,7 @@ class ProfileStore:
         elif self.writes and self.table.is_file():
             with suppress(ValueError):  # of another release: measured again and replaced
                 text = Cluster.load(self.table).to_json()
-        text = _told(text)
+        text = from_first(lambda: text)
         return Cluster.from_json(text) if text else None
 
     def finish(self, cluster: Cluster, usual: bool, keep: bool) -> None:
@@ -125,10 +126,3 @@ class ProfileStore:
             if usual and keep:
                 self.table.parent.mkdir(parents=True, exist_ok=True)
                 cluster.save(self.table)
-
-
-def _told(text: str) -> str:
-    """Rank 0's text, on every rank."""
-    shared = [text]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]

@@ -291,7 +291,7 @@ class _Profile:
     # ---- the result
 
     def _finish(self) -> Cluster:
-        text = [""]
+        text = ""
         with alike():
             if self.rank == 0:
                 cluster = self._cluster()
@@ -299,9 +299,8 @@ class _Profile:
                     cluster.save(self.path)
                 # a table with gaps is worth a profile, not a place in the cache
                 self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
-                text = [cluster.to_json()]
-        dist.broadcast_object_list(text, src=0)
-        return Cluster.from_json(text[0])
+                text = cluster.to_json()
+        return Cluster.from_json(from_first(lambda: text))
 
     def _cluster(self) -> Cluster:
         provenance = self._provenance()

@@ -8,7 +8,7 @@ none of the models. "ops" adds the ops of the plans by their exact signature, ea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from meshwright.compiler.signature import Probe, plan_probes
 from meshwright.compiler.strategy import Strategy, parse_strategy
 from meshwright.costmodel.hardware import Device
 from meshwright.profiling import profile
+from meshwright.runtime.agreement import from_first
 
 from .targets import TARGETS
 from .trials import SLEEPING, Trial
@@ -51,7 +52,7 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
     sleeping = trials[0].part in SLEEPING
     tables: dict[str, mw.Cluster] = {}
     if not sleeping:
-        tables["local"] = _shared(lambda: mw.Cluster.local(dist.get_world_size()))
+        tables["local"] = from_first(lambda: mw.Cluster.local(dist.get_world_size()))
     pace = partial(time.sleep, PACE_S) if sleeping else None
     tables["grid"] = profile(budget_s=budget_s / 2, resume=False, pace=pace)
     planned = pretended(tables["grid"]) if sleeping else tables["grid"]
@@ -130,18 +131,4 @@ def _planned(trial: Trial, graph: Graph, cluster: mw.Cluster) -> Plan:
         plan = make_plan(graph, cluster, trial.batch, trial.microbatches, strategy, optimizer=name, alternatives=False)
         return plan.to_json()
 
-    return Plan.from_json(_shared(make))
-
-
-def _shared(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives on rank 0, on every rank. Raises everywhere what it raises there."""
-    told: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            told = [make(), None]
-        except Exception as error:
-            told = [None, error]
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+    return Plan.from_json(from_first(make))
