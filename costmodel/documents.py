@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from .curves import curve_from, surface_from
+from .files import parse_document
 from .hardware import Device, Host, Link
 from .measured import OpTime, OptimizerRate, Piece, Wire
 
@@ -42,19 +43,7 @@ def cluster_text(cluster: Cluster) -> str:
 def cluster_fields(text: str) -> dict[str, Any]:
     """The fields of the Cluster that ``text`` describes; ValueError on a corrupt, foreign or outdated document and on
     impossible values, naming the entry."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"a cluster is a JSON document, but it breaks off or is corrupt ({error}); save it again"
-        ) from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f"a cluster has format {FORMAT!r}, but this document has none of it; is it another file?")
-    if data.get("schema") not in READABLE:
-        raise ValueError(
-            f"this release reads cluster schemas {' and '.join(map(str, READABLE))}, but got {data.get('schema')!r};"
-            " save it again"
-        )
+    data = parse_document(text, "cluster", FORMAT, READABLE, "save it again")
     try:
         hosts: list[Host] = []
         for entry in data["hosts"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["read_document", "write_atomically"]
+__all__ = ["parse_document", "read_document", "write_atomically"]
 
 T = TypeVar("T")
 
@@ -41,3 +42,18 @@ def read_document(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def parse_document(text: str, what: str, form: str, schemas: Sequence[int], remedy: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is, with "format" ``form`` and one of these "schema" numbers; ValueError on any
+    other document. ``what``: its name for people; ``remedy``: what to do about a corrupt or outdated one."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a {what} is a JSON document, but it breaks off or is corrupt ({error}); {remedy}") from None
+    if not isinstance(data, dict) or data.get("format") != form:
+        raise ValueError(f"a {what} has format {form!r}, but this document has none of it; is it another file?")
+    if data.get("schema") not in schemas:
+        known = f"schema{'s' * (len(schemas) > 1)} {' and '.join(map(str, schemas))}"
+        raise ValueError(f"this release reads {what} {known}, but got {data.get('schema')!r}; {remedy}")
+    return data

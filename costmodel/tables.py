@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from .curves import Curve, curve_from
-from .files import read_document, write_atomically
+from .files import parse_document, read_document, write_atomically
 from .fitting import rising, two_rates
 
 __all__ = [
@@ -111,16 +111,7 @@ class Table:
     def from_json(text: str) -> Table:
         """The inverse of ``to_json``; ValueError on a corrupt, foreign, or outdated document and on impossible
         values."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"a table is a JSON document, but it breaks off or is corrupt ({error}); profile again"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"a table has format {FORMAT!r}, but this document has none of it; is it another file?")
-        if data.get("schema") != SCHEMA:
-            raise ValueError(f"this release reads table schema {SCHEMA}, but got {data.get('schema')!r}; profile again")
+        data = parse_document(text, "table", FORMAT, (SCHEMA,), "profile again")
         try:
             curves = tuple(curve_from(entry) for entry in data["curves"])
             fit = data["launch"]
