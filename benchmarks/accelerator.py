@@ -10,7 +10,6 @@ results, with its provenance. Without a GPU it says so and ends with status 0: t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.distributed as dist
+from contest.results import write_results
 from meshwright.architectures import GPT, Llama
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
@@ -159,10 +159,7 @@ def main() -> int:
         dist.destroy_process_group()
     rows = {name: {"predicted": said[name], "measured": took[name]} for name in said}
     show(rows)
-    document = {
-        "command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows,
-    }  # fmt: skip
-    arguments.json.write_text(json.dumps(document, indent=1))
+    write_results(arguments.json, {"device": torch.cuda.get_device_name(), "rows": rows})
     return 0
 
 

@@ -8,18 +8,15 @@ Every prediction is made before its plan runs. Parts are reported apart (see REA
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import sys
-import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
+from contest.results import write_results
 from meshwright.runtime.launch import spawn_local
 from rich.console import Console
 from truth.over_links import LINKS, run_over_links
@@ -42,17 +39,7 @@ def run_world(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
 
 def write(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
     """The document so far: an interrupted run keeps the parts that it has finished."""
-    document = {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "torch": torch.__version__,
-        "rounds": settings.rounds,
-        "summaries": summaries(results),
-        "trials": results,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1))
+    write_results(path, {"rounds": settings.rounds, "summaries": summaries(results), "trials": results})
 
 
 def main() -> int:

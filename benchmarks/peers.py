@@ -10,19 +10,16 @@ fails.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import platform
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from contest.measure import Rounds
+from contest.results import write_results
 from meshwright.runtime.launch import spawn_local
 from rich.console import Console
 from rich.table import Table
@@ -129,20 +126,6 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             console.print(f"{result['cell']}: slower than {TARGET} × {result['peer']}")
 
 
-def write(path: Path, results: list[dict[str, Any]], quick: bool) -> None:
-    """The document so far: an interrupted run keeps the cells that it has finished."""
-    document = {
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-        "torch": torch.__version__,
-        "quick": quick,
-        "cells": results,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="small models and few rounds: does it run, not how fast")
@@ -164,7 +147,7 @@ def main() -> int:
                     except (RuntimeError, TimeoutError) as error:  # the other cells may still say something
                         failed.append(cell.name)
                         console.print(f"{cell.name} failed: {error}", markup=False)
-                write(options.json, results, options.quick)
+                write_results(options.json, {"quick": options.quick, "cells": results})
     show(results, console)
     return 0 if not failed and all(result["equal_loss"] for result in results) else 1
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from contest.results import write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -110,19 +110,11 @@ def main() -> int:
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: list[dict[str, Any]] = []
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     for turn in range(options.repeat):
         for target, cluster, batch in QUICK if options.quick else FULL:
             with console.status(f"{target} on {cluster} ({turn + 1} of {options.repeat})"):
                 results.append(run_one(target, cluster, batch, options.timeout))
-            document = {
-                "command": " ".join(sys.argv),
-                "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
-                "runs": results,
-                "published": [list(line) for line in PUBLISHED],
-            }
-            options.json.write_text(json.dumps(document, indent=1))
+            write_results(options.json, {"runs": results, "published": [list(line) for line in PUBLISHED]})
     show(results, console)
     return 1 if any("error" in result for result in results) else 0
 

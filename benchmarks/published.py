@@ -9,9 +9,6 @@ of the published plans is predicted more than 15 % off.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contest.results import write_results
 from meshwright.architectures import GPT
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
@@ -233,7 +231,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("out/published.json"), help="where the results go")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     graphs: dict[str, Graph] = {}
     results: list[dict[str, Any]] = []
     begin = time.perf_counter()
@@ -245,16 +242,13 @@ def main() -> int:
             if not options.quick and row is not REGRESSION:
                 result["own"] = own_plan(row, graphs[row.target])
             results.append(result)
-        document = {
-            "command": " ".join(sys.argv),
-            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+        found = {
             "published": ALPA,
             "device": cluster_of(1).device(0).source,
             "seconds": time.perf_counter() - begin,
             "rows": results,
         }
-        options.json.write_text(json.dumps(document, indent=1))
+        write_results(options.json, found)
     show(results, console)
     off = [r for r in results if abs(r["plan"].get("ratio_step", r["plan"]["ratio_tflops"]) - 1) > TARGET]
     for result in off:
