@@ -88,7 +88,7 @@ class MeshPricer:
         self.mesh = Mesh.of(self.cluster, self.offset, self.mesh_shape)
         self.axes = mesh_prices(self.cluster, self.mesh)
         self.num_devices = prod(self.mesh_shape)
-        self.device: Device = self.cluster.device(self.offset)
+        self.device: Device = _slowest(self.cluster, self.mesh)
 
     # ---- ops
 
@@ -301,6 +301,13 @@ class MeshPricer:
             return rate.alpha_s + rate.beta_s_per_byte * memory["parameters"]
         traffic = 2 * memory["parameters"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
         return traffic / self.device.memory_bytes_per_s
+
+
+def _slowest(cluster: Cluster, mesh: Mesh) -> Device:
+    """The device that the others of a mesh over unlike hosts wait for: parts are equal."""
+    hosts = range(cluster.host_of(mesh.devices[0]), cluster.host_of(mesh.devices[-1]) + 1)
+    devices = dict.fromkeys(cluster.hosts[host].device for host in hosts)
+    return min(devices, key=lambda device: (device.peak("bfloat16"), device.memory_bytes_per_s))
 
 
 def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
