@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -36,6 +36,7 @@ __all__ = [
     "Result",
     "Source",
     "TensorType",
+    "copy_at",
     "op_name",
     "output_of",
     "tensor_operands",
@@ -152,23 +153,11 @@ class Graph:
             return self.origin.with_batch(batch)
         copy = torch.fx.Graph()
         env: dict[Node, Node] = {}
-
-        def scale(value: Any) -> Any:
-            return rescale(value, self.batch, batch)
-
         for node in self.fx.nodes:
             if node.op == "output":
                 copy.output(torch.fx.map_arg(node.args[0], lambda n: env[n]))
-                continue
-            new = copy.node_copy(node, lambda n: env[n])
-            new.args = _map_literals(new.args, scale)
-            new.kwargs = _map_literals(new.kwargs, scale)
-            new.name = node.name
-            new.meta = dict(node.meta)
-            kind = node.meta["type"]
-            retype = [replace(t, shape=tuple(scale(d) for d in t.shape)) for t in types_of(node)]
-            new.meta["type"] = tuple(retype) if isinstance(kind, tuple) else retype[0]
-            env[node] = new
+            else:
+                env[node] = copy_at(copy, node, env, self.batch, batch)
         return Graph(copy, self.results, batch, self.constants, self.output_spec, self.training, origin=self)
 
     # ---- identity
@@ -215,6 +204,27 @@ class Graph:
             seen.add(node.name)
         for result in self.results:
             assert result.node in seen, f"result {result.name} has no node {result.node}"
+
+
+def copy_at(copy: torch.fx.Graph, node: Node, env: Mapping[Node, Node] | None, old: int, new: int) -> Node:
+    """``node``, of a graph at batch ``old``, in ``copy`` at batch ``new``. env: where its operands are there; None makes
+    a placeholder of its name and type instead."""
+
+    def scale(value: Any) -> Any:
+        return rescale(value, old, new)
+
+    if env is None:
+        made = copy.placeholder(node.name)
+    else:
+        made = copy.node_copy(node, lambda n: env[n])
+        made.args = _map_literals(made.args, scale)
+        made.kwargs = _map_literals(made.kwargs, scale)
+    made.name = node.name
+    made.meta = dict(node.meta)
+    kind = node.meta["type"]
+    retype = [replace(t, shape=tuple(scale(d) for d in t.shape)) for t in types_of(node)]
+    made.meta["type"] = tuple(retype) if isinstance(kind, tuple) else retype[0]
+    return made
 
 
 def rescale(value: Any, old: int, new: int) -> Any:
