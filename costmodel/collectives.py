@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf
 
+import numpy as np
+
 from .algorithms import ALGORITHMS, ALIASES, BACKENDS, HIERARCHICAL, Steps, is_defined, levels_of, steps_of
 from .cluster import Cluster, Host, Link, Mesh
 from .measured import Wire
@@ -23,6 +25,7 @@ __all__ = [
     "AxisPrice",
     "Steps",
     "mesh_prices",
+    "p2p_pieces",
     "p2p_seconds",
     "p2p_source",
     "steps_of",
@@ -67,6 +70,29 @@ class AxisPrice:
             first, *others = measured
             return min(first.seconds(nbytes), *(o.seconds(nbytes) for o in others)) if others else first.seconds(nbytes)
         return cheapest(self.pieces[kind], nbytes)
+
+    def pieces_of(self, kind: str) -> tuple[tuple[tuple[float, float, float], ...], ...]:
+        """The prices of a kind as data: per offer (the cheapest counts) its pieces (from_bytes, a, b) in rising
+        from_bytes, the first at 0; seconds = a + b·nbytes."""
+        measured = self.wires.get(kind)
+        if measured:
+            return tuple(
+                tuple((piece.from_bytes, piece.alpha_s, piece.beta_s_per_byte) for piece in price.wire.pieces)
+                for price in measured
+            )
+        return tuple(((0.0, a, b),) for a, b in self.pieces[kind])
+
+    def seconds_many(self, kind: str, nbytes: np.ndarray) -> np.ndarray:
+        """``seconds`` of every element; same shape."""
+        if self.size == 1:
+            return np.zeros(np.shape(nbytes))
+        offers = []
+        for pieces in self.pieces_of(kind):
+            seconds = pieces[0][1] + pieces[0][2] * nbytes
+            for start, a, b in pieces[1:]:
+                seconds = np.where(nbytes >= start, a + b * nbytes, seconds)
+            offers.append(seconds)
+        return np.where(nbytes == 0, 0.0, np.min(offers, axis=0))
 
     def coefficients(self, kind: str, nbytes: float = inf) -> tuple[float, float]:
         """(a, b) of the line that holds at ``nbytes``, by default of that for the largest messages. Analytic prices are
@@ -259,6 +285,19 @@ def p2p_seconds(cluster: Cluster, src_device: int, dst_device: int, nbytes: floa
         return 0.0
     line, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
     return measured.seconds(nbytes) if measured else line[0] + line[1] * nbytes
+
+
+def p2p_pieces(
+    cluster: Cluster, src_device: int, dst_device: int, concurrent: int = 1
+) -> tuple[tuple[float, float, float], ...]:
+    """``p2p_seconds`` as data: pieces (from_bytes, a, b) in rising from_bytes, the first at 0; seconds = a + b·nbytes of
+    more than 0 bytes."""
+    if src_device == dst_device:
+        return ((0.0, 0.0, 0.0),)
+    line, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
+    if measured is None:
+        return ((0.0, *line),)
+    return tuple((piece.from_bytes, piece.alpha_s, piece.beta_s_per_byte) for piece in measured.wire.pieces)
 
 
 def p2p_source(cluster: Cluster, src_device: int, dst_device: int, concurrent: int = 1) -> str:

@@ -24,12 +24,25 @@ from functools import lru_cache
 from math import prod
 from typing import TypeVar
 
+import numpy as np
+
 from .curves import DIRECTIONS, Curve, Surface
 from .hardware import Device
 
 T = TypeVar("T", Curve, Surface)
 
-__all__ = ["EFFICIENCY", "KINDS", "Price", "efficiency", "measured_backward", "op_price", "op_seconds", "writes_scores"]
+__all__ = [
+    "EFFICIENCY",
+    "KINDS",
+    "Price",
+    "efficiency",
+    "measured_backward",
+    "op_price",
+    "op_price_many",
+    "op_seconds",
+    "score_seconds",
+    "writes_scores",
+]
 
 KINDS = (
     "matmul",
@@ -118,6 +131,49 @@ def op_price(
     return Price(max(flops / (how.peak * how.share), nbytes / how.memory_rate) + device.launch_s, "roofline")
 
 
+def op_price_many(
+    kind: str,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    dtype: object,
+    device: Device,
+    *,
+    direction: str = "forward",
+    sizes: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    scores: np.ndarray | None = None,
+) -> np.ndarray:
+    """``op_price(…).seconds`` of every element of ``flops`` and ``nbytes``, which have one shape. sizes: what
+    ``Surface.sizes`` gives, element by element, where local shapes are known; scores: of an attention, queries × keys
+    over all batch entries and heads of one device. Work that is negative or of an unknown kind is the caller's fault."""
+    if kind in ("view", "free"):
+        return np.full(np.shape(flops), device.view_s)
+    how = _reading(kind, str(dtype).removeprefix("torch."), device, direction)
+    surface = how.surface if sizes is not None and (how.surface_is_own or not how.curve_is_own) else None
+    known = np.zeros(np.shape(flops), dtype=bool)
+    seconds = np.zeros(np.shape(flops))
+    if how.curve is not None:
+        work = flops * how.curve_peak / how.peak if how.curve.variable == "flops" else nbytes
+        known = work > 0
+        seconds = _on_curve_many(how, how.curve, np.where(known, work, 1.0), flops, nbytes, device)
+    if surface is not None and sizes is not None:
+        on = flops > 0
+        rows, inner, cols = (np.where(on, size, 1.0) for size in sizes)
+        seconds = np.where(on, _on_surface_many(how, surface, flops, nbytes, (rows, inner, cols), device), seconds)
+        known = known | on
+    if known.all() and known.size:
+        return seconds
+    if direction == "backward":
+        if kind in TWO_SIDED:
+            rest = 2 * op_price_many(kind, flops, nbytes, dtype, device, sizes=sizes, scores=scores)
+        else:
+            rest = op_price_many(kind, flops, 1.5 * nbytes, dtype, device)
+    elif kind == "attention" and scores is not None and (each := score_seconds(dtype, device)):
+        rest = flops / (how.peak * efficiency("matmul", device)[0]) + scores * each + device.launch_s
+    else:
+        rest = np.maximum(flops / (how.peak * how.share), nbytes / how.memory_rate) + device.launch_s
+    return np.where(known, seconds, rest)
+
+
 def op_seconds(kind: str, flops: float, nbytes: float, dtype: object, device: Device) -> float:
     """``op_price(…).seconds``."""
     return op_price(kind, flops, nbytes, dtype, device).seconds
@@ -134,14 +190,17 @@ def writes_scores(device: Device) -> bool:
     return any(kind == "scores" for kind, _ in device.efficiency)
 
 
-def _scores_s(shapes: tuple[tuple[int, ...], ...], dtype: object, device: Device) -> float:
-    """Seconds to write and read the scores of queries [..., queries, d] and keys [..., keys, d]; 0 on a device that
-    keeps them in its cache."""
+def score_seconds(dtype: object, device: Device) -> float:
+    """Seconds to write and read one score of an attention; 0 on a device that keeps them in its cache."""
     share = dict(device.efficiency).get("scores", 0.0)
     if not share or device.curves or device.surfaces:
         return 0.0
-    size = SCORE_BYTES * (1.0 if "16" in str(dtype) else 2.0)
-    return prod(shapes[0][:-1]) * shapes[1][-2] * size / (device.memory_bytes_per_s * share)
+    return SCORE_BYTES * (1.0 if "16" in str(dtype) else 2.0) / (device.memory_bytes_per_s * share)
+
+
+def _scores_s(shapes: tuple[tuple[int, ...], ...], dtype: object, device: Device) -> float:
+    """Seconds to write and read the scores of queries [..., queries, d] and keys [..., keys, d]."""
+    return prod(shapes[0][:-1]) * shapes[1][-2] * score_seconds(dtype, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +265,25 @@ def _on_curve(how: _Reading, curve: Curve, work: float, flops: float, nbytes: fl
     if not inside:
         seconds = max(seconds, flops / how.peak)
     return Price(seconds, "interpolated" if inside else "extrapolated")
+
+
+def _on_surface_many(
+    how: _Reading,
+    surface: Surface,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    sizes: tuple[np.ndarray, np.ndarray, np.ndarray],
+    device: Device,
+) -> np.ndarray:
+    seconds = surface.at_many(*sizes, device.launch_s) * how.surface_peak / how.peak
+    floor = np.maximum(flops / how.peak, nbytes / how.memory_rate)
+    return np.where(surface.covers_many(*sizes), seconds, np.maximum(seconds, floor))
+
+
+def _on_curve_many(
+    how: _Reading, curve: Curve, work: np.ndarray, flops: np.ndarray, nbytes: np.ndarray, device: Device
+) -> np.ndarray:
+    seconds, inside = curve.seconds_many(work, device.launch_s), curve.covers_many(work)
+    moved = np.maximum(seconds, nbytes / how.memory_rate)
+    seconds = moved if curve.variable == "flops" else np.where(inside, seconds, moved)
+    return np.where(inside, seconds, np.maximum(seconds, flops / how.peak))

@@ -15,6 +15,8 @@ from itertools import pairwise, product
 from math import exp, isfinite, log, prod
 from typing import Any
 
+import numpy as np
+
 __all__ = ["DIRECTIONS", "Curve", "Surface", "curve_from", "surface_from"]
 
 DIRECTIONS = ("forward", "backward")
@@ -64,6 +66,19 @@ class Curve:
         right = bisect_left(self.points, (work, 0.0))
         (x0, t0), (x1, t1) = self.points[right - 1], self.points[right]
         return exp(log(t0) + (log(t1) - log(t0)) * (log(work) - log(x0)) / (log(x1) - log(x0)))
+
+    def covers_many(self, work: np.ndarray) -> np.ndarray:
+        """``covers`` of every element."""
+        return (work >= self.points[0][0]) & (work <= self.points[-1][0])
+
+    def seconds_many(self, work: np.ndarray, launch_s: float) -> np.ndarray:
+        """``seconds`` of every element, all positive; same shape."""
+        (low, first), (high, last) = self.points[0], self.points[-1]
+        x, y = np.log(np.array(self.points)).T
+        inside = np.exp(np.interp(np.log(np.clip(work, low, high)), x, y))
+        floor = min(launch_s, first)
+        below = floor + (first - floor) * work / low
+        return np.where(work >= high, last * work / high, np.where(work <= low, below, inside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,34 @@ class Surface:
                 total += weight * log(self.seconds[(i * len(self.inner) + j) * len(self.cols) + k])
         nearest = exp(total)
         floor = min(launch_s, nearest)
+        return (floor + (nearest - floor) * below) * above
+
+    def covers_many(self, rows: np.ndarray, inner: np.ndarray, cols: np.ndarray) -> np.ndarray:
+        """``covers`` of every element."""
+        sizes = zip((self.rows, self.inner, self.cols), (rows, inner, cols))
+        inside = [(size >= lines[0]) & (size <= lines[-1]) for lines, size in sizes]
+        return inside[0] & inside[1] & inside[2]
+
+    def at_many(self, rows: np.ndarray, inner: np.ndarray, cols: np.ndarray, launch_s: float) -> np.ndarray:
+        """``at`` for arrays of equal shape, all positive."""
+        above = below = np.ones(np.shape(rows))
+        ends: list[tuple[np.ndarray, np.ndarray]] = []  # (the grid line below or at the size, share of the next)
+        for lines, size in zip((self.rows, self.inner, self.cols), (rows, inner, cols)):
+            above = above * np.maximum(1.0, size / lines[-1])
+            below = below * np.minimum(1.0, size / lines[0])
+            place = np.interp(np.log(size), np.log(lines), np.arange(len(lines)))
+            line = np.minimum(place.astype(np.int64), max(len(lines) - 2, 0))
+            ends.append((line, place - line))
+        grid = np.log(np.array(self.seconds)).reshape(len(self.rows), len(self.inner), len(self.cols))
+        total = np.zeros(np.shape(rows))
+        for corner in product((0, 1), repeat=3):
+            weight, index = np.ones(np.shape(rows)), []
+            for (line, share), step, lines in zip(ends, corner, (self.rows, self.inner, self.cols)):
+                weight = weight * (share if step else 1.0 - share)
+                index.append(np.minimum(line + step, len(lines) - 1))
+            total += weight * grid[tuple(index)]
+        nearest = np.exp(total)
+        floor = np.minimum(launch_s, nearest)
         return (floor + (nearest - floor) * below) * above
 
     @staticmethod
