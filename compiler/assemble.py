@@ -24,8 +24,9 @@ from .pricing import MeshPricer
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
+from .residency import residency_bytes
 from .rules import MeshChoice
-from .spec import Pair, Spec, without_partials
+from .spec import Pair, Spec
 from .stage_price import price_stage
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
@@ -65,7 +66,7 @@ def assemble_stage(
     seconds, size = evaluate(problem, chosen)
     if len(pinned.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
         free = composer.section(first, end, [into], [out])
-        held = recomputed_bytes(pinned, chosen, composer.recompute)
+        held = transient_bytes(pinned, chosen, composer.layering)
         better = solve(free.problem(in_flight), limit_bytes - held, FREE_SOLVE_S)
         if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes - held):
             chosen_section, chosen = free, better.choice
@@ -75,14 +76,18 @@ def assemble_stage(
     )  # fmt: skip
 
 
-def recomputed_bytes(section: Section, chosen: Sequence[int], recompute: Recompute) -> float:
-    """The most that the backward of one layer holds beside the bytes kept; 0 where nothing is recomputed."""
+def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:
+    """The most that any one layer holds, while it runs, beside the bytes kept: what is recomputed, gathered values."""
+    if not section.transient:
+        return 0.0
+    layer_of = {name: index for index, layer in enumerate(layering.layers) for name in layer.ops}
     held: defaultdict[int | None, float] = defaultdict(float)
+    read_in = {section.names[edge.producer]: section.names[edge.consumers[0][0]] for edge in section.edges}
     for name, size, pick in zip(section.names, section.transient, chosen):
-        held[recompute.layer_of.get(name)] += float(size[pick])
+        held[layer_of.get(name, layer_of.get(read_in.get(name, "")))] += float(size[pick])
     for edge, size in zip(section.edges, section.edge_transient):
         given = edge.source[chosen[edge.producer]]
-        at = recompute.layer_of.get(edge.name, recompute.layer_of.get(section.names[edge.consumers[0][0]]))
+        at = layer_of.get(edge.name, layer_of.get(section.names[edge.consumers[0][0]]))
         for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
             held[at] += float(size[given, target])
     return max(held.values(), default=0.0)
@@ -138,13 +143,11 @@ def describe_stage(
                 if o.op != "placeholder"
             )
             largest = max(largest, touched)
-        elif kind == "parameter":
+        elif isinstance(choice, Residency):
             source, tensor = node.meta["source"], node.meta["type"]
-            bill = pricer.parameter_memory(tensor, choice.value, source.requires_grad)
-            for cause, size in bill.items():
+            for cause, size in residency_bytes(pricer, tensor, choice, source.requires_grad).items():
                 memory[cause] += size
-            reduced = without_partials(choice.cotangent)
-            parameters[source.name] = Residency(choice, choice.value, reduced, choice.value)
+            parameters[source.name] = choice
         elif kind == "source":
             sources[name] = choice
             if node.meta["source"].kind == "buffer":
@@ -168,7 +171,7 @@ def describe_stage(
                 for step in path:
                     if step.kind not in FREE:
                         collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
-    memory["activations"] += recomputed_bytes(section, chosen, recompute)
+    memory["activations"] += transient_bytes(section, chosen, layering)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
     chunk = Chunk(

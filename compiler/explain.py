@@ -51,12 +51,20 @@ _CAUSES = {
     "sends": "sending",
     "transfer": "transfer",
     "gradient": "gradients",
+    "gather": "gathers",
     "overlapped": "hidden",
     "optimizer": "optimizer",
     "tied": "tied",
     "loss": "loss",
 }
-_ONCE = ("gradient", "overlapped", "optimizer", "tied", "loss")  # per step; the other causes are per microbatch
+_ONCE = (
+    "gradient",
+    "overlapped",
+    "gather",
+    "optimizer",
+    "tied",
+    "loss",
+)  # per step; the other causes are per microbatch
 _NEGLIGIBLE = 5e-4  # of the step: a cause that takes less on every stage has no column
 _SOURCES = (
     ("measured as they are", ("measured",)),

@@ -1,10 +1,10 @@
 """A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state
 costs.
 
-Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, priced with the
-reduction of its gradient and the optimizer's traffic), every input, buffer and constant (free: the data is on every
-rank), every *entry* (a tensor that arrives from an earlier layer, in a boundary state) and every *exit* (a tensor that
-must leave in one).
+Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, each with every
+residency that is allowed, priced with the reduction of its gradient and the optimizer's traffic), every input, buffer
+and constant (free: the data is on every rank), every *entry* (a tensor that arrives from an earlier layer, in a
+boundary state) and every *exit* (a tensor that must leave in one).
 
 A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
 """
@@ -21,8 +21,17 @@ from torch.fx import Node
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
+from .plan import Residency
 from .pricing import MeshPricer
 from .recompute import NOTHING, Recompute
+from .residency import (
+    accumulate_seconds,
+    gathered_bytes,
+    residencies,
+    residency_bytes,
+    residency_seconds,
+    residency_text,
+)
 from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .saved import saved_bytes, saved_tensors
 from .spec import P, Pair, R, S, Spec, parse_pair
@@ -38,11 +47,19 @@ class Restriction:
     """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
     no batch, but the work of every heavy op that it can) or None.
 
-    pinned: op or parameter or source node → the only choice label (labels joined by ",", or a pair's text).
+    pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
+    parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
+    residencies: patterns of ``residency.PATTERNS`` that a parameter may take; "replicated" it always may, and what it
+    is pinned to.
     """
 
     roles: tuple[str | None, ...] = ()
     pinned: Mapping[str, str] | None = None
+    executable_only: bool = False
+    residencies: tuple[str, ...] = ("replicated",)
+
+
+Choice = MeshChoice | Residency | Pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +67,15 @@ class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
     kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for
-    ops, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch
-    in flight). transient and edge_transient, where layers are recomputed: what autograd saves, beside the bytes kept,
-    while the op's layer is.
+    ops, Residency for parameters, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch;
+    bytes; bytes per microbatch in flight). transient and edge_transient, empty where nothing needs them: where layers
+    are recomputed, what autograd saves, beside the bytes kept, while the op's layer is; and the gathered value of a
+    parameter that is stored in parts.
     """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
-    choices: tuple[tuple[MeshChoice | Pair, ...], ...]
+    choices: tuple[tuple[Choice, ...], ...]
     seconds: tuple[np.ndarray, ...]
     resident: tuple[np.ndarray, ...]
     saved: tuple[np.ndarray, ...]
@@ -86,9 +104,11 @@ class Section:
         return {name: i for i, (name, k) in enumerate(zip(self.names, self.kinds)) if k == kind}
 
 
-def label(choice: MeshChoice | Pair) -> str:
+def label(choice: Choice) -> str:
     """The text by which a plan names a choice."""
-    return ",".join(choice.labels) if isinstance(choice, MeshChoice) else str(choice)
+    if isinstance(choice, MeshChoice):
+        return ",".join(choice.labels)
+    return residency_text(choice) if isinstance(choice, Residency) else str(choice)
 
 
 def boundary_states(
@@ -221,7 +241,7 @@ class _Builder:
         names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
         section = Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
         if not self.recompute:
-            return section
+            return replace(section, transient=tuple(self.held)) if any(held.any() for held in self.held) else section
         keeps = [edge.name in self.recompute.kept for edge in edges]
         return replace(
             section,
@@ -263,6 +283,8 @@ class _Builder:
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
         kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
+        if self.restriction.executable_only:
+            kept = [c for c in kept if c.executable] or mesh_choices(node, self.mesh, 1)
         allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
         # repeating heavy work on several devices is worse than leaving them idle
         if rule_for(node).cost_kind in SPLIT_WORK:
@@ -308,39 +330,53 @@ class _Builder:
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
-        axes = len(self.mesh)
-        trainable = source.kind == "parameter" and source.requires_grad and node.name in self.grad
-        pinned = (self.restriction.pinned or {}).get(node.name)
-        if trainable:
-            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
-            # like the
-            # value needs no reduction, one that is whole on an axis where nobody has an addend neither
-            pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
-            pairs |= {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
-        elif any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
-            pairs = {Pair((R,) * axes, (R,) * axes)}
-        else:
-            # a frozen parameter lies as a trained one may, so that a plan outlives its thawing
-            frozen = source.kind == "parameter"
-            values = {p.value for p in wanted if not any(v.is_partial for v in p.value)} | {(R,) * axes}
-            pairs = {Pair(value, value if frozen else (R,) * axes) for value in values}
-            if source.kind == "input" and source.batch_dim is not None:
-                pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
-        if pinned is not None:
-            pairs = {parse_pair(pinned)}
+        pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
+        pairs = {parse_pair(pinned)} if pinned else self._pairs(node, wanted)
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
-        seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
         if source.kind == "parameter":
-            for i, pair in enumerate(ordered):
-                bill = self.pricer.parameter_memory(kind, pair.value, source.requires_grad)
-                resident[i] = sum(bill.values())
-                if trainable:
-                    seconds[i] = self.pricer.parameter_seconds(kind, pair, bill, self.m) / self.m
-        elif source.kind == "buffer":
+            i = self._add_parameter(node, ordered, pattern)
+            return i, [normalized(r.compute, node.name in self.grad) for r in self.rows[i][2]]
+        seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
+        if source.kind == "buffer":
             resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
-        role = "parameter" if source.kind == "parameter" else "source"
-        i = self._add(node.name, role, tuple(ordered), seconds, resident, np.zeros(len(ordered)))
+        i = self._add(node.name, "source", tuple(ordered), seconds, resident, np.zeros(len(ordered)))
         return i, [normalized(p, node.name in self.grad) for p in self.rows[i][2]]
+
+    def _pairs(self, node: Node, wanted: list[Pair]) -> set[Pair]:
+        """The pairs in which a placeholder may lie, given those that its consumers want."""
+        source, axes = node.meta["source"], len(self.mesh)
+        if self._trainable(node):
+            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
+            # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
+            pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
+        if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
+            return {Pair((R,) * axes, (R,) * axes)}
+        # a frozen parameter lies as a trained one may, so that a plan outlives its thawing
+        frozen = source.kind == "parameter"
+        values = {p.value for p in wanted if not any(v.is_partial for v in p.value)} | {(R,) * axes}
+        pairs = {Pair(value, value if frozen else (R,) * axes) for value in values}
+        if source.kind == "input" and source.batch_dim is not None:
+            pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
+        return pairs
+
+    def _trainable(self, node: Node) -> bool:
+        source = node.meta["source"]
+        return source.kind == "parameter" and source.requires_grad and node.name in self.grad
+
+    def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
+        """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
+        kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
+        allowed = (pattern,) if pattern else self.restriction.residencies
+        choices = [r for pair in pairs for _, r in residencies(kind, pair, self.mesh, trainable, allowed)]
+        seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
+        for i, residency in enumerate(choices):
+            bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
+            price = residency_seconds(pricer, kind, residency, self.m, trainable)
+            once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
+            seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
+            held[i] = gathered_bytes(pricer, kind, residency)
+        return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
 
     def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
         return all(

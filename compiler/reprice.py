@@ -22,6 +22,7 @@ from .predict import predict
 from .pricing import MeshPricer
 from .problem import Restriction, build_section
 from .recompute import Recompute, recompute_of
+from .residency import residency_text
 from .schedule import in_flight_formula
 from .spec import Pair
 
@@ -76,7 +77,7 @@ def _stage(
     (part,) = stage.chunks
     nodes = graph.by_name()
     parameters = {
-        node.name: str(part.parameters[node.meta["source"].name].compute)
+        node.name: residency_text(part.parameters[node.meta["source"].name])
         for node in graph.placeholders("parameter")
         if node.meta["source"].name in part.parameters
     }

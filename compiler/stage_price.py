@@ -5,16 +5,19 @@
                      reshard, internal                          collectives between ops and inside them
                      host                                       the library around the two actions
     per step         gradient, overlapped                       the reduction that is exposed, and what hides
+                     gather                                     of values that are cut further than ops read them
                      optimizer
     added later      transfer, sends; loss, tied (per step)     what several stages do together (``predict``)
 
-``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum.
+``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum. "gradient"
+and "gather" are of the whole step, also where each microbatch reduces or gathers (``residency``): these parts are in
+``forward_s`` and ``backward_s``, the rest is in ``step_s``.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -22,16 +25,25 @@ from torch.fx import Node
 from .graph import Graph, tensor_operands
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
+from .plan import Residency
 from .pricing import MeshPricer, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
+from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, scattered_axes
 from .rules import MeshChoice
 from .spec import Pair
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
-STEP_CAUSES = ("gradient", "overlapped", "optimizer", "loss", "tied")  # once per step; the others per microbatch
+STEP_CAUSES = (
+    "gradient",
+    "overlapped",
+    "gather",
+    "optimizer",
+    "loss",
+    "tied",
+)  # once per step; the others per microbatch
 CAUSES = (
     "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "sends", "host",
     *STEP_CAUSES,
@@ -80,21 +92,24 @@ class _Pricing:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.sources: defaultdict[str, float] = defaultdict(float)
         self.forward = self.backward = self.wasted = 0.0
+        self.once = 0.0  # per step, beside the optimizer
         self.spans: dict[str, float] = {}  # op → seconds of its backward
 
     def run(self) -> StagePrice:
-        trained: dict[str, tuple[Node, Pair]] = {}
-        for name, kind, choices, pick in zip(self.section.names, self.section.kinds, self.section.choices, self.chosen):
+        trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
+        for name, choices, pick in zip(self.section.names, self.section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
             if isinstance(choice, MeshChoice):
                 self._op(node, choice)
-            elif kind == "parameter" and node.meta["source"].requires_grad and name in self.grad:
-                trained[name] = (node, choice)
-                self._parameter(node, choice)
+            elif isinstance(choice, Residency):
+                trainable = node.meta["source"].requires_grad and name in self.grad
+                self._parameter(node, choice, trainable)
+                if trainable and not scattered_axes(choice):
+                    trained[name] = (node, choice.compute)
         self._reshards()
         self._host()
         self._gradients(trained)
-        step_s = self.seconds["gradient"] + self.seconds["optimizer"]
+        step_s = self.once + self.seconds["optimizer"]
         return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted)
 
     def _op(self, node: Node, choice: MeshChoice) -> None:
@@ -119,15 +134,32 @@ class _Pricing:
             for kind in kinds:
                 self.sources[kind] += self.m * inside / len(kinds)
 
-    def _parameter(self, node: Node, pair: Pair) -> None:
+    def _parameter(self, node: Node, residency: Residency, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
-        update_s = pricer.optimizer_seconds(pricer.parameter_memory(kind, pair.value, True))
-        self.seconds["optimizer"] += update_s
-        self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += update_s
-        added_s = pricer.accumulate_seconds(kind, pair, self.m)
+        price = residency_seconds(pricer, kind, residency, self.m, trainable)
+        axes = scattered_axes(residency)
+        if axes:
+            self._scattered(price, (pricer.joint(axes) or pricer.axes[axes[0]]).source)
+        if not trainable:
+            return
+        self.seconds["optimizer"] += price.update_s
+        self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += price.update_s
+        added_s = accumulate_seconds(pricer, kind, residency, self.m)
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m
-        self.sources[pricer.add_source(kind, pair.value)] += added_s
+        self.sources[pricer.add_source(kind, residency.compute.value)] += added_s
+
+    def _scattered(self, price: ResidencyPrice, source_of: Callable[[str], str]) -> None:
+        """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
+        self.forward += price.gather_microbatch_s / 2
+        self.backward += price.gather_microbatch_s / 2 + price.reduce_microbatch_s
+        self.once += price.gather_step_s + price.reduce_step_s
+        for cause, collective, often, once in (
+            ("gather", "all_gather", price.gather_microbatch_s, price.gather_step_s),
+            ("gradient", "reduce_scatter", price.reduce_microbatch_s, price.reduce_step_s),
+        ):
+            self.seconds[cause] += self.m * often + once
+            self.sources[source_of(collective)] += self.m * often + once
 
     def _reshards(self) -> None:
         section, chosen = self.section, self.chosen
@@ -192,7 +224,8 @@ class _Pricing:
         total_s, hidden = hidden_seconds(buckets, seconds, ready, self.backward, pricer.device.overlap)
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
         copy_s = copied / pricer.device.memory_bytes_per_s
-        self.seconds["gradient"] = total_s - hidden + copy_s
+        self.once += total_s - hidden + copy_s
+        self.seconds["gradient"] += total_s - hidden + copy_s
         self.seconds["overlapped"] = hidden
         self.sources["analytic"] += copy_s
         for bucket in buckets:

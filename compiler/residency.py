@@ -1,0 +1,218 @@
+"""Where a parameter lives: the patterns that the search knows, with their seconds and bytes.
+
+A parameter is computed with in a pair (value | cotangent). Let A be the mesh axes (of size > 1) on which the value is
+whole and the gradient a sum of addends (for a frozen parameter: on which the value is whole), d the product of their
+sizes, n the bytes of the value on one device, k the optimizer's bytes per byte. A pattern other than "replicated" cuts
+one more tensor dim by all of A: the first that no axis cuts and that d divides.
+
+    pattern      per microbatch                         per step                            bytes of value, grad, state
+    replicated                                          all_reduce(n), update n             n    n    k n
+    zero1                                               reduce_scatter(n), all_gather(n),   n    n    k n/d
+                                                        update n/d
+    zero2        reduce_scatter(n)                      all_gather(n), update n/d           n    n/d  k n/d
+    zero3        2 all_gather(n), reduce_scatter(n)     update n/d                          n/d  n/d  k n/d, and n while
+                                                                                            its ops run
+
+A frozen parameter is replicated, or "zero3" without gradient, reduction and update. In a ``Residency`` the specs say
+what is cut, and the frequency of the reduction which of zero1 and zero2 it is (Rajbhandari et al. 2020, ZeRO).
+
+Collectives run in the groups that A forms together and cost their share of a full bucket, as gradients do
+(``MeshPricer.gradient_seconds``). Gradients of later microbatches are added where the gradient is kept
+(``accumulate_seconds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .graph import TensorType
+from .plan import BUCKET_BYTES, Residency
+from .pricing import MeshPricer, partial_axes
+from .spec import Pair, R, S, Spec, without_partials
+
+__all__ = [
+    "PATTERNS",
+    "ResidencyPrice",
+    "accumulate_seconds",
+    "gathered_bytes",
+    "pattern_of",
+    "residencies",
+    "residency_bytes",
+    "residency_seconds",
+    "residency_text",
+    "scattered_axes",
+]
+
+PATTERNS = ("replicated", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class ResidencyPrice:
+    """Seconds that a parameter costs beside its ops and the addition of gradients: reductions and gathers, per
+    microbatch and per step, and the update (per step)."""
+
+    reduce_microbatch_s: float = 0.0
+    gather_microbatch_s: float = 0.0
+    reduce_step_s: float = 0.0
+    gather_step_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def per_microbatch_s(self) -> float:
+        """Of every microbatch."""
+        return self.reduce_microbatch_s + self.gather_microbatch_s
+
+    @property
+    def per_step_s(self) -> float:
+        """Once per step, the update with it."""
+        return self.reduce_step_s + self.gather_step_s + self.update_s
+
+
+# ---- which there are
+
+
+def residencies(
+    kind: TensorType,
+    pair: Pair,
+    mesh_shape: Sequence[int],
+    trainable: bool,
+    allowed: Collection[str] = PATTERNS,
+) -> tuple[tuple[str, Residency], ...]:
+    """The residencies of a parameter that is computed with in ``pair``, by pattern: "replicated" first, whatever is
+    allowed, then those of ``allowed`` that its shape permits."""
+    reduced = without_partials(pair.cotangent)
+    found = [("replicated", Residency(pair, pair.value, reduced, pair.value))]
+    wanted = [name for name in PATTERNS[1:] if name in allowed and (trainable or name == "zero3")]
+    cut = _cut_further(kind, pair, mesh_shape, trainable) if wanted else None
+    if cut is None:
+        return tuple(found)
+    for name in wanted:
+        stored = cut if name == "zero3" else pair.value
+        gather = "microbatch" if name == "zero3" else "step"
+        reduce = "microbatch" if name in ("zero2", "zero3") and trainable else "step"
+        found.append((name, Residency(pair, stored, cut, cut, gather, reduce)))
+    return tuple(found)
+
+
+def _cut_further(kind: TensorType, pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> Spec | None:
+    """The value's spec with its first free dim cut by all axes of A; None where there is no such axis or dim."""
+    axes = _shared_axes(pair, mesh_shape, trainable)
+    taken = {placement.dim for placement in pair.value if placement.is_shard}
+    parts = prod(mesh_shape[axis] for axis in axes)
+    for dim, extent in enumerate(kind.shape):
+        if axes and dim not in taken and extent and extent % parts == 0:
+            return tuple(S(dim) if axis in axes else placement for axis, placement in enumerate(pair.value))
+    return None
+
+
+def _shared_axes(pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> tuple[int, ...]:
+    whole = {axis for axis, placement in enumerate(pair.value) if placement == R and mesh_shape[axis] > 1}
+    if not trainable:
+        return tuple(sorted(whole))
+    return tuple(axis for axis in partial_axes(pair, mesh_shape) if axis in whole)
+
+
+def pattern_of(residency: Residency) -> str:
+    """The name of a residency: one of ``PATTERNS``, or "custom" where its specs follow none of them."""
+    value, cut = residency.compute.value, residency.optimizer
+    frequency = residency.gather, residency.reduce
+    if residency.stored == value == cut:
+        return "replicated" if frequency == ("step", "step") else "custom"
+    if cut == value or residency.gradient != cut:
+        return "custom"
+    if residency.stored == cut:
+        frozen = residency.compute.cotangent == value
+        return "zero3" if frequency == ("microbatch", "step" if frozen else "microbatch") else "custom"
+    if residency.stored == value and residency.gather == "step":
+        return "zero2" if residency.reduce == "microbatch" else "zero1"
+    return "custom"
+
+
+def residency_text(residency: Residency) -> str:
+    """The text by which a plan pins it: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
+    name = pattern_of(residency)
+    return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
+
+
+def scattered_axes(residency: Residency) -> tuple[int, ...]:
+    """The axes that cut the optimizer's state, but not the value that ops read."""
+    return tuple(
+        axis
+        for axis, (one, other) in enumerate(zip(residency.compute.value, residency.optimizer, strict=True))
+        if one != other
+    )
+
+
+# ---- seconds
+
+
+def residency_seconds(
+    pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int = 1, trainable: bool = True
+) -> ResidencyPrice:
+    """What the reductions, gathers and the update of one parameter take, all of it exposed; the addition of gradients
+    apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step."""
+    assert microbatches >= 1, microbatches
+    size = pricer.local_bytes(kind, residency.compute.value)
+    axes, each = scattered_axes(residency), residency.gather == "microbatch"
+    gather = _full_bucket(pricer, "all_gather", axes, size)
+    if not trainable:
+        return ResidencyPrice(gather_microbatch_s=2 * gather if each else 0.0)
+    update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
+    if not axes:
+        return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
+    reduce = _full_bucket(pricer, "reduce_scatter", axes, size)
+    often = residency.reduce == "microbatch"
+    return ResidencyPrice(
+        reduce_microbatch_s=reduce if often else 0.0,
+        gather_microbatch_s=2 * gather if each else 0.0,
+        reduce_step_s=0.0 if often else reduce,
+        gather_step_s=0.0 if each else gather,
+        update_s=update,
+    )
+
+
+def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:
+    """Seconds of ``size`` whole bytes as a share of a full bucket; axes that are no neighbours act one by one."""
+    if not axes or not size:
+        return 0.0
+    full = max(size, BUCKET_BYTES)
+    joint = pricer.joint(axes)
+    if joint is not None:
+        return float(joint.seconds(collective, full) * size / full)
+    seconds, left = 0.0, float(full)
+    for axis in axes:
+        seconds += pricer.axes[axis].seconds(collective, left)
+        left /= pricer.mesh_shape[axis]
+    return seconds * size / full
+
+
+def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int) -> float:
+    """Seconds per step to add the gradients of all microbatches but the first, as they lie while they add up."""
+    spec = _gradient_spec(residency)
+    return pricer.accumulate_seconds(kind, Pair(spec, spec), microbatches)
+
+
+def _gradient_spec(residency: Residency) -> Spec:
+    """The gradient's placement between microbatches: as the value's unless every microbatch reduces it."""
+    return residency.gradient if residency.reduce == "microbatch" else residency.compute.value
+
+
+# ---- bytes
+
+
+def residency_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, trainable: bool) -> dict[str, float]:
+    """Bytes on one device by cause ("parameters", "gradients", "optimizer"), all through the step."""
+    bill = pricer.parameter_memory(kind, residency.stored, trainable)
+    if not trainable or residency.optimizer == residency.compute.value:
+        return bill
+    state = pricer.parameter_memory(kind, residency.optimizer, True)
+    gradient = pricer.parameter_memory(kind, _gradient_spec(residency), True)
+    return {**bill, "gradients": gradient["gradients"], "optimizer": state["optimizer"]}
+
+
+def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency) -> float:
+    """Bytes of the gathered value that lives while the parameter's ops run; 0 where it is stored as they read it."""
+    stays = residency.stored == residency.compute.value
+    return 0.0 if stays else pricer.local_bytes(kind, residency.compute.value)
