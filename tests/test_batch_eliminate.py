@@ -1,0 +1,174 @@
+"""Elimination of many problems at once against brute force and against the elimination of one, row by row."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from meshwright.compiler import batch_eliminate, elimination_recipe
+from meshwright.compiler.batch_eliminate import EdgeCosts, eliminate_batch
+from meshwright.compiler.batch_presolve import Link, simplify_links
+from meshwright.compiler.eliminate import TooWide, eliminate
+from meshwright.compiler.intra_op import Edge, Operator, Problem, evaluate
+
+
+def random_batch(seed, rows):
+    """2–6 operators of 1–4 choices; tensors with 0–3 consumers (repeats too), impossible entries, zeros and ties."""
+    rng = np.random.default_rng(seed)
+    whole = rng.random() < 0.3  # whole seconds make ties
+    num_operators = int(rng.integers(2, 7))
+
+    def seconds(*shape):
+        values = rng.integers(0, 4, shape).astype(float) if whole else rng.random(shape)
+        return values * (rng.random(shape[1:]) > 0.2)
+
+    costs = []
+    for _ in range(num_operators):
+        cost = seconds(rows, int(rng.integers(1, 5)))
+        cost[rng.random(cost.shape) < 0.05] = np.inf
+        cost[:, rng.random(cost.shape[1]) < 0.05] = np.inf
+        costs.append(cost)
+    edges = []
+    for i in range(num_operators - 1):
+        sources, targets = map(int, rng.integers(1, 5, 2))
+        cost = seconds(rows, sources, targets)
+        cost[rng.random(cost.shape) < 0.05] = np.inf
+        cost[:, rng.random(cost.shape[1:]) < 0.1] = np.inf
+        if rng.random() < 0.3:
+            cost[:, :, -1] = cost[:, :, 0]
+        consumers = rng.integers(i + 1, num_operators, rng.integers(0, 4)).tolist()
+        wants = tuple((k, rng.integers(0, targets, costs[k].shape[1])) for k in consumers)
+        edges.append(EdgeCosts(i, rng.integers(0, sources, costs[i].shape[1]), wants, cost))
+    return costs, edges
+
+
+def row_of(costs, edges, row):
+    """One row as a problem of its own."""
+    operators = tuple(
+        Operator(f"o{i}", tuple(map(str, range(cost.shape[1]))), cost[row], np.zeros(cost.shape[1]))
+        for i, cost in enumerate(costs)
+    )
+    return Problem(
+        operators,
+        tuple(
+            Edge(f"e{t}", e.producer, e.source, e.consumers, e.cost[row], np.zeros(e.cost.shape[1:]))
+            for t, e in enumerate(edges)
+        ),
+    )
+
+
+def brute_force(problem, keep):
+    expected = np.full([len(problem.operators[i].labels) for i in keep], np.inf)
+    for choice in itertools.product(*(range(len(op.labels)) for op in problem.operators)):
+        cell = tuple(choice[i] for i in keep)
+        expected[cell] = min(expected[cell], evaluate(problem, choice)[0])
+    return expected
+
+
+def assert_attained(problem, table, row):
+    """Each finite cell's assignment keeps what the cell says and costs what it says."""
+    shape = table.cost.shape[1:]
+    cells = [np.broadcast_to(index.reshape(1, -1), (len(table.cost), index.size)) for index in np.indices(shape)]
+    if not cells:
+        chosen = [c[row : row + 1] for c in table.assignments([])]
+    else:
+        chosen = [c[row] for c in table.assignments(cells)]
+    for number, cell in enumerate(itertools.product(*map(range, shape))):
+        cost = table.cost[(row, *cell)]
+        if math.isfinite(cost):
+            choice = [int(c[number]) for c in chosen]
+            assert tuple(choice[i] for i in table.keep) == cell
+            assert evaluate(problem, choice)[0] == pytest.approx(cost, rel=1e-12)
+
+
+@pytest.mark.parametrize("joint_cells", [4096, 3])
+def test_every_row_equals_brute_force(joint_cells, monkeypatch):
+    # with 3 cells every shared tensor takes the form with a set of paid targets
+    monkeypatch.setattr(elimination_recipe, "_JOINT_CELLS", joint_cells)
+    finite = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        costs, edges = random_batch(seed, rows=3)
+        keep = tuple(rng.permutation(len(costs))[: seed % 4].tolist())
+        table = eliminate_batch(costs, edges, keep)
+        for row in range(3):
+            problem = row_of(costs, edges, row)
+            np.testing.assert_allclose(table.cost[row], brute_force(problem, keep), rtol=1e-12)
+            assert_attained(problem, table, row)
+            finite += int(np.isfinite(table.cost[row]).sum())
+    assert finite > 300
+
+
+def layer_like(seed, rows, num_operators=18, num_choices=7):
+    """A chain with shared tensors and residual edges, the shape of a transformer layer."""
+    rng = np.random.default_rng(seed)
+    costs = [rng.random((rows, num_choices)) for _ in range(num_operators)]
+    edges = []
+    for i in range(num_operators - 1):
+        reach = [1, 5, 2, 3] if i % 6 == 0 and i + 5 < num_operators else [1]
+        cost = rng.random((rows, 6, 5))
+        cost[:, rng.random((6, 5)) < 0.1] = np.inf
+        cost[:, range(5), range(5)] = 0.0
+        wants = tuple((i + r, rng.integers(0, 5, num_choices)) for r in reach)
+        edges.append(EdgeCosts(i, rng.integers(0, 6, num_choices), wants, cost))
+    return costs, edges
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wide_problems_equal_the_elimination_of_one(seed):
+    costs, edges = layer_like(seed, rows=5)
+    keep = (0, len(costs) - 1)
+    table = eliminate_batch(costs, edges, keep)
+    for row in range(5):
+        problem = row_of(costs, edges, row)
+        np.testing.assert_allclose(table.cost[row], eliminate(problem, keep).cost, rtol=1e-12)
+        assert_attained(problem, table, row)
+
+
+def test_chunks_and_threads_change_nothing(monkeypatch):
+    costs, edges = layer_like(7, rows=23)
+    whole = eliminate_batch(costs, edges, (0,))
+    monkeypatch.setattr(batch_eliminate, "_MOST_ROWS", 4)
+    parts = eliminate_batch(costs, edges, (0,))
+    assert len(parts._chunks) == 6
+    np.testing.assert_array_equal(parts.cost, whole.cost)
+    cells = [np.tile(np.arange(whole.cost.shape[1]), (23, 1))]
+    for ours, theirs in zip(parts.assignments(cells), whole.assignments(cells)):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_more_choices_than_a_byte_counts():
+    rng = np.random.default_rng(0)
+    costs = [rng.random((2, 300)), rng.random((2, 3))]
+    edges = [EdgeCosts(0, np.arange(300), ((1, np.arange(3)),), rng.random((2, 300, 3)))]
+    table = eliminate_batch(costs, edges, (1,))
+    for row in range(2):
+        np.testing.assert_allclose(table.cost[row], brute_force(row_of(costs, edges, row), (1,)), rtol=1e-12)
+        assert_attained(row_of(costs, edges, row), table, row)
+
+
+def test_a_choice_goes_only_where_every_row_agrees():
+    cost = np.array([[1.0, 2.0, 3.0, 2.0], [1.0, 0.5, 3.0, 2.0]])  # 0 or 1 is best by row; 2 and 3 never are
+    alive, _ = simplify_links([np.ascontiguousarray(cost.T)], [])
+    assert alive[0].tolist() == [0, 1]
+    cost[0, 0] = cost[1, 0] = np.inf
+    assert simplify_links([np.ascontiguousarray(cost.T)], [])[0][0].tolist() == [1]
+    assert simplify_links([np.ascontiguousarray(cost.T)], [], frozen={0})[0][0].tolist() == [0, 1, 2, 3]
+
+
+def test_states_merge_only_where_every_row_prices_them_alike():
+    table = np.zeros((3, 2, 4))
+    table[:, 1] = 1.0
+    table[2, 1, 2] = 5.0  # the last source differs in one row
+    link = Link.of(0, np.arange(3), ((1, np.arange(2)),), [table])
+    _, (reduced,) = simplify_links([np.zeros((3, 4)), np.zeros((2, 4))], [link], frozen={0, 1})
+    assert reduced.source.tolist() == [0, 0, 1]
+    assert reduced.rows.tolist() == [0, 2]
+
+
+def test_too_wide_is_an_answer():
+    costs, edges = layer_like(1, rows=1)
+    with pytest.raises(TooWide):
+        eliminate_batch(costs, edges, max_cells=50)
+    with pytest.raises(TooWide, match="kept"):
+        eliminate_batch(costs, edges, (0, 5, 11), max_cells=100)
