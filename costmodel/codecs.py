@@ -8,8 +8,8 @@ element, collectives priced by the axis (``AxisPrice.seconds``)::
     two_step     each reduces one part, then tells it          e n (1 + 1/p) + 2 d n + all_to_all(b n) + all_gather(b n)
     all_gather   sparse codes, every device decodes all        e n + all_gather(p b n) + p d b n / 8
 
-On a CPU encoding was measured (ns per element on one thread, Gloo prototypes, 4 ranks); on an accelerator it is taken
-as ``passes`` over the elements at the speed of memory. Sparse codes send a value and an index of 4 bytes each.
+On a CPU encoding was measured (ns per element on one thread, Gloo prototypes, 4 ranks); on an accelerator it is assumed
+to be ``passes`` over the elements at the speed of memory. Sparse codes send a value and an index of 4 bytes each.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ CODECS: dict[str, Codec] = {
     for codec in (
         Codec("none", "all_reduce", 4.0, 0.0, 0.0, lossy=False),
         Codec("bf16", "all_reduce", 2.0, 1.5, 0.65),
-        Codec("int8", "two_step", 1.03, 2.0, 4.7),
-        Codec("1bit", "two_step", 0.127, 3.0, 3.1),
-        Codec("powersgd4", "all_reduce", 0.017, 3.0, 2.2),
-        Codec("topk1%", "all_gather", 0.08, 4.0, 14.0),
+        Codec("int8", "two_step", 1.03, 6.0, 4.7),
+        Codec("1bit", "two_step", 0.127, 8.0, 3.1),
+        Codec("powersgd4", "all_reduce", 0.017, 12.0, 2.2),
+        Codec("topk1%", "all_gather", 0.08, 40.0, 14.0),
     )
 }
 
