@@ -25,7 +25,7 @@ from .rules import MeshChoice, rule_for
 from .signature import signature, sum_signature
 from .spec import P, Pair, Spec, local_shape
 
-__all__ = ["MeshPricer", "OpPrice", "partial_axes"]
+__all__ = ["Facts", "MeshPricer", "OpPrice", "facts_of", "partial_axes"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OpPrice:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What the price of an op depends on beside the choice: whose gradients it makes, and which of its operands have
     how many consumers."""
 
@@ -81,7 +81,7 @@ class MeshPricer:
     mesh_shape: tuple[int, ...]
     optimizer: str = "AdamW"
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
-    _known: dict[Node, _Facts] = field(default_factory=dict)
+    _known: dict[Node, Facts] = field(default_factory=dict)
     _joint: dict[tuple[int, ...], AxisPrice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class MeshPricer:
         operands, outputs = tensor_operands(node), types_of(node)
         facts = self._known.get(node)
         if facts is None:
-            facts = self._known[node] = _facts(node, operands, needs_grad)
+            facts = self._known[node] = facts_of(node, operands, needs_grad)
         flops = facts.flops * choice.work_share
         flows = node.name in needs_grad
         forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
@@ -120,7 +120,7 @@ class MeshPricer:
         return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)
 
     def _compute(
-        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: _Facts, flops: float
+        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: Facts, flops: float
     ) -> tuple[float, float, float, str]:
         """(forward, backward of activations, backward of parameters, source) of one device's share of the work."""
         if self.device.op_times:
@@ -315,7 +315,8 @@ def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(pair.cotangent) if p == P and mesh_shape[axis] > 1)
 
 
-def _facts(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> _Facts:
+def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> Facts:
+    """What the price of ``node`` depends on beside the choice, at any batch extent but for the FLOPs."""
     rule, outputs = rule_for(node), types_of(node)
     dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
     layout = node.meta.get("layout")
@@ -323,7 +324,7 @@ def _facts(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> 
     if layout is not None and rule.cost_kind in ("view", "free"):
         copies = (layout.copies_forward, layout.copies_backward)
     if node.name not in needs_grad:
-        return _Facts(rule.flops(node), dtype, 0, 0.0, 1, (), copies)
+        return Facts(rule.flops(node), dtype, 0, 0.0, 1, (), copies)
     moving = [o for o in operands if o.name in needs_grad and types_of(o)[0].is_float]
     wide = [o for o in moving if len(types_of(o)[0].shape) > 1] if rule.cost_kind in TWO_SIDED else moving
     weights = sum(o.op == "placeholder" for o in wide)
@@ -340,7 +341,7 @@ def _facts(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> 
                 shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
     each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
     sides, possible_sides = each * len(wide), each * max(possible, 1)
-    return _Facts(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
+    return Facts(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
 
 
 def _uses(tensor: Node, needs_grad: frozenset[str]) -> int:
