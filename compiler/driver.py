@@ -37,7 +37,7 @@ from .predict import predict
 from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices, rule_for
-from .schedule import in_flight_formula
+from .schedule import executable_schedules, in_flight_formula
 from .search import Candidate, Search, find_candidates, infeasible, microbatch_counts, stage_options, usable_bytes
 from .strategy import InfeasibleError, Strategy, check_batch
 
@@ -65,6 +65,11 @@ def make_plan(
     keep only what crosses a border between layers and run each layer's forward again for its backward.
     """
     check_batch(global_batch, microbatches)
+    if schedule not in executable_schedules():
+        raise ValueError(
+            f"a plan is made for one of the schedules {', '.join(executable_schedules())}, but got {schedule!r}; "
+            "choose one of these"
+        )
     with _without_gc():
         search = Search(graph, cluster, global_batch, optimizer, schedule, progress, recompute)
         search.passes["capture"] = capture_s

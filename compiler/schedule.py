@@ -1,188 +1,79 @@
-"""Pipeline schedules as values: every stage's list of actions, checked without a device; ``simulate`` times them.
+"""Pipeline schedules, checked without a device: ``actions`` has their grammar, ``schedule_families`` makes them,
+``simulate`` times them.
 
-Grammar::
+A stage runs its actions in the order written. Virtual stages (one chunk of the model on one stage) are nodes of a graph
+whose *edges* ``(src, dst)``, src < dst, say who sends activations to whom; by default the chain 0 → 1 → … Skip
+connections are edges too. A receive blocks, a send does not, and messages along an edge arrive in the order they were
+sent: so a schedule is sound if
 
-    action   ::= <stage> kind <microbatch>                     "2F0"  "3B1"
-    kind     ::= F   forward of one microbatch: receive from every stage with an edge into this one, compute, send
-               | B   backward of one microbatch: receive the gradients of everything sent, compute, send back
-    schedule ::= name "stages=" p "microbatches=" m newline, then one line of actions per stage
+1. every stage does F and a backward (B, or I and W) of every microbatch through each of its chunks exactly once, F
+   first and I before W                                                                   (``problems``: completeness)
+2. along every edge both ends meet the microbatches in the same order, for F and for B or I     (``problems``: order)
+3. the graph "next action of the stage" ∪ "message" has no cycle                             (``problems``: deadlock)
 
-A stage runs its actions in the order written. Stages are nodes of a graph whose *edges* ``(src, dst)``, src < dst, say
-who sends activations to whom; by default the chain 0 → 1 → … Skip connections are edges too. A receive blocks, a send
-does not, and messages between two stages arrive in the order they were sent: so a schedule is sound if
-
-1. every stage does F and B of every microbatch exactly once, F first                     (``problems``: completeness)
-2. along every edge both ends meet the microbatches in the same order, for F and for B    (``problems``: order)
-3. the graph "next action of the stage" ∪ "message" has no cycle                          (``problems``: deadlock)
-
-Families. GPipe (Huang et al. 2019) does all forwards, then all backwards. 1F1B (PipeDream, Narayanan et al. 2019; with
-the flush of Megatron-LM 2021) starts a backward as early as it can: stage s of p holds at most p − s microbatches.
-With equal stages and free transfers both take (m + p − 1)(f + b): the idle part is (p − 1)/m of the work.
+What a forward saves is held until its B, or until its W: an I frees nothing here, since what W needs, the inputs of the
+ops with weights and the gradients of their outputs, is about as large.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from .actions import KINDS, Action, Edge, Place, Schedule, ScheduleError, parse, parse_action, placed
+from .schedule_families import (
+    executable_schedules,
+    generate,
+    gpipe,
+    in_flight_formula,
+    interleaved,
+    known_schedules,
+    one_f_one_b,
+    virtual_order,
+    zb_h1,
+    zb_v,
+)
 
 __all__ = [
     "Action",
     "Edge",
+    "Place",
     "Schedule",
     "ScheduleError",
     "chain",
     "checked_edges",
+    "executable_schedules",
     "generate",
     "gpipe",
     "in_flight",
     "in_flight_formula",
+    "interleaved",
     "known_schedules",
     "one_f_one_b",
     "parse",
     "parse_action",
+    "placed",
     "problems",
     "run_order",
     "validate",
+    "virtual_order",
+    "zb_h1",
+    "zb_v",
 ]
-
-Edge = tuple[int, int]
-"""(source stage, destination stage) of an activation; its gradient travels the other way."""
-
-
-class ScheduleError(ValueError):
-    """A schedule that cannot be run; the message lists what is wrong with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One unit of work of one stage: ``kind`` "F" (forward) or "B" (backward) of ``microbatch``."""
-
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    __repr__ = __str__
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """``actions[s]`` is what stage s does, in order. Any order can be written; ``validate`` says if it runs."""
-
-    name: str
-    num_stages: int
-    num_microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
-
-    def text(self) -> str:
-        """The schedule as lines of text; ``parse`` reverses it."""
-        head = f"{self.name} stages={self.num_stages} microbatches={self.num_microbatches}"
-        return "\n".join([head, *(" ".join(map(str, row)) for row in self.actions)])
-
-
-def parse_action(text: str) -> Action:
-    """``"2F0"`` → ``Action(2, "F", 0)``; ValueError on anything else."""
-    if not (match := re.fullmatch(r"(\d+)([FB])(\d+)", text)):
-        raise ValueError(f"an action is <stage>F<microbatch> or <stage>B<microbatch>, but got {text!r}")
-    return Action(int(match[1]), match[2], int(match[3]))
-
-
-def parse(text: str) -> Schedule:
-    """The reverse of ``Schedule.text``; ValueError names what it could not read."""
-    head, *rows = text.split("\n")
-    match = re.fullmatch(r"(\S+) stages=(\d+) microbatches=(\d+)", head)
-    if not match:
-        raise ValueError(f"a schedule starts with 'NAME stages=P microbatches=M', but got {head!r}")
-    p, m = int(match[2]), int(match[3])
-    if len(rows) != p:
-        raise ValueError(f"a schedule has one line of actions per stage, but got {len(rows)} lines for {p} stages")
-    return Schedule(match[1], p, m, tuple(tuple(map(parse_action, row.split())) for row in rows))
-
-
-# --- families ---------------------------------------------------------------------------------------------------------
-
-
-def _check_size(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"a schedule needs at least one stage and one microbatch, but got {num_stages} stages and "
-            f"{num_microbatches} microbatches; give both as positive numbers"
-        )
-
-
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the same order; every stage holds all microbatches."""
-    _check_size(num_stages, num_microbatches)
-    rows = tuple(tuple(Action(s, kind, k) for kind in "FB" for k in range(num_microbatches)) for s in range(num_stages))
-    return Schedule("gpipe", num_stages, num_microbatches, rows)
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Stage s of p: min(m, p − s − 1) forwards to warm up, then forward and backward in turn, then what is left."""
-    _check_size(num_stages, num_microbatches)
-    rows = []
-    for s in range(num_stages):
-        warm = min(num_microbatches, num_stages - s - 1)
-        row = [Action(s, "F", k) for k in range(warm)]
-        for k in range(num_microbatches):
-            if warm + k < num_microbatches:
-                row.append(Action(s, "F", warm + k))
-            row.append(Action(s, "B", k))
-        rows.append(tuple(row))
-    return Schedule("1f1b", num_stages, num_microbatches, tuple(rows))
-
-
-@dataclass(frozen=True)
-class _Family:
-    generate: Callable[[int, int], Schedule]
-    in_flight: Callable[[int, int, int], int]  # (stage, p, m)
-
-
-_FAMILIES = {
-    "gpipe": _Family(gpipe, lambda stage, p, m: m),
-    "1f1b": _Family(one_f_one_b, lambda stage, p, m: min(m, p - stage)),
-}
-
-
-def known_schedules() -> tuple[str, ...]:
-    """The names that ``generate`` knows."""
-    return tuple(_FAMILIES)
-
-
-def _family(name: str) -> _Family:
-    if name not in _FAMILIES:
-        raise ValueError(f"a schedule is one of {', '.join(known_schedules())}, but got {name!r}; choose one of these")
-    return _FAMILIES[name]
-
-
-def generate(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """The schedule of family ``name``; ValueError with the known names for any other."""
-    return _family(name).generate(num_stages, num_microbatches)
-
-
-def in_flight_formula(name: str, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """``in_flight(generate(name, p, m))[stage]`` without generating; depends on the stage only through p − stage."""
-    assert 0 <= stage < num_stages, (stage, num_stages)
-    return _family(name).in_flight(stage, num_stages, num_microbatches)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the largest number of microbatches whose F is done and whose B is not."""
+    """Per stage, the most microbatches held at once: F done, and neither B nor W. One counts per chunk."""
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
     out = []
     for row in schedule.actions:
         held = most = 0
         for action in row:
-            held += 1 if action.kind == "F" else -1
+            held += change[action.kind]
             most = max(most, held)
         out.append(most)
     return tuple(out)
-
-
-# --- validation -------------------------------------------------------------------------------------------------------
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
@@ -191,7 +82,7 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 
 def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
-    """The edges without repeats; ValueError if one leads back or out of the stages."""
+    """The edges without repeats; ValueError if one leads back or out of the (virtual) stages."""
     out = tuple(dict.fromkeys(edges))
     for src, dst in out:
         if not 0 <= src < dst < num_stages:
@@ -199,86 +90,139 @@ def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
     return out
 
 
-def _waits_for(action: Action, edges: Sequence[Edge]) -> Iterator[Action]:
-    """The actions of other stages whose messages ``action`` receives."""
+# --- the order in which it runs ---------------------------------------------------------------------------------------
+
+_Key = tuple[bool, int, int]
+"""What makes a message: (forward?, virtual stage, microbatch)"""
+
+
+def _sources(edges: Sequence[Edge], num_virtual: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Per virtual stage, the virtual stages (it receives from in forward, it receives from in backward)."""
+    ahead: list[list[int]] = [[] for _ in range(num_virtual)]
+    back: list[list[int]] = [[] for _ in range(num_virtual)]
     for src, dst in edges:
-        if action.kind == "F" and dst == action.stage:
-            yield Action(src, "F", action.microbatch)
-        if action.kind == "B" and src == action.stage:
-            yield Action(dst, "B", action.microbatch)
+        ahead[dst].append(src)
+        back[src].append(dst)
+    return ahead, back
+
+
+def _receives(
+    action: Action, virtual: Mapping[Place, int], sources: tuple[list[list[int]], list[list[int]]]
+) -> Iterator[_Key]:
+    """What ``action`` waits for."""
+    if action.kind != "W":
+        forward = action.kind == "F"
+        for other in sources[not forward][virtual[action.stage, action.chunk]]:
+            yield forward, other, action.microbatch
+
+
+def _key(action: Action, virtual: Mapping[Place, int]) -> _Key | None:
+    """What ``action`` sends."""
+    if action.kind == "W":
+        return None
+    return action.kind == "F", virtual[action.stage, action.chunk], action.microbatch
 
 
 def run_order(schedule: Schedule, edges: Sequence[Edge]) -> tuple[list[Action], list[Action]]:
     """(actions in an order in which they can run, the action that each stuck stage waits in)."""
-    near: dict[int, list[Edge]] = defaultdict(list)
-    for edge in edges:
-        near[edge[0]].append(edge)
-        near[edge[1]].append(edge)
+    virtual = {place: q for q, place in enumerate(schedule.places())}
+    sources = _sources(edges, schedule.num_virtual)
     position = [0] * schedule.num_stages
-    done: set[Action] = set()
+    done: set[_Key | None] = set()
     order: list[Action] = []
-    waiting: dict[Action, list[int]] = defaultdict(list)
+    waiting: dict[_Key | None, list[int]] = defaultdict(list)
     ready = deque(range(schedule.num_stages))
     while ready:
         stage = ready.popleft()
         row = schedule.actions[stage]
         while position[stage] < len(row):
             action = row[position[stage]]
-            missing = next((a for a in _waits_for(action, near[stage]) if a not in done), None)
+            missing = next((key for key in _receives(action, virtual, sources) if key not in done), None)
             if missing is not None:
                 waiting[missing].append(stage)
                 break
-            done.add(action)
+            made = _key(action, virtual)
+            done.add(made)
             order.append(action)
             position[stage] += 1
-            ready.extend(waiting.pop(action, ()))
+            ready.extend(waiting.pop(made, ()))
     return order, [row[at] for at, row in zip(position, schedule.actions) if at < len(row)]
 
 
+# --- validation -------------------------------------------------------------------------------------------------------
+
+
 def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[str]:
-    """What keeps ``schedule`` from running over ``edges`` (default: the chain), a sentence each; empty if sound."""
-    p, m = schedule.num_stages, schedule.num_microbatches
-    edges = chain(p) if edges is None else checked_edges(edges, p)
+    """What keeps ``schedule`` from running over ``edges`` (virtual stages; default: the chain), a sentence each; empty
+    if sound."""
+    p = schedule.num_stages
+    edges = chain(schedule.num_virtual) if edges is None else checked_edges(edges, schedule.num_virtual)
     if len(schedule.actions) != p:
         return [f"the schedule has {p} stages, but got {len(schedule.actions)} rows of actions"]
-    found = []
-    for stage, row in enumerate(schedule.actions):
-        at: dict[Action, int] = {}
-        for index, action in enumerate(row):
-            if action.stage != stage or action.kind not in ("F", "B") or not 0 <= action.microbatch < m:
-                found.append(f"stage {stage} does F or B of its microbatches 0..{m - 1}, but got {action}")
-            elif action in at:
-                found.append(f"an action runs once, but got {action} twice")
-            at.setdefault(action, index)
+    found = [sentence for stage in range(p) for sentence in _incomplete(schedule, stage)]
+    return found or [*_disorder(schedule, edges), *_deadlock(schedule, edges)]
+
+
+def _incomplete(schedule: Schedule, stage: int) -> Iterator[str]:
+    """What one stage does wrong by itself."""
+    m, chunks = schedule.num_microbatches, schedule.chunks
+    at: dict[Action, int] = {}
+    for index, action in enumerate(schedule.actions[stage]):
+        known = action.stage == stage and action.kind in KINDS
+        if not known or not 0 <= action.microbatch < m or not 0 <= action.chunk < chunks:
+            inside = f" and chunks 0..{chunks - 1}" if chunks > 1 else ""
+            yield f"stage {stage} does F, B, I and W of its microbatches 0..{m - 1}{inside}, but got {action}"
+        elif action in at:
+            yield f"an action runs once, but got {action} twice"
+        at.setdefault(action, index)
+    for chunk in range(chunks):
         for k in range(m):
-            forward, backward = at.get(Action(stage, "F", k)), at.get(Action(stage, "B", k))
-            for kind, place in (("F", forward), ("B", backward)):
-                if place is None:
-                    found.append(f"every stage does F and B of every microbatch, but {stage}{kind}{k} is missing")
-            if forward is not None and backward is not None and backward < forward:
-                found.append(f"F comes before B, but stage {stage} does {stage}B{k} before {stage}F{k}")
-    if found:
-        return found
+            f, b, i, w = (Action(stage, kind, k, chunk) for kind in KINDS)
+            if b in at and (i in at or w in at):
+                yield f"a backward is B, or I and W, but got {b} and {i if i in at else w}"
+                continue
+            parts = [f, i, w] if i in at or w in at else [f, b]
+            for part in parts:
+                if part not in at:
+                    yield f"every stage does F and B (or I and W) of every microbatch, but {part} is missing"
+            for one, other in pairwise(parts):
+                if one in at and other in at and at[other] < at[one]:
+                    yield f"{one.kind} comes before {other.kind}, but stage {stage} does {other} before {one}"
+
+
+def _disorder(schedule: Schedule, edges: Iterable[Edge]) -> Iterator[str]:
+    """Edges whose ends meet the microbatches in unlike order."""
+    places = schedule.places()
+    met: dict[tuple[str, Place], list[int]] = defaultdict(list)
+    for row in schedule.actions:
+        for action in row:
+            if action.kind != "W":
+                met["F" if action.kind == "F" else "B", (action.stage, action.chunk)].append(action.microbatch)
     for src, dst in edges:
         for kind in "FB":
-            one, other = ([a.microbatch for a in schedule.actions[s] if a.kind == kind] for s in (src, dst))
+            one, other = met[kind, places[src]], met[kind, places[dst]]
             if one != other:
                 k = next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)
-                found.append(
+                yield (
                     f"messages arrive in the order they were sent, but {kind} number {k} is of microbatch {one[k]} on "
-                    f"stage {src} and of {other[k]} on stage {dst}"
+                    f"{_named(schedule, src)} and of {other[k]} on {_named(schedule, dst)}"
                 )
-    _, stuck = run_order(schedule, edges)
+
+
+def _named(schedule: Schedule, virtual_stage: int) -> str:
+    stage, chunk = schedule.places()[virtual_stage]
+    return f"stage {stage}" + (f" chunk {chunk}" if schedule.chunks > 1 else "")
+
+
+def _deadlock(schedule: Schedule, edges: Sequence[Edge]) -> Iterator[str]:
+    order, stuck = run_order(schedule, edges)
     if stuck:
-        unfinished = {a for s in stuck for a in _rest(schedule, s)}
-        waits = [f"{a} waits for {next(w for w in _waits_for(a, edges) if w in unfinished)}" for a in stuck]
-        found.append("deadlock: " + ", ".join(waits))
-    return found
-
-
-def _rest(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    row = schedule.actions[action.stage]
-    return row[row.index(action) :]
+        virtual = {place: q for q, place in enumerate(schedule.places())}
+        sources = _sources(edges, schedule.num_virtual)
+        done = set(order)
+        maker = {_key(a, virtual): a for row in schedule.actions for a in row if a not in done}
+        waits = [f"{a} waits for {next(maker[k] for k in _receives(a, virtual, sources) if k in maker)}" for a in stuck]
+        yield "deadlock: " + ", ".join(waits)
 
 
 def validate(schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:

@@ -3,26 +3,31 @@
 An action starts when its stage is free and all its messages are there. A message starts when the action that makes it
 has ended, its receiver expects it (the executor posts an action's receives when it comes to the action before) and the
 message before it on this direction of the edge is through. With equal stages and free transfers this
-gives (m + p − 1)(f + b).
+gives (m + p − 1)(f + b) for 1F1B and GPipe; ``schedule_families`` lists the others.
+
+Seconds are per *virtual stage* (one chunk on one stage), numbered as data flow; with one chunk per stage that is the
+stage. An edge between two chunks of one stage is a message as any other, at the seconds given, by default none.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
 
-from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, generate, run_order
+from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, generate
 
 if TYPE_CHECKING:
     from .plan import Plan
 
 __all__ = ["Simulation", "grid", "simulate", "simulate_plan"]
 
-_FORWARD, _BACKWARD, _IDLE, _END = "0123456789", "₀₁₂₃₄₅₆₇₈₉", "·", "="  # digits, idle, end-of-step work
+_DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
+_IDLE, _END, _ELSEWHERE = "·", "=", " "  # nothing to do, end-of-step work, busy with another chunk
 
 
 @dataclass(frozen=True)
@@ -57,59 +62,130 @@ def simulate(
     transfers_s: Mapping[Edge, float] | None = None,
     end_of_step_s: Sequence[float] | None = None,
     backward_transfers_s: Mapping[Edge, float] | None = None,
+    backward_weight_s: Sequence[float] | None = None,
 ) -> Simulation:
     """Run a sound ``schedule`` on a clock: an action starts when its stage is free and its messages are there.
 
-    ``forward_s[s]`` and ``backward_s[s]`` are seconds per microbatch. ``transfers_s`` has every edge (src, dst) of the
-    stage graph and the seconds of one message; None or empty means the chain, free of cost. The gradient of an edge
-    takes ``backward_transfers_s[edge]``, by default the same. Transfers overlap compute; each direction of an edge
-    carries one message at a time, in order, and none before the receiver has come to the action ahead of it.
-    ``end_of_step_s[s]`` follows the stage's last action. ScheduleError on a deadlock.
+    ``forward_s[q]`` and ``backward_s[q]`` are seconds per microbatch of virtual stage q; of the backward, I takes
+    ``backward_s[q] - backward_weight_s[q]`` and W the rest, by default half each. ``transfers_s`` has every edge
+    (src, dst) of the graph of virtual stages and the seconds of one message; None or empty means the chain, free of
+    cost. The gradient of an edge takes ``backward_transfers_s[edge]``, by default the same. Transfers overlap compute;
+    each direction of an edge carries one message at a time, in order, and none before the receiver has come to the
+    action ahead of it. ``end_of_step_s[s]`` follows the last action of stage s. ScheduleError on a deadlock.
     """
-    p = schedule.num_stages
+    p, num = schedule.num_stages, schedule.num_virtual
     end_of_step = [0.0] * p if end_of_step_s is None else list(end_of_step_s)
-    for name, values in (("forward_s", forward_s), ("backward_s", backward_s), ("end_of_step_s", end_of_step)):
-        if len(values) != p:
-            raise ValueError(f"{name} has one entry per stage, but got {len(values)} for {p} stages")
-    forward_message = dict(transfers_s) if transfers_s else dict.fromkeys(chain(p), 0.0)
-    edges = checked_edges(forward_message, p)
+    weight_s = [seconds / 2 for seconds in backward_s] if backward_weight_s is None else list(backward_weight_s)
+    every = "stage" if schedule.chunks == 1 else "stage and chunk"
+    for name, values in (("forward_s", forward_s), ("backward_s", backward_s), ("backward_weight_s", weight_s)):
+        if len(values) != num:
+            raise ValueError(f"{name} has one entry per {every}, but got {len(values)} for {num}")
+    if len(end_of_step) != p:
+        raise ValueError(f"end_of_step_s has one entry per stage, but got {len(end_of_step)} for {p} stages")
+    forward_message = dict(transfers_s) if transfers_s else dict.fromkeys(chain(num), 0.0)
+    edges = checked_edges(forward_message, num)
     backward_message = forward_message if backward_transfers_s is None else dict(backward_transfers_s)
     if missing := [edge for edge in edges if edge not in backward_message]:
         raise ValueError(f"backward_transfers_s has every edge of transfers_s, but got none for {missing}")
 
-    order, stuck = run_order(schedule, edges)
-    if stuck:
-        raise ScheduleError(f"schedule {schedule.name!r} deadlocks: forever waiting in {', '.join(map(str, stuck))}")
-    outgoing: dict[int, list[Edge]] = defaultdict(list)
-    incoming: dict[int, list[Edge]] = defaultdict(list)
-    for edge in edges:
-        outgoing[edge[0]].append(edge)
-        incoming[edge[1]].append(edge)
-
-    free_at = [0.0] * p
-    expects_at = [0.0] * p  # when the stage came to its latest action; it then posts the receives of the next one
-    channel_free_at: dict[tuple[str, Edge], float] = defaultdict(float)
-    left_at: dict[tuple[str, Edge, int], float] = {}  # when the action that makes the message ended
-    timeline: list[list[tuple[float, float, Action]]] = [[] for _ in range(p)]
-    for action in order:
-        stage, kind, k = action.stage, action.kind, action.microbatch
-        came = start = free_at[stage]
-        sources, seconds = (incoming, forward_message) if kind == "F" else (outgoing, backward_message)
-        for edge in sources[stage]:
-            begin = max(left_at[kind, edge, k], expects_at[stage], channel_free_at[kind, edge])
-            channel_free_at[kind, edge] = begin + seconds[edge]
-            start = max(start, begin + seconds[edge])
-        end = start + (forward_s[stage] if kind == "F" else backward_s[stage])
-        free_at[stage], expects_at[stage] = end, came
-        timeline[stage].append((start, end, action))
-        for edge in (outgoing if kind == "F" else incoming)[stage]:
-            left_at[kind, edge, k] = end
+    input_s = [both - weight for both, weight in zip(backward_s, weight_s)]
+    seconds = {"F": forward_s, "B": backward_s, "I": input_s, "W": weight_s}
+    works = _works(schedule, seconds, forward_message, {edge: backward_message[edge] for edge in edges})
+    starts, ends = _clock(schedule, works)
+    step_end = tuple((row[-1] if row else 0.0) + end_of_step[s] for s, row in enumerate(ends))
+    timeline = tuple(tuple(zip(*rows)) for rows in zip(starts, ends, schedule.actions))
     busy = tuple(
-        sum(forward_s[s] if action.kind == "F" else backward_s[s] for action in row)
-        for s, row in enumerate(schedule.actions)
+        sum([works[s][action.kind][action.chunk][0] for action in row]) for s, row in enumerate(schedule.actions)
     )
-    step_end = tuple(free_at[s] + end_of_step[s] for s in range(p))
-    return Simulation(max(step_end), tuple(map(tuple, timeline)), busy, step_end)
+    return Simulation(max(step_end), timeline, busy, step_end)
+
+
+@dataclass(slots=True)
+class _Maker:
+    """One kind of message that a virtual stage makes. ``ended[k]`` is when the action that makes number k ended."""
+
+    ended: list[float | None]
+    awaited: dict[int, list[int]]  # microbatch -> stages that wait for it
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One direction of an edge."""
+
+    maker: _Maker
+    seconds: float
+    free_at: float = 0.0
+
+
+_Work = tuple[float, _Maker, list[_Channel]]
+"""Of one kind and chunk of a stage: (seconds, what it makes, what it receives)"""
+
+
+def _works(
+    schedule: Schedule,
+    seconds: Mapping[str, Sequence[float]],
+    forward_message: Mapping[Edge, float],
+    backward_message: Mapping[Edge, float],
+) -> list[dict[str, list[_Work]]]:
+    """Per stage and kind, the work of each chunk. An action receives messages of its own microbatch."""
+    num, m = schedule.num_virtual, schedule.num_microbatches
+    forward, backward, nothing = ([_Maker([None] * m, {}) for _ in range(num)] for _ in range(3))
+    ahead: list[list[_Channel]] = [[] for _ in range(num)]
+    back: list[list[_Channel]] = [[] for _ in range(num)]
+    for (src, dst), cost in forward_message.items():
+        ahead[dst].append(_Channel(forward[src], cost))
+    for (src, dst), cost in backward_message.items():
+        back[src].append(_Channel(backward[dst], cost))
+    works: list[dict[str, list[_Work]]] = [{kind: [] for kind in seconds} for _ in range(schedule.num_stages)]
+    for q, (stage, _) in sorted(enumerate(schedule.places()), key=lambda item: item[1]):  # chunks in their order
+        works[stage]["F"].append((seconds["F"][q], forward[q], ahead[q]))
+        for kind in "BI":
+            works[stage][kind].append((seconds[kind][q], backward[q], back[q]))
+        works[stage]["W"].append((seconds["W"][q], nothing[q], []))
+    return works
+
+
+def _clock(
+    schedule: Schedule, works: Sequence[Mapping[str, Sequence[_Work]]]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Per stage, when its actions start and when they end. Works through each stage as far as its messages let it."""
+    starts: list[list[float]] = [[] for _ in works]
+    ends: list[list[float]] = [[] for _ in works]
+    ready = deque(range(len(works)))
+    while ready:
+        stage = ready.popleft()
+        work, row, begun, ended = works[stage], schedule.actions[stage], starts[stage], ends[stage]
+        free_at = ended[-1] if ended else 0.0
+        # The stage posts the receives of its next action when it comes to the one before it.
+        expects_at = ended[-2] if len(ended) > 1 else 0.0
+        for at in range(len(begun), len(row)):
+            action = row[at]
+            k = action.microbatch
+            seconds, maker, channels = work[action.kind][action.chunk]
+            for channel in channels:
+                if channel.maker.ended[k] is None:
+                    channel.maker.awaited.setdefault(k, []).append(stage)
+                    break
+            else:
+                start = free_at
+                for channel in channels:
+                    arrived = max(channel.maker.ended[k] or 0.0, expects_at, channel.free_at) + channel.seconds
+                    channel.free_at = arrived
+                    if arrived > start:
+                        start = arrived
+                expects_at = free_at
+                free_at = start + seconds
+                begun.append(start)
+                ended.append(free_at)
+                maker.ended[k] = free_at
+                if maker.awaited and k in maker.awaited:
+                    ready.extend(maker.awaited.pop(k))
+                continue
+            break
+    stuck = [str(row[len(done)]) for row, done in zip(schedule.actions, ends) if len(done) < len(row)]
+    if stuck:
+        raise ScheduleError(f"schedule {schedule.name!r} deadlocks: forever waiting in {', '.join(stuck)}")
+    return starts, ends
 
 
 def simulate_plan(plan: Plan) -> Simulation:
@@ -138,38 +214,49 @@ def simulate_plan(plan: Plan) -> Simulation:
 def grid(schedule: Schedule, simulation: Simulation | None = None, width: int = 100) -> str:
     """A picture for the terminal: a row per stage, a column per time slot, at most ``width`` columns (never under 24).
 
-    Digits are microbatches modulo 10, large in forward and small in backward, as many columns as the action lasts;
-    ``·`` is idle and ``=`` end-of-step work. A schedule that does not fit keeps its beginning and its end around a
-    ``…``. Without a ``simulation`` forward takes one slot and backward two.
+    Digits are microbatches modulo 10, large in forward and small in backward, as many columns as the action lasts; of
+    a backward in two halves I is raised and W lowered. ``·`` is idle and ``=`` end-of-step work. With several chunks
+    per stage there is a row for each, ``stage 2.1`` for chunk 1, blank while the stage works on another chunk. A
+    schedule that does not fit keeps its beginning and its end around a ``…``. Without a ``simulation`` forward takes
+    one slot and backward two.
     """
     if simulation is None:
-        simulation = simulate(schedule, [1.0] * schedule.num_stages, [2.0] * schedule.num_stages)
-    margin = len(str(schedule.num_stages - 1)) + len("stage ") + 1
-    room = max(width, 24) - margin
+        simulation = simulate(schedule, [1.0] * schedule.num_virtual, [2.0] * schedule.num_virtual)
+    names = [f"stage {stage}" for stage in range(schedule.num_stages)]
+    margin = max(map(len, names)) + 1 + (len(f".{schedule.chunks - 1}") if schedule.chunks > 1 else 0)
+    slot_s, columns = _columns(simulation, max(width, 24) - margin)
+    lines = []
+    for stage, name in enumerate(names):
+        shown = [_shown(simulation, stage, (column + 0.5) * slot_s) if column >= 0 else "…" for column in columns]
+        for chunk in range(schedule.chunks):
+            cells = [cell if isinstance(cell, str) else _cell(cell, chunk) for cell in shown]
+            label = f"{name}.{chunk}" if schedule.chunks > 1 else name
+            lines.append(label.ljust(margin) + "".join(cells))
+    return "\n".join(lines)
+
+
+def _columns(simulation: Simulation, room: int) -> tuple[float, list[int]]:
+    """(seconds of a column, the columns shown, −1 for the ones left out between beginning and end)."""
     durations = [end - start for row in simulation.timeline for start, end, _ in row if end > start]
     # A slot is the shortest action, but at least a third of the median: one tiny stage shall not fill the picture.
     slot_s = max(min(durations), median(durations) / 3) if durations else 1.0
     num_slots = max(1, ceil(simulation.makespan_s / slot_s - 0.5))
-    columns = list(range(num_slots))
     if num_slots <= room:  # room to spare: finer slots, whole numbers of them so that equal actions look equal
         finer = max(1, min(room // num_slots, 2 if num_slots * 4 > room else 1))
-        slot_s, columns = slot_s / finer, list(range(num_slots * finer))
-    else:
-        tail = (room - 1) // 2
-        columns = [*range(room - 1 - tail), -1, *range(num_slots - tail, num_slots)]
-    lines = []
-    for stage, row in enumerate(simulation.timeline):
-        cells, at = [], 0
-        for column in columns:
-            middle_s = (column + 0.5) * slot_s
-            while at < len(row) and row[at][1] <= middle_s:
-                at += 1
-            if column < 0:
-                cells.append("…")
-            elif at < len(row) and row[at][0] <= middle_s:
-                action = row[at][2]
-                cells.append((_FORWARD if action.kind == "F" else _BACKWARD)[action.microbatch % 10])
-            else:
-                cells.append(_END if at == len(row) and middle_s < simulation.step_end_s[stage] else _IDLE)
-        lines.append(f"stage {stage}".ljust(margin) + "".join(cells))
-    return "\n".join(lines)
+        return slot_s / finer, list(range(num_slots * finer))
+    tail = (room - 1) // 2
+    return slot_s, [*range(room - 1 - tail), -1, *range(num_slots - tail, num_slots)]
+
+
+def _shown(simulation: Simulation, stage: int, at_s: float) -> Action | str:
+    """What a stage does at a time: its action, or the character for none."""
+    row = simulation.timeline[stage]
+    index = bisect_right(row, at_s, key=lambda entry: entry[1])
+    if index == len(row):
+        return _END if at_s < simulation.step_end_s[stage] else _IDLE
+    start, _, action = row[index]
+    return action if start <= at_s else _IDLE
+
+
+def _cell(action: Action, chunk: int) -> str:
+    return _DIGITS[action.kind][action.microbatch % 10] if action.chunk == chunk else _ELSEWHERE

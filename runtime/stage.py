@@ -21,6 +21,7 @@ from torch import nn
 from ..compiler.plan import BUCKET_BYTES, Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
+from ..compiler.schedule import executable_schedules
 from ..compiler.spec import R, spec_text
 from .agreement import alike
 from .crossmesh import Layout, cut, wire
@@ -328,6 +329,11 @@ def _check_plan(plan: Plan) -> None:
         raise ValueError(
             f"this runtime keeps what the backward needs, but got a plan with recompute {plan.recompute!r}; "
             "plan again with recompute 'none'"
+        )
+    if plan.schedule not in executable_schedules():
+        raise ValueError(
+            f"this runtime runs the schedules {', '.join(executable_schedules())}, but got a plan with schedule "
+            f"{plan.schedule!r}; plan again with one of these"
         )
     for index, stage in enumerate(plan.stages):
         for chunk in stage.chunks:

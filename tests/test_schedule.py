@@ -1,7 +1,7 @@
-"""Schedules: families against their formulas, broken ones, the clock against analysis, text and picture."""
+"""Schedules: what holds for every family, broken ones, the clock, text and picture."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +10,7 @@ from meshwright.compiler.schedule import (
     Action,
     Schedule,
     ScheduleError,
+    executable_schedules,
     generate,
     in_flight,
     in_flight_formula,
@@ -22,6 +23,7 @@ from meshwright.compiler.schedule import (
 from meshwright.compiler.simulate import grid, simulate
 
 SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 20), "name": st.sampled_from(known_schedules())}
+WHOLE = {**SIZES, "name": st.sampled_from(executable_schedules())}  # one chunk per stage, whole backwards
 
 
 def schedule_of(*rows: str, m: int) -> Schedule:
@@ -31,7 +33,7 @@ def schedule_of(*rows: str, m: int) -> Schedule:
 @given(**SIZES, data=st.data())
 def test_every_family_is_sound_over_any_stage_graph(p, m, name, data):
     schedule = generate(name, p, m)
-    pairs = [(a, b) for a in range(p) for b in range(a + 1, p)]
+    pairs = list(combinations(range(schedule.num_virtual), 2))
     edges = data.draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
     assert problems(schedule) == []
     assert problems(schedule, edges) == []
@@ -39,7 +41,7 @@ def test_every_family_is_sound_over_any_stage_graph(p, m, name, data):
     assert in_flight(schedule) == tuple(in_flight_formula(name, s, p, m) for s in range(p))
 
 
-@given(**SIZES, f=st.integers(1, 9), b=st.integers(1, 9))
+@given(**WHOLE, f=st.integers(1, 9), b=st.integers(1, 9))
 def test_equal_stages_take_m_plus_p_minus_1_slots(p, m, name, f, b):
     run = simulate(generate(name, p, m), [f] * p, [b] * p)
     assert run.makespan_s == (m + p - 1) * (f + b)
@@ -48,7 +50,7 @@ def test_equal_stages_take_m_plus_p_minus_1_slots(p, m, name, f, b):
 
 
 @settings(max_examples=60)
-@given(**SIZES, data=st.data())
+@given(**WHOLE, data=st.data())
 def test_the_clock_keeps_order_and_messages(p, m, name, data):
     seconds = st.lists(st.integers(0, 9), min_size=p, max_size=p)
     forward, backward, end = data.draw(seconds), data.draw(seconds), data.draw(seconds)
@@ -124,6 +126,12 @@ def test_a_deadlock_through_a_skip_edge_only():
         (("0F0 0F1 0F2 0B0 0B1", "1F0 1B0 1F1 1B1"), "but got 0F2"),
         (("1F0 1B0 1F1 1B1", "1F0 1B0 1F1 1B1"), "but got 1F0"),
         (("0F0 0F1 0B0 0B1", "1F1 1B1 1F0 1B0"), "F number 0 is of microbatch 0 on stage 0 and of 1 on stage 1"),
+        (("0F0 0F1 0I1 0W1 0B0", "1F0 1F1 1B0 1B1"), "B number 0 is of microbatch 1 on stage 0 and of 0 on stage 1"),
+        (("0F0 0F1 0B0 0I0 0B1", "1F0 1B0 1F1 1B1"), "a backward is B, or I and W, but got 0B0 and 0I0"),
+        (("0F0 0F1 0I0 0B1", "1F0 1B0 1F1 1B1"), "0W0 is missing"),
+        (("0F0 0F1 0W0 0B1", "1F0 1B0 1F1 1B1"), "0I0 is missing"),
+        (("0F0 0F1 0W0 0I0 0B1", "1F0 1B0 1F1 1B1"), "I comes before W, but stage 0 does 0W0 before 0I0"),
+        (("0F0 0F1 0B0 0B1c1", "1F0 1B0 1F1 1B1"), "but got 0B1c1"),
     ],
 )
 def test_what_is_wrong_is_named(rows, sentence):
@@ -142,7 +150,7 @@ def test_swapping_a_backward_with_its_forward_is_never_sound(p, m, data):
         validate(replace(schedule, actions=rows))
 
 
-@pytest.mark.parametrize("text", ["2f0", "F0", "2F", "2F-1", "2W0", ""])
+@pytest.mark.parametrize("text", ["2f0", "F0", "2F", "2F-1", "2X0", "2F0c", "2F0c0", "2F0c01", ""])
 def test_bad_action_text(text):
     with pytest.raises(ValueError, match="an action is"):
         parse_action(text)
@@ -150,24 +158,50 @@ def test_bad_action_text(text):
 
 def test_bad_text_and_names_and_sizes():
     assert parse_action("12B34") == Action(12, "B", 34)
+    assert parse_action("2I0c1") == Action(2, "I", 0, 1)
+    with pytest.raises(ValueError, match="a placement is one of loop, vee, but got 'snake'"):
+        parse("x stages=1 microbatches=1 chunks=2 placement=snake\n0F0")
     with pytest.raises(ValueError, match="starts with 'NAME stages=P"):
         parse("1f1b")
     with pytest.raises(ValueError, match="1 lines for 2 stages"):
         parse("1f1b stages=2 microbatches=1\n0F0 0B0")
-    with pytest.raises(ValueError, match=r"gpipe, 1f1b, but got 'zb'"):
+    with pytest.raises(ValueError, match=r"gpipe, 1f1b, interleaved, zb-h1, zb-v, but got 'zb'"):
         generate("zb", 2, 2)
     with pytest.raises(ValueError, match="at least one stage"):
         generate("1f1b", 0, 2)
+    with pytest.raises(ValueError, match="'interleaved' has at least 2 chunks per stage, but got 1"):
+        generate("interleaved", 2, 2, 1)
+    with pytest.raises(ValueError, match="'zb-h1' has 1 chunk per stage, but got 2"):
+        generate("zb-h1", 2, 2, 2)
     with pytest.raises(ValueError, match="to a later one"):
         problems(generate("1f1b", 2, 2), edges=[(1, 0)])
     with pytest.raises(ValueError, match="one entry per stage"):
         simulate(generate("1f1b", 2, 2), [1], [1, 1])
+    with pytest.raises(ValueError, match="backward_s has one entry per stage and chunk, but got 2 for 4"):
+        simulate(generate("zb-v", 2, 2), [1] * 4, [1] * 2)
+    with pytest.raises(ValueError, match="end_of_step_s has one entry per stage, but got 4"):
+        simulate(generate("zb-v", 2, 2), [1] * 4, [1] * 4, end_of_step_s=[0] * 4)
 
 
 def test_picture_of_1f1b():
     assert grid(generate("1f1b", 2, 3), width=24).splitlines() == [
         "stage 0 01··₀₀2₁₁·₂₂",
         "stage 1 ·0₀₀1₁₁2₂₂··",
+    ]
+
+
+def test_picture_of_halves_and_chunks():
+    assert grid(generate("zb-h1", 2, 3), width=30).splitlines() == [
+        "stage 0 0011··⁰⁰₀₀22¹¹₁₁²²₂₂",
+        "stage 1 ··00⁰⁰11¹¹₀₀22²²₁₁₂₂",
+    ]
+    schedule = generate("zb-v", 2, 3)
+    clock = simulate(schedule, [1] * 4, [2] * 4, end_of_step_s=[1, 0])
+    assert grid(schedule, clock, width=36).splitlines() == [
+        "stage 0.0 012      ⁰₀   ¹₁²₂=",
+        "stage 0.1    0⁰₀1¹₁  2²₂    =",
+        "stage 1.0 ·0 1   2⁰₀   ¹ ²₁ ₂",
+        "stage 1.1 · 0 1⁰₀   2¹₁ ²  ₂ ",
     ]
 
 
@@ -179,8 +213,9 @@ def test_picture_shows_end_of_step_work_and_modulo_ten():
 
 @given(**SIZES, width=st.integers(24, 140))
 def test_a_picture_never_exceeds_its_width(p, m, name, width):
-    lines = grid(generate(name, p, m), width=width).splitlines()
-    assert len(lines) == p
+    schedule = generate(name, p, m)
+    lines = grid(schedule, width=width).splitlines()
+    assert len(lines) == schedule.num_virtual
     assert len({len(line) for line in lines}) == 1
     assert max(map(len, lines)) <= width
 
