@@ -186,6 +186,7 @@ class _Builder:
         self.nodes = graph.by_name()
         self.members = {node.name for node in ops}
         self.saved = saved_tensors(ops, self.grad)
+        self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
 
     def build(self) -> Section:
         # Consumers first decide which pairs a parameter or source may usefully take, so ops come before placeholders.
@@ -194,7 +195,7 @@ class _Builder:
         gives: dict[str, tuple[int, list[Pair]]] = {}
         for name, states in self.entries.items():
             kind = self.nodes[name].meta["type"]
-            stays = name in self.saved or name in self.recompute.kept
+            stays = name in self.plain or self._recomputed_from(self.nodes[name])
             held = [self.pricer.local_bytes(kind, s.value) if stays else 0.0 for s in states]
             index[name] = self._add(
                 name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
@@ -242,13 +243,29 @@ class _Builder:
         section = Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
         if not self.recompute:
             return replace(section, transient=tuple(self.held)) if any(held.any() for held in self.held) else section
-        keeps = [edge.name in self.recompute.kept for edge in edges]
+        keeps = [self._keeps_copies(edge) for edge in edges]
         return replace(
             section,
             edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, keeps)),
             transient=tuple(self.held),
             edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, keeps)),
         )
+
+    # ---- recompute
+
+    def _keeps(self, op: str) -> bool:
+        """Whether what this op saves is kept from the forward to the backward: its layer is not recomputed."""
+        return not self.recompute or op in self.recompute.plain
+
+    def _recomputed_from(self, entry: Node) -> bool:
+        """Whether a layer of this section is recomputed that begins with this tensor."""
+        users = [user.name for user in entry.users if user.name in self.members]
+        return entry.name in self.recompute.kept and not all(map(self._keeps, users))
+
+    def _keeps_copies(self, edge: Edge) -> bool:
+        """Whether the conversions of a tensor are kept beside it, where layers are recomputed."""
+        readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
+        return edge.name in self.recompute.kept or any(map(self._keeps, readers))
 
     # ---- operators
 
@@ -325,7 +342,9 @@ class _Builder:
             # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
-        kept, held = saved_bytes(node, choices, self.pricer, self.saved, self.grad, self.members, self.recompute)
+        kept, held = saved_bytes(
+            node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
+        )
         return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
@@ -348,7 +367,7 @@ class _Builder:
         if self._trainable(node):
             # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
             # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
-            pairs = {p for p in wanted if all(_steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            pairs = {p for p in wanted if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
             return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
         if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
             return {Pair((R,) * axes, (R,) * axes)}
@@ -398,7 +417,7 @@ class _Builder:
         copied = any(saved for *_, saved in consumers)
         grad = name in self.grad
         is_placeholder = self.nodes[name].op == "placeholder" and not grad
-        again = name in self.recompute.repeated and name not in self.recompute.kept
+        again = self.recompute.converts_again(name)
         for source, s in sources.items():
             for target, t in targets.items():
                 if source == target:
@@ -419,6 +438,6 @@ class _Builder:
         return edge, (tuple(sources), tuple(targets))
 
 
-def _steady(value: object, cotangent: object) -> bool:
+def steady(value: object, cotangent: object) -> bool:
     """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
     return (value == cotangent) or (value == R and cotangent == P)

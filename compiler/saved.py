@@ -16,7 +16,7 @@ from .recompute import Recompute
 from .rules import MeshChoice, rule_for
 from .spec import local_shape
 
-__all__ = ["saved_bytes", "saved_tensors"]
+__all__ = ["beside_outputs", "saved_bytes", "saved_tensors"]
 
 Saved = set[str | tuple[str, int]]
 
@@ -52,27 +52,36 @@ def saved_bytes(
     choices: Sequence[MeshChoice],
     pricer: MeshPricer,
     saved: Saved,
+    plain: Saved,
     grad: Collection[str],
     members: Collection[str],
     recompute: Recompute,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Bytes on one device under each choice: (kept per microbatch in flight, held while the op's layer is recomputed).
 
-    saved: of ``saved_tensors``. members: the nodes of the section that the op is in.
+    saved: of ``saved_tensors``; plain: what of it is kept because ops save it whose layer is not recomputed. members:
+    the nodes of the section that the op is in.
     """
     kept, held = np.zeros(len(choices)), np.zeros(len(choices))
     flows = node.name in grad
+    dear = flows and node.name in recompute.heavy
     for k, kind in enumerate(types_of(node)):
-        crosses = bool(recompute) and _crosses(node, k, members, recompute)
-        if crosses or (flows and ((node.name, k) in saved or (k == 0 and node.name in saved))):
+        stays = dear or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+        if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
-            kept, held = (kept + local, held) if crosses else (kept, held + local)
-    if flows and (extra := _beside_outputs(node, pricer)):
-        held = held + np.array([extra * _share(node, c, pricer.mesh_shape) for c in choices])
-    return (kept, held) if recompute else (kept + held, np.zeros(len(choices)))
+            kept, held = (kept + local, held) if stays else (kept, held + local)
+    if flows and (extra := beside_outputs(node, pricer)):
+        size = np.array([extra * _share(node, c, pricer.mesh_shape) for c in choices])
+        stays = dear or not recompute or node.name in recompute.plain
+        kept, held = (kept + size, held) if stays else (kept, held + size)
+    return kept, held
 
 
-def _beside_outputs(node: Node, pricer: MeshPricer) -> float:
+def _is_in(saved: Saved, node: Node, k: int) -> bool:
+    return (node.name, k) in saved or (k == 0 and node.name in saved)
+
+
+def beside_outputs(node: Node, pricer: MeshPricer) -> float:
     """Whole bytes that the op keeps beside operands and outputs."""
     extra = rule_for(node).temporary_bytes(node)
     if rule_for(node).cost_kind == "attention" and writes_scores(pricer.device):
@@ -83,14 +92,14 @@ def _beside_outputs(node: Node, pricer: MeshPricer) -> float:
 
 def _crosses(node: Node, k: int, members: Collection[str], recompute: Recompute) -> bool:
     """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
-    layer_of, outputs = recompute.layer_of, [node]
+    layer_of, plain, outputs = recompute.layer_of, recompute.plain, [node]
     if isinstance(node.meta["type"], tuple):
         outputs = [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]
     return any(
         out.name in recompute.kept and layer_of.get(user.name, layer_of[out.name]) != layer_of[out.name]
         for out in outputs
         for user in out.users
-        if user.name in members
+        if user.name in members and user.name not in plain
     )
 
 
