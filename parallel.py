@@ -151,6 +151,7 @@ class Parallel:
     def _decide(self, graph: Graph, cluster: Cluster | None, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         if self._plan is not None:
             require(self._plan, graph, self._cluster)
+            self._plan.require_executable(graph)
             return self._plan
         if self._data == "local" and self._global_batch is None and self._session is None and self._first:
             raise ValueError(

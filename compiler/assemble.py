@@ -19,8 +19,8 @@ from .graph import Graph, tensor_operands, types_of
 from .intra_op import Infeasible, Problem, evaluate
 from .lagrange import solve
 from .layers import Layering
-from .plan import Chunk, Residency, Stage, StagePrediction
-from .pricing import MeshPricer
+from .plan import Chunk, Residency, Stage, StagePrediction, Wire
+from .pricing import MeshPricer, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
@@ -181,9 +181,12 @@ def describe_stage(
         sources={name: sources[name] for name in sorted(sources, key=order.__getitem__)},
         receives={name: receives[name] for name in sorted(receives, key=order.__getitem__)},
         sends={name: sends[name] for name in sorted(sends, key=order.__getitem__)},
+        recompute=recompute.modes_of(layers),
     )
     first_device = pricer.offset
-    stage = Stage(tuple(range(first_device, first_device + pricer.num_devices)), pricer.mesh_shape, (chunk,))
+    devices = tuple(range(first_device, first_device + pricer.num_devices))
+    wire = _wires(section, chosen, graph, pricer, grad)
+    stage = Stage(devices, pricer.mesh_shape, (chunk,), wire)
     prediction = StagePrediction(
         price.forward_s,
         price.backward_s,
@@ -193,3 +196,17 @@ def describe_stage(
         dict(sorted(collectives.items())),
     )
     return Assembled(stage, prediction, price.sources, price.wasted_flops)
+
+
+def _wires(
+    section: Section, chosen: Sequence[int], graph: Graph, pricer: MeshPricer, grad: frozenset[str]
+) -> tuple[Wire, ...]:
+    """How the gradients travel, by the axes over which they are sums: as the backend does it by itself, exactly."""
+    nodes, sizes = graph.by_name(), defaultdict[tuple[int, ...], float](float)
+    for name, choices, pick in zip(section.names, section.choices, chosen):
+        choice, node = choices[pick], nodes[name]
+        if not isinstance(choice, Residency) or not node.meta["source"].requires_grad or name not in grad:
+            continue
+        if axes := partial_axes(choice.compute, pricer.mesh_shape):
+            sizes[axes] += pricer.local_bytes(node.meta["type"], choice.compute.value)
+    return tuple(Wire(axes, bytes=sizes[axes]) for axes in sorted(sizes))

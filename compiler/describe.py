@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .graph import Graph, tensor_operands
@@ -31,7 +32,10 @@ __all__ = [
     "layer_span",
     "merged",
     "op_summary",
+    "recompute_words",
+    "residency_words",
     "spell",
+    "wire_words",
 ]
 
 HEAVY = ("matmul", "attention", "convolution", "embedding", "experts")
@@ -114,6 +118,15 @@ _ROLES = {
 }
 
 
+_PATTERNS = {
+    "replicated": "replicated",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "custom": "as written",
+}
+
+
 def _stem(op: str) -> str:
     return re.sub(r"_\d+$", "", op)
 
@@ -157,6 +170,39 @@ def axis_names(stage: Stage) -> tuple[str, ...]:
     return tuple(f"{role} {axis}" if roles.count(role) > 1 else role for axis, role in enumerate(roles))
 
 
+# ---- the whole plan
+
+
+def recompute_words(plan: Plan) -> str:
+    """The recompute modes in the order of the layers, by runs: "full ×12, none"; "" where nothing is recomputed."""
+    chunks = sorted((chunk for stage in plan.stages for chunk in stage.chunks), key=lambda chunk: chunk.layers)
+    modes = [mode for chunk in chunks for mode in chunk.recompute or ("none",) * (chunk.layers[1] - chunk.layers[0])]
+    if set(modes) <= {"none"}:
+        return ""
+    counted = [(mode, len(list(run))) for mode, run in groupby(modes)]
+    return ", ".join(mode if count == 1 else f"{mode} ×{count}" for mode, count in counted)
+
+
+def residency_words(plan: Plan) -> str:
+    """How many parameters lie in which pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
+    homes = {name: home for stage in plan.stages for chunk in stage.chunks for name, home in chunk.parameters.items()}
+    counts = Counter(_PATTERNS[home.pattern] for home in homes.values())
+    if set(counts) <= {"replicated"}:
+        return ""
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+
+
+def wire_words(stage: Stage) -> str:
+    """What the gradients of a stage are summed over, and how where that is not the backend's own and exact: "data",
+    "data by ring, compressed by topk"; "" if nothing is summed."""
+    names, texts = axis_names(stage), []
+    for wire in stage.wire:
+        text = " and ".join(names[axis] for axis in wire.axes)
+        text += f" by {wire.algorithm}" if wire.algorithm != "backend" else ""
+        texts.append(text + (f", compressed by {wire.compressor}" if wire.compressor != "none" else ""))
+    return "; ".join(texts)
+
+
 # ---- weights
 
 
@@ -171,14 +217,19 @@ def _weight_words(residency: Residency, axes: Sequence[str], meanings: Sequence[
     def cuts(spec: Spec) -> list[tuple[str, str]]:
         return [(meanings[axis].get(p.dim, f"dim {p.dim}"), axes[axis]) for axis, p in enumerate(spec) if p.is_shard]
 
-    parts = [_over(cuts(residency.compute.value)) or "whole on every device"]
-    for name, spec in (
-        ("stored", residency.stored),
-        ("gradient", residency.gradient),
-        ("optimizer", residency.optimizer),
-    ):
-        if spec != residency.compute.value:
-            parts.append(f"{name}: {_over(cuts(spec)) or 'whole'}")
+    value = residency.compute.value
+    parts = [_over(cuts(value)) or "whole on every device"]
+    if residency.pattern == "custom":
+        for name, spec in (
+            ("stored", residency.stored),
+            ("gradient", residency.gradient),
+            ("optimizer", residency.optimizer),
+        ):
+            if spec != value:
+                parts.append(f"{name}: {_over(cuts(spec)) or 'whole'}")
+    elif residency.pattern != "replicated":
+        further = [axes[axis] for axis, (one, other) in enumerate(zip(value, residency.optimizer)) if one != other]
+        parts.append(f"{_PATTERNS[residency.pattern]} over {' and '.join(further)}")
     summed = [axes[axis] for axis, p in enumerate(residency.compute.cotangent) if p.is_partial]
     if summed:
         parts.append("gradient summed over " + " and ".join(summed))

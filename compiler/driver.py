@@ -199,7 +199,6 @@ def finish(search: Search, best: Candidate) -> Plan:
         microbatches=m,
         schedule=search.schedule,
         optimizer=search.optimizer,
-        recompute=search.recompute,
         layers=tuple(layer.name for layer in layering.layers),
         stages=stages,
         transfers=step.transfers,

@@ -15,7 +15,17 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..costmodel.cluster import Cluster
-from .describe import Group, axis_names, layer_rows, layer_span, merged, op_summary
+from .describe import (
+    Group,
+    axis_names,
+    layer_rows,
+    layer_span,
+    merged,
+    op_summary,
+    recompute_words,
+    residency_words,
+    wire_words,
+)
 from .graph import Graph
 from .schedule import generate
 from .simulate import Simulation, grid, simulate_plan
@@ -86,7 +96,7 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Stages", _stages(plan, graph, simulation, width)),
         _titled("How each layer is split", _layers(plan, graph, width)),
         _titled(
-            f"Schedule: {plan.schedule}, {count_text(plan.microbatches, 'microbatch')}",
+            f"Schedule: {_schedule_name(plan)}, {count_text(plan.microbatches, 'microbatch')}",
             _schedule(plan, simulation, width),
         ),
         _titled("Seconds of a step, by cause", _seconds(plan, width)),
@@ -94,7 +104,7 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Collectives", _collectives(plan, width)),
         _titled("What else there was", _alternatives(plan, width)),
         _titled("Where the prices come from", _prices(plan, width)),
-        _titled("Notes", _bullets(_notes(plan), width)),
+        _titled("Notes", _bullets(_notes(plan, graph), width)),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -132,11 +142,14 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
         (
             "schedule",
-            f"{plan.schedule}, {count_text(len(plan.stages), 'stage')},"
-            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}"
-            + (", every layer's forward runs again for its backward" if plan.recompute == "layer" else ""),
+            f"{_schedule_name(plan)}, {count_text(len(plan.stages), 'stage')},"
+            f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
         ),
+        ("recompute", recompute_words(plan)),
+        ("weights", residency_words(plan)),
+        ("precision", "" if plan.precision == "model" else plan.precision),
     ]
+    facts = [(name, text) for name, text in facts if text]
     if passes:
         parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in slow)
         before = f"; capture {seconds_text(passes['capture'])}" if "capture" in passes else ""
@@ -151,15 +164,13 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
     rows = []
     for index, (stage, predicted) in enumerate(zip(plan.stages, plan.prediction.stages)):
         limit = min(cluster.device(device).memory_bytes for device in stage.devices)
-        first, end = stage.chunks[0].layers[0], stage.chunks[-1].layers[1]
         busy = plan.microbatches * (predicted.forward_s + predicted.backward_s) + predicted.step_s
-        span = layer_span(plan.layers[first], plan.layers[end - 1])
         rows.append(
             [
                 str(index),
                 span_text(stage.devices),
                 "×".join(map(str, stage.mesh_shape)) or "1",
-                f"{span} ({end - first})" if end - first > 1 else span,
+                " + ".join(_span(plan, *chunk.layers) for chunk in stage.chunks),
                 seconds_text(predicted.forward_s),
                 seconds_text(predicted.backward_s),
                 f"{100 * busy / simulation.makespan_s:.0f} %" if simulation.makespan_s else "",
@@ -171,6 +182,11 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
     if counts := _parameter_counts(plan, graph):
         lines += wrapped("parameters: " + ", ".join(map(magnitude_text, counts)), width, "  ", "    ")
     return lines
+
+
+def _span(plan: Plan, first: int, end: int) -> str:
+    span = layer_span(plan.layers[first], plan.layers[end - 1])
+    return f"{span} ({end - first})" if end - first > 1 else span
 
 
 def _of_limit(used: float, limit: float, wide: bool) -> str:
@@ -242,10 +258,14 @@ def _columns(names: list[str], work: str, weights: str, column: int, width: int,
         yield f"{indent}{name.ljust(column)}  {right[k] if k < len(right) else ''}".rstrip()
 
 
+def _schedule_name(plan: Plan) -> str:
+    return plan.schedule if plan.num_chunks == 1 else f"{plan.schedule} with {plan.num_chunks} chunks per stage"
+
+
 def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
-    if len(plan.stages) == 1:
+    if len(plan.stages) == 1 and plan.num_chunks == 1:
         return ["  one stage: every microbatch forward and backward in turn, then the update"]
-    schedule = generate(plan.schedule, len(plan.stages), plan.microbatches)
+    schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
     picture = grid(schedule, simulation, width - 2).splitlines()
     legend = "large digits: forward of that microbatch (mod 10), small: backward, · idle, = end-of-step work"
     return [*(f"  {line}" for line in picture), *wrapped(legend, width, "  ")]
@@ -312,7 +332,15 @@ def _collectives(plan: Plan, width: int) -> list[str]:
             for name, count in counts
             if name.startswith("step ")
         )
-        rows.append((index, f"{each or 'none'} per microbatch" + (f"; {once} per step" if once else "")))
+        summed = wire_words(plan.stages[index])
+        rows.append(
+            (
+                index,
+                f"{each or 'none'} per microbatch"
+                + (f"; {once} per step" if once else "")
+                + (f"; gradients summed over {summed}" if summed else ""),
+            )
+        )
     lines: list[str] = []
     for text, run in runs(rows, lambda row: row[1]):
         lines += wrapped(text, width, f"  stage {span_text([index for index, _ in run])}: ", "    ")
@@ -378,8 +406,9 @@ def _source_shares(plan: Plan) -> str:
     return f"of the predicted seconds of the busiest stage {', '.join(parts)}"
 
 
-def _notes(plan: Plan) -> list[str]:
-    notes = list(plan.prediction.notes)
+def _notes(plan: Plan, graph: Graph | None) -> list[str]:
+    notes = [f"not executable yet: {text}" for text in plan.not_executable(graph)]
+    notes += plan.prediction.notes
     idle = num_idle_devices(plan)
     if idle and not any("idle" in note for note in notes):
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")

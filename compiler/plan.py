@@ -4,26 +4,31 @@ Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
-                  optimizer, recompute                ("none" where the field is missing)
-    stage     ::= devices, mesh_shape, chunk+         (one chunk per stage but for interleaved schedules)
-    chunk     ::= layers [first, end), ops {node: labels}, parameters {name: residency}, sources {node: pair},
-                  receives {node: pair}, sends {node: spec}
+                  optimizer, precision ("model": as the model's own dtypes)
+    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage but for chunked schedules)
+    chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
+                  parameters {name: residency}, sources {node: pair}, receives {node: pair}, sends {node: spec}
+    wire      ::= mesh axes, algorithm, compressor, bytes    (how the gradients that are partial there are summed)
     labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
     residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
-    transfer  ::= node, source stage, target stage, seconds of both messages    (value forward, cotangent backward)
+    transfer  ::= node, source stage and chunk, target stage and chunk, seconds of both messages    (value forward,
+                  cotangent backward)
 
-Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing.
+Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing. Documents of
+version 1 are read as well: they had one recompute mode for the whole plan, one chunk per stage, and no wires.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..costmodel.files import read_document, write_atomically
+from .executable import not_executable, require_executable
 from .explain import explain
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 
@@ -41,11 +46,12 @@ __all__ = [
     "Stage",
     "StagePrediction",
     "Transfer",
+    "Wire",
     "parameter_stages",
 ]
 
-PLAN_VERSION = 1
-RECOMPUTE_MODES = ("none", "layer")
+PLAN_VERSION = 2
+RECOMPUTE_MODES = ("none", "selective", "full")  # per layer, see ``recompute``
 BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this size, as in DistributedDataParallel
 
 
@@ -65,6 +71,22 @@ class Residency:
     optimizer: Spec
     gather: str = "step"
     reduce: str = "step"
+
+    @property
+    def pattern(self) -> str:
+        """The name of these specs: one of ``residency.PATTERNS``, or "custom" where they follow none of them."""
+        value, cut = self.compute.value, self.optimizer
+        if self.stored == value == cut:
+            return "replicated" if (self.gather, self.reduce) == ("step", "step") else "custom"
+        if cut == value or self.gradient != cut or self.stored not in (value, cut):
+            return "custom"
+        if self.stored == cut:
+            frozen = self.compute.cotangent == value
+            wanted = ("microbatch", "step" if frozen else "microbatch")
+            return "zero3" if (self.gather, self.reduce) == wanted else "custom"
+        if self.gather != "step":
+            return "custom"
+        return "zero2" if self.reduce == "microbatch" else "zero1"
 
     def to_json(self) -> dict[str, str]:
         """Specs as text."""
@@ -92,7 +114,7 @@ class Chunk:
     several chunks.
     sources: the pair of each input, buffer and constant placeholder (parameters have their own table).
     receives: boundary tensors with the pair in which this chunk gets them; sends: those that leave, with the spec at
-    departure.
+    departure. recompute: a mode per layer, empty if all are "none".
     """
 
     layers: tuple[int, int]
@@ -101,11 +123,13 @@ class Chunk:
     sources: Mapping[str, Pair]
     receives: Mapping[str, Pair] = field(default_factory=dict)
     sends: Mapping[str, Spec] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "layers": list(self.layers),
+            "recompute": list(self.recompute),
             "ops": {name: ",".join(labels) for name, labels in self.ops.items()},
             "parameters": {name: residency.to_json() for name, residency in self.parameters.items()},
             "sources": {name: str(pair) for name, pair in self.sources.items()},
@@ -118,6 +142,7 @@ class Chunk:
         """The inverse of ``to_json``."""
         return cls(
             layers=(int(data["layers"][0]), int(data["layers"][1])),
+            recompute=tuple(map(str, data["recompute"])),
             ops={name: tuple(text.split(",")) if text else () for name, text in data["ops"].items()},
             parameters={name: Residency.from_json(value) for name, value in data["parameters"].items()},
             sources={name: parse_pair(text) for name, text in data["sources"].items()},
@@ -127,13 +152,25 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """How the gradients that are partial over the same mesh axes are summed: a collective's algorithm ("backend": what
+    the library runs by itself), a compressor ("none": exact), and the bytes on one device."""
+
+    axes: tuple[int, ...]
+    algorithm: str = "backend"
+    compressor: str = "none"
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Stage:
-    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major) and the chunks that run on
-    them."""
+    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major), the chunks that run on them, in
+    the order of the model, and how their gradients travel."""
 
     devices: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    wire: tuple[Wire, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -141,13 +178,15 @@ class Stage:
             "devices": list(self.devices),
             "mesh_shape": list(self.mesh_shape),
             "chunks": [chunk.to_json() for chunk in self.chunks],
+            "wire": [asdict(wire) for wire in self.wire],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stage:
         """The inverse of ``to_json``."""
         chunks = tuple(Chunk.from_json(chunk) for chunk in data["chunks"])
-        return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks)
+        wire = tuple(Wire(**{**one, "axes": tuple(map(int, one["axes"]))}) for one in data["wire"])
+        return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks, wire)
 
 
 def parameter_stages(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
@@ -161,13 +200,16 @@ def parameter_stages(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that goes from one stage to a later one, and whose cotangent comes back; seconds of each message."""
+    """A tensor that goes from a chunk of one stage to a chunk of another, and whose cotangent comes back; seconds of
+    each message."""
 
     node: str
     source: int
     target: int
     forward_s: float = 0.0
     backward_s: float = 0.0
+    source_chunk: int = 0
+    target_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,7 +270,7 @@ class Plan:
     prediction: Prediction
     provenance: Mapping[str, Any] = field(default_factory=dict)
     version: int = PLAN_VERSION
-    recompute: str = "none"  # or "layer": only what crosses a border between layers is kept for the backward
+    precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
 
     @property
     def num_devices(self) -> int:
@@ -240,9 +282,25 @@ class Plan:
         """Samples per microbatch over all devices."""
         return self.global_batch // self.microbatches
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks per stage: 1 but for chunked schedules."""
+        return max(len(stage.chunks) for stage in self.stages)
+
+    @property
+    def chunks_asked(self) -> int | None:
+        """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
     def stage_of(self, device: int) -> int | None:
         """The stage that runs on this device (or rank); None if it is idle."""
         return next((index for index, stage in enumerate(self.stages) if device in stage.devices), None)
+
+    @property
+    def recompute(self) -> str:
+        """The mode in which layers are recomputed: "none" if none is, "mixed" if they are in several."""
+        modes = {mode for stage in self.stages for chunk in stage.chunks for mode in chunk.recompute} - {"none"}
+        return "none" if not modes else modes.pop() if len(modes) == 1 else "mixed"
 
     def explain(self, graph: Graph | None = None, width: int = 100) -> str:
         """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each
@@ -262,7 +320,7 @@ class Plan:
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "optimizer": self.optimizer,
-            "recompute": self.recompute,
+            "precision": self.precision,
             "layers": list(self.layers),
             "stages": [stage.to_json() for stage in self.stages],
             "transfers": [asdict(transfer) for transfer in self.transfers],
@@ -275,11 +333,14 @@ class Plan:
         """The inverse of ``to_json``; ValueError that names what is wrong with the document."""
         if not isinstance(data, dict) or "version" not in data:
             raise ValueError("a plan is a JSON object with a 'version', but got " + _brief(data))
-        if data["version"] != PLAN_VERSION:
+        if data["version"] not in (1, PLAN_VERSION):
             raise ValueError(
-                f"meshwright reads plans of version {PLAN_VERSION}, but got version {data['version']!r}; plan again"
+                f"meshwright reads plans of versions 1 to {PLAN_VERSION}, but got version {data['version']!r}; plan "
+                "again"
             )
-        missing = [f.name for f in fields(cls) if f.name not in data and f.name != "recompute"]
+        if data["version"] == 1:
+            data = _upgraded(data)
+        missing = [f.name for f in fields(cls) if f.name not in data]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
         try:
@@ -300,7 +361,7 @@ class Plan:
                 transfers=tuple(Transfer(**transfer) for transfer in data["transfers"]),
                 prediction=Prediction(**prediction),
                 provenance=dict(data["provenance"]),
-                recompute=str(data.get("recompute", "none")),
+                precision=str(data["precision"]),
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
@@ -317,42 +378,90 @@ class Plan:
 
     # ---- does it belong here?
 
+    def not_executable(self, graph: Graph | None = None) -> list[str]:
+        """What of this plan the runtime cannot run yet, a line each; with the captured graph also which ops."""
+        return not_executable(self, graph)
+
+    def require_executable(self, graph: Graph | None = None) -> None:
+        """Raise ValueError with all of ``not_executable``, if there is any."""
+        require_executable(self, graph)
+
     def check(self) -> list[str]:
         """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
         faults = []
         if self.microbatches < 1 or self.global_batch % self.microbatches:
             faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
-        if self.recompute not in RECOMPUTE_MODES:
-            faults.append(f"recompute {self.recompute!r} is none of {', '.join(RECOMPUTE_MODES)}")
         taken: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
-            size = 1
-            for extent in stage.mesh_shape:
-                size *= extent
-            if size != len(stage.devices):
-                faults.append(f"stage {index}: mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices")
+            faults += [f"stage {index}: {fault}" for fault in _stage_faults(stage)]
             for device in stage.devices:
                 if device in taken:
                     faults.append(f"device {device} is in stages {taken[device]} and {index}")
                 if not 0 <= device < self.num_devices:
                     faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
                 taken[device] = index
-            axes = len(stage.mesh_shape)
-            for chunk in stage.chunks:
-                for name, labels in chunk.ops.items():
-                    if len(labels) != axes:
-                        faults.append(
-                            f"stage {index}: op {name} has labels for {len(labels)} axes, the mesh has {axes}"
-                        )
         for transfer in self.transfers:
-            if not 0 <= transfer.source < transfer.target < len(self.stages):
-                faults.append(f"transfer of {transfer.node} goes from stage {transfer.source} to {transfer.target}")
-                continue
-            if not any(transfer.node in chunk.sends for chunk in self.stages[transfer.source].chunks):
-                faults.append(f"stage {transfer.source} does not send {transfer.node}")
-            if not any(transfer.node in chunk.receives for chunk in self.stages[transfer.target].chunks):
-                faults.append(f"stage {transfer.target} does not receive {transfer.node}")
+            faults += _transfer_faults(transfer, self.stages)
         return faults
+
+
+def _stage_faults(stage: Stage) -> Iterator[str]:
+    axes = len(stage.mesh_shape)
+    if prod(stage.mesh_shape) != len(stage.devices):
+        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
+    for chunk in stage.chunks:
+        for name, labels in chunk.ops.items():
+            if len(labels) != axes:
+                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
+        first, end = chunk.layers
+        if chunk.recompute and len(chunk.recompute) != end - first:
+            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
+        for mode in dict.fromkeys(chunk.recompute):
+            if mode not in RECOMPUTE_MODES:
+                yield f"recompute {mode!r} is none of {', '.join(RECOMPUTE_MODES)}"
+        for name, home in chunk.parameters.items():
+            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
+                if len(spec) != axes:
+                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
+    for wire in stage.wire:
+        if not all(0 <= axis < axes for axis in wire.axes):
+            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
+
+
+def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
+    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
+    known = 0 <= min(source, target) <= max(source, target) < len(stages)
+    if not known or (source >= target if not several else source == target):
+        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
+        return
+    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
+    for index, number, verb in ends:
+        chunks = stages[index].chunks
+        if not 0 <= number < len(chunks):
+            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
+        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
+            yield f"stage {index} does not {verb} {transfer.node}"
+
+
+def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A document of version 1 as one of version 2; what is missing in it stays missing."""
+    mode = str(data.get("recompute", "none"))
+    mode = "full" if mode == "layer" else mode
+    last = len(data.get("layers", ())) - 1 if data.get("schedule") == "1f1b" else None  # never ran again under 1F1B
+
+    def upgraded(chunk: Any) -> Any:
+        if not isinstance(chunk, Mapping) or mode == "none" or "layers" not in chunk:
+            return {**chunk, "recompute": []} if isinstance(chunk, Mapping) else chunk
+        modes = ["none" if layer == last else mode for layer in range(*map(int, chunk["layers"]))]
+        return {**chunk, "recompute": modes}
+
+    found: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
+    if isinstance(data.get("stages"), list) and all(isinstance(stage, Mapping) for stage in data["stages"]):
+        found["stages"] = [
+            {**stage, "wire": [], "chunks": [upgraded(chunk) for chunk in stage.get("chunks", ())]}
+            for stage in data["stages"]
+        ]
+    return {**found, "version": PLAN_VERSION, "precision": "model"}
 
 
 def _parsed(text: str) -> Any:

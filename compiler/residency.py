@@ -116,18 +116,7 @@ def _shared_axes(pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> tupl
 
 def pattern_of(residency: Residency) -> str:
     """The name of a residency: one of ``PATTERNS``, or "custom" where its specs follow none of them."""
-    value, cut = residency.compute.value, residency.optimizer
-    frequency = residency.gather, residency.reduce
-    if residency.stored == value == cut:
-        return "replicated" if frequency == ("step", "step") else "custom"
-    if cut == value or residency.gradient != cut:
-        return "custom"
-    if residency.stored == cut:
-        frozen = residency.compute.cotangent == value
-        return "zero3" if frequency == ("microbatch", "step" if frozen else "microbatch") else "custom"
-    if residency.stored == value and residency.gather == "step":
-        return "zero2" if residency.reduce == "microbatch" else "zero1"
-    return "custom"
+    return residency.pattern
 
 
 def residency_text(residency: Residency) -> str:

@@ -66,7 +66,9 @@ def saved_bytes(
     flows = node.name in grad
     dear = flows and node.name in recompute.heavy
     for k, kind in enumerate(types_of(node)):
-        stays = dear or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+        stays = (
+            dear or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+        )
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)

@@ -171,8 +171,7 @@ class _Pricing:
                 if pair == want or not float(edge.seconds[given, target]) > 0:
                     continue
                 ahead, back = self.pricer.reshard(pair, want, kind, needs)
-                repeated = edge.name in self.recompute.repeated and edge.name not in self.recompute.kept
-                again = ahead if repeated else 0.0
+                again = ahead if self.recompute.converts_again(edge.name) else 0.0
                 self.seconds["reshard"] += ahead + back
                 self.seconds["recompute"] += again
                 self.forward += ahead

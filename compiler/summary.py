@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .describe import axis_names
@@ -25,6 +27,9 @@ def summary_json(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "optimizer": plan.optimizer,
         "recompute": plan.recompute,
+        "chunks": plan.num_chunks,
+        "precision": plan.precision,
+        "not_executable": plan.not_executable(),
         "step_s": prediction.step_s,
         "bound_gap": prediction.bound_gap,
         "sources": source_shares(plan),
@@ -41,6 +46,13 @@ def summary_json(plan: Plan) -> dict[str, Any]:
                 "mesh_shape": list(stage.mesh_shape),
                 "axes": list(axis_names(stage)),
                 "layers": [plan.layers[k] for chunk in stage.chunks for k in range(*chunk.layers)],
+                "recompute": [
+                    mode
+                    for chunk in stage.chunks
+                    for mode in chunk.recompute or ("none",) * (chunk.layers[1] - chunk.layers[0])
+                ],
+                "residencies": dict(Counter(h.pattern for chunk in stage.chunks for h in chunk.parameters.values())),
+                "wire": [asdict(wire) for wire in stage.wire],
                 "forward_s": predicted.forward_s,
                 "backward_s": predicted.backward_s,
                 "step_s": predicted.step_s,

@@ -21,8 +21,7 @@ from torch import nn
 from ..compiler.plan import BUCKET_BYTES, Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
-from ..compiler.schedule import executable_schedules
-from ..compiler.spec import R, spec_text
+from ..compiler.spec import R
 from .agreement import alike
 from .crossmesh import Layout, cut, wire
 from .executor import Executor
@@ -325,27 +324,7 @@ def _check_plan(plan: Plan) -> None:
     not do."""
     if faults := plan.check():
         raise ValueError(f"a plan must be consistent, but got {'; '.join(faults[:3])}; plan again")
-    if plan.recompute != "none":
-        raise ValueError(
-            f"this runtime keeps what the backward needs, but got a plan with recompute {plan.recompute!r}; "
-            "plan again with recompute 'none'"
-        )
-    if plan.schedule not in executable_schedules():
-        raise ValueError(
-            f"this runtime runs the schedules {', '.join(executable_schedules())}, but got a plan with schedule "
-            f"{plan.schedule!r}; plan again with one of these"
-        )
-    for index, stage in enumerate(plan.stages):
-        for chunk in stage.chunks:
-            for name, home in chunk.parameters.items():
-                value = home.compute.value
-                if not (home.stored == home.optimizer == value and home.gather == home.reduce == "step"):
-                    raise ValueError(
-                        f"parameters are kept as the ops read them and reduced once per step, but got stage {index} "
-                        f"with {name!r} "
-                        f"as {home.to_json()}; set stored and optimizer to {spec_text(value)!r}, gather and reduce "
-                        "to 'step'"
-                    )
+    plan.require_executable()
 
 
 def _only(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> ChunkProgram | None:

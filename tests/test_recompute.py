@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -118,7 +119,9 @@ def test_recomputed_composition_equals_the_whole_problem(graph):
 @pytest.mark.parametrize("strategy", ["pp2", "pp2,dp2", "pp2,tp2", "tp2"])
 def test_a_plan_needs_less_memory_and_takes_its_forward_longer(graph, strategy):
     plain, again = plans(graph, strategy)
-    assert (plain.recompute, again.recompute) == ("none", "layer")
+    assert (plain.recompute, again.recompute) == ("none", "full")
+    modes = [mode for stage in again.stages for chunk in stage.chunks for mode in chunk.recompute]
+    assert modes == ["full"] * (len(again.layers) - 1) + ["none"]
     assert [c.layers for s in plain.stages for c in s.chunks] == [c.layers for s in again.stages for c in s.chunks]
     for before, after in zip(plain.prediction.stages, again.prediction.stages):
         assert before.seconds.get("recompute", 0.0) == 0.0
@@ -158,22 +161,46 @@ def test_the_document_keeps_it_and_old_documents_have_none(graph, tmp_path):
     plain, again = plans(graph, "pp2")
     again.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == again
-    assert "runs again" in again.explain()
-    assert "runs again" not in plain.explain()
-    document = plain.to_json()
-    del document["recompute"]
-    assert Plan.from_json(document) == plain
-    document["recompute"] = "some"
-    assert any("recompute 'some'" in fault for fault in Plan.from_json(document).check())
+    count = len(again.layers) - 1
+    assert f"recompute full ×{count}, none" in again.explain()
+    assert "recompute" not in plain.explain().split("Stages")[0]
+    document = again.to_json()
+    document["stages"][0]["chunks"][0]["recompute"][0] = "some"
+    assert any("recompute 'some' is none of" in fault for fault in Plan.from_json(document).check())
+    document["stages"][0]["chunks"][0]["recompute"] = ["full"]
+    assert any("recompute has 1 modes for the" in fault for fault in Plan.from_json(document).check())
+
+
+@pytest.mark.parametrize("mode", ["none", "layer"])
+def test_documents_of_version_1_are_read(graph, mode):
+    plan = plans(graph, "pp2")[mode == "layer"]
+    document = plan.to_json()
+    for stage in document["stages"]:
+        del stage["wire"]
+        for chunk in stage["chunks"]:
+            del chunk["recompute"]
+    for transfer in document["transfers"]:
+        del transfer["source_chunk"], transfer["target_chunk"]
+    del document["precision"]
+    document |= {"version": 1, "recompute": mode}
+    read = Plan.from_json(document)
+    assert read.version == 2
+    assert [chunk.recompute for stage in read.stages for chunk in stage.chunks] == [
+        chunk.recompute for stage in plan.stages for chunk in stage.chunks
+    ]
+    assert replace(read, stages=plan.stages) == plan
+    if mode == "none":
+        del document["recompute"]
+        assert Plan.from_json(document) == read
 
 
 def test_an_unknown_mode_is_refused(graph):
-    with pytest.raises(ValueError, match="'none' or 'layer', but got 'block'"):
+    with pytest.raises(ValueError, match="'none', 'selective', 'full', but got 'block'"):
         make_plan(graph, V100, 64, recompute="block")
 
 
 def test_the_runtime_refuses_such_a_plan(graph):
-    with pytest.raises(ValueError, match=r"recompute 'layer'; plan again"):
+    with pytest.raises(ValueError, match=r"recompute 'full' \(\d+ layers\); plan again"):
         Session(plans(graph, "pp2")[1], (), None)
 
 
@@ -181,5 +208,5 @@ def test_the_command_line_asks_for_it(tmp_path, capsys):
     file = tmp_path / "plan.json"
     words = ["gpt-demo", "--cluster", "p3.16xlarge:1", "--strategy", "pp2", "--microbatches", "4"]
     assert main(["plan", *words, "--recompute", "layer", "--json", "-o", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["recompute"] == "layer"
-    assert Plan.load(file).recompute == "layer"
+    assert json.loads(capsys.readouterr().out)["recompute"] == "full"
+    assert Plan.load(file).recompute == "full"

@@ -1,0 +1,87 @@
+"""Which decisions of a plan the runtime cannot carry out yet; such a plan is a prediction only.
+
+schedule        any but those of ``executable_schedules``, and several chunks on a stage
+recompute       layers in another mode than "none"
+residency       parameters that are not "replicated"
+ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
+wire            algorithms other than the backend's own, compressors
+precision       any but the model's own
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .graph import Graph
+from .rules import pairs_choice
+from .schedule import executable_schedules
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+__all__ = ["not_executable", "require_executable"]
+
+
+def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
+    """A line for each kind of decision that the runtime cannot run yet; empty if it can run the plan. graph: the
+    captured model, for ops."""
+    lines = [*_schedule(plan), *_recompute(plan), *_residency(plan)]
+    if graph is not None:
+        lines += _labels(plan, graph)
+    return [*lines, *_wires(plan), *_precision(plan)]
+
+
+def require_executable(plan: Plan, graph: Graph | None = None) -> None:
+    """Raise ValueError with all of ``not_executable``, if there is any."""
+    if lines := not_executable(plan, graph):
+        raise ValueError(
+            f"this runtime runs what it has a program for, but got a plan with {'; '.join(lines)}; plan again without"
+        )
+
+
+def _schedule(plan: Plan) -> Iterator[str]:
+    if plan.schedule not in executable_schedules():
+        yield f"schedule {plan.schedule} (it runs {', '.join(executable_schedules())})"
+    several = [str(index) for index, stage in enumerate(plan.stages) if len(stage.chunks) > 1]
+    if several:
+        yield f"several chunks on stages {', '.join(several)}"
+
+
+def _recompute(plan: Plan) -> Iterator[str]:
+    counts = Counter(mode for stage in plan.stages for chunk in stage.chunks for mode in chunk.recompute)
+    yield from (f"recompute {mode!r} ({n} layers)" for mode, n in sorted(counts.items()) if mode != "none")
+
+
+def _residency(plan: Plan) -> Iterator[str]:
+    counts = Counter(
+        home.pattern for stage in plan.stages for chunk in stage.chunks for home in chunk.parameters.values()
+    )
+    yield from (f"parameters in {name} ({n})" for name, n in sorted(counts.items()) if name != "replicated")
+
+
+def _labels(plan: Plan, graph: Graph) -> Iterator[str]:
+    small, counts = graph.with_batch(plan.microbatch_size), Counter[str]()
+    nodes = small.by_name()
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            for op, labels in chunk.ops.items():
+                if op in nodes and not pairs_choice(nodes[op], labels, stage.mesh_shape).executable:
+                    counts[f"{op} cut by {','.join(labels)}"] += 1
+    shown = list(counts)[:4]
+    if counts:
+        yield f"ops without a program: {', '.join(shown)}" + (f" and {len(counts) - 4} more" if len(counts) > 4 else "")
+
+
+def _wires(plan: Plan) -> Iterator[str]:
+    wires = [wire for stage in plan.stages for wire in stage.wire]
+    for name in sorted({wire.algorithm for wire in wires} - {"backend"}):
+        yield f"gradients reduced by {name}"
+    for name in sorted({wire.compressor for wire in wires} - {"none"}):
+        yield f"gradients compressed by {name}"
+
+
+def _precision(plan: Plan) -> Iterator[str]:
+    if plan.precision != "model":
+        yield f"precision {plan.precision}"
