@@ -147,8 +147,8 @@ def _add(found: Constraints, text: str) -> Constraints:
             return apply(found, match, text)
     raise ValueError(
         "a constraint reads like 'stage boundary at LAYER', 'no recompute', 'tensor parallel <= 8', "
-        f"'replicate WEIGHT', 'stages = 4', 'zero <= 2' or 'schedule 1f1b' (docs/search.md lists all), but got {text!r}; "
-        "reword it"
+        "'replicate WEIGHT', 'stages = 4', 'zero <= 2' or 'schedule 1f1b' (docs/search.md lists all), "
+        f"but got {text!r}; reword it"
     )
 
 
