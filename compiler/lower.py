@@ -118,6 +118,11 @@ class _Lowering:
     def _op(self, node: Node) -> None:
         labels = self.part.ops[node.name]
         choice = pairs_choice(node, labels, self.mesh)
+        if not choice.executable:
+            raise ValueError(
+                f"{node.name} has a program for every label but those that are planned only, but got {list(labels)}; "
+                "plan with executable choices"
+            )
         operands = iter([self._as(o.name, pair) for o, pair in zip(tensor_operands(node), choice.inputs, strict=True)])
         target, args, kwargs = rule_for(node).localize(node, labels, self.mesh)
         if target is torch.ops.aten.view.default:  # a local operand need not be contiguous where the global one was

@@ -135,11 +135,12 @@ class MeshPricer:
         if kind == "embedding":
             traffic *= 2
         else:
-            traffic += sum(self.operand_bytes(o, p.value) for o, p in zip(tensor_operands(node), choice.inputs))
+            traffic += sum(self.operand_bytes(o, seen) for o, seen in zip(tensor_operands(node), choice.reads))
         shapes: tuple[tuple[int, ...], ...] = ()
         if kind == "attention" or (self.device.surfaces and kind in TWO_SIDED):
-            sizes = zip((*map(types_of, tensor_operands(node)), outputs), (*choice.inputs, choice.outputs[0]))
-            shapes = tuple(tuple(local_shape(types[0].shape, p.value, self.mesh_shape)) for types, p in sizes)
+            specs = (*choice.reads, choice.outputs[0].value)
+            sizes = zip((*map(types_of, tensor_operands(node)), outputs), specs)
+            shapes = tuple(tuple(local_shape(types[0].shape, spec, self.mesh_shape)) for types, spec in sizes)
         forward = self._price("pointwise" if facts.copies[0] else kind, flops, traffic, facts.dtype, "forward", shapes)
         if not flows:
             return forward.seconds, 0.0, 0.0, forward.source

@@ -10,8 +10,12 @@
    op and an addition. Elsewhere reducing before or after a linear op of equal extent costs the same.
 3. Partial cotangents pass through views of a tensor that at least two views lead from to heavy ops (which then share
    one reduction).
-4. Leading dims of a matmul other than the first, and the queries of an attention, stay whole: sequence splits are not
-   searched yet.
+4. Without ``sequence`` these stay whole: leading dims of a matmul, embedding or loss other than the first, the queries
+   of an attention (and so its ring), the height, width and depth of a convolution, and tokens that are sent to their
+   experts. With it they may be cut, and make live what they reach: norms, residual additions and dropout along the
+   sequence (Megatron-LM's sequence parallelism, arXiv:2205.05198), batch norms and poolings over space.
+5. Of more than ``MOST`` choices those that leave each device the least work stay, and of these first those of the
+   fewest different labels. On two mesh axes that concerns three spatial dims only.
 """
 
 from __future__ import annotations
@@ -30,13 +34,18 @@ __all__ = ["Pruner"]
 
 DEEP = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
 SMALL = 64  # elements
-SEQUENCE = re.compile(r"b[1-9]|query")  # labels of rule 4
+MOST = 40  # choices per op and mesh
+SEQUENCE = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
 
 
 class Pruner:
-    """Live dims of one graph (they do not depend on the batch extent), and the filter that follows."""
+    """Live dims of one graph (they do not depend on the batch extent), and the filter that follows.
 
-    def __init__(self, graph: Graph) -> None:
+    sequence: whether sequences, space and the sending of tokens to experts are searched (rule 4).
+    """
+
+    def __init__(self, graph: Graph, sequence: bool = False) -> None:
+        self.sequence = sequence
         self.live: set[tuple[str, int, int]] = set()  # (op, output, dim)
         self._kept: dict[tuple[str, int, tuple[int, ...]], list[MeshChoice]] = {}
         waiting: dict[tuple[str, int, int], list[frozenset[tuple[str, int, int]]]] = defaultdict(list)
@@ -47,7 +56,7 @@ class Pruner:
             deep = rule_for(node).cost_kind in DEEP
             for choice in rule_for(node).axis_choices(node):
                 group = frozenset(self._cuts(node, choice))
-                if deep and not SEQUENCE.fullmatch(choice.label):
+                if deep and self._searched(choice.label):
                     stack.extend(group)
                 else:
                     for cut in group:
@@ -58,6 +67,10 @@ class Pruner:
                 self.live.add(cut)
                 for group in waiting.pop(cut, ()):
                     stack.extend(group)
+
+    def _searched(self, label: str) -> bool:
+        """Whether rule 4 lets a heavy op or loss have this label."""
+        return self.sequence or SEQUENCE.fullmatch(label) is None
 
     @staticmethod
     def _key(node: Node) -> tuple[str, int]:
@@ -82,8 +95,16 @@ class Pruner:
 
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
         """Those of ``choices`` that are worth offering."""
+        kept = self._worthwhile(node, choices)
+        if len(kept) <= MOST:
+            return kept
+        ranked = sorted(kept[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
+        best = set(ranked[: MOST - 1])
+        return kept[:1] + [choice for choice in kept[1:] if choice in best]
+
+    def _worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
         if rule_for(node).cost_kind in DEEP:
-            return [c for c in choices if not any(SEQUENCE.fullmatch(label) for label in c.labels)]
+            return [c for c in choices if all(self._searched(label) for label in c.labels)]
         small = types_of(node)[0].numel <= SMALL
         view = rule_for(node).cost_kind in ("view", "free")
         partial = small or op_name(node) == "aten.add.Tensor" or (view and self._between_heavy_and_sum(node))

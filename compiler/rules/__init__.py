@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 
 from ..graph import op_name, tensor_operands, types_of
-from ..spec import Pair, R
+from ..spec import Pair, R, Spec
 from .base import AxisChoice, Internal, Rule, pairs_on_mesh
 
 __all__ = ["MeshChoice", "mesh_choices", "pairs_choice", "register", "registered", "rule_for"]
@@ -41,6 +41,8 @@ class MeshChoice:
 
     labels: one per mesh axis. inputs, outputs: a Pair per operand (order of ``tensor_operands``) and per output tensor.
     work_share: the fraction of the op's FLOPs that each device does. internal: (axis, collective) inside the local op.
+    gathers: the operands' value specs as the work sees them, where the op communicates before it computes, else None
+    (``reads`` gives them either way). executable: whether every axis' choice has a program.
     """
 
     labels: tuple[str, ...]
@@ -48,6 +50,13 @@ class MeshChoice:
     outputs: tuple[Pair, ...]
     work_share: float
     internal: tuple[tuple[int, Internal], ...] = ()
+    gathers: tuple[Spec, ...] | None = None
+    executable: bool = True
+
+    @property
+    def reads(self) -> tuple[Spec, ...]:
+        """The value spec of every operand as the work sees it."""
+        return self.gathers or tuple(pair.value for pair in self.inputs)
 
     def __str__(self) -> str:
         sides = (" ".join(map(str, pairs)) for pairs in (self.inputs, self.outputs))
@@ -160,13 +169,29 @@ def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
         whole_pair = pairs_on_mesh([getattr(choice, column)[k] for choice in combination])
         return whole_pair if flows else _without_gradient(whole_pair)
 
+    gathers = None
+    if any(choice.reads is not None for choice in combination):
+        seen = [choice.reads or tuple(value for value, _ in choice.inputs) for choice in combination]
+        gathers = tuple(tuple(along[k] for along in seen) for k in range(len(operands)))
     return MeshChoice(
         labels=tuple(choice.label for choice in combination),
         inputs=tuple(pair("inputs", k, differentiable and kind.is_float) for k, kind in enumerate(operands)),
         outputs=tuple(pair("outputs", k, kind.is_float) for k, kind in enumerate(outputs)),
         work_share=1.0 / prod(size for choice, size in zip(combination, mesh_shape) if choice.splits_work),
-        internal=tuple((axis, one) for axis, c in enumerate(combination) for one in c.internal if mesh_shape[axis] > 1),
+        internal=tuple(_messages(combination, mesh_shape)),
+        gathers=gathers,
+        executable=all(choice.executable for choice, size in zip(combination, mesh_shape) if size > 1),
     )
+
+
+def _messages(combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> Iterator[tuple[int, Internal]]:
+    """(axis, message) of every collective inside the op, as large as this mesh makes it."""
+    for axis, choice in enumerate(combination):
+        if not choice.internal or mesh_shape[axis] == 1:
+            continue
+        alike = [other for other, c in enumerate(combination) if c.label == choice.label]
+        for message in choice.internal:
+            yield axis, message.on_mesh([mesh_shape[other] for other in alike], alike.index(axis))
 
 
 def _without_gradient(pair: Pair) -> Pair:

@@ -1,15 +1,26 @@
-"""Scaled dot-product attention: batch, heads and, where every query sees the same keys, query positions may be cut."""
+"""Scaled dot-product attention: batch, heads and, where every query sees the same keys, query positions may be cut; a
+"ring" cuts queries, keys and values along the sequence, and moves keys and values inside the op.
+
+Sequence parallelism in these terms: DeepSpeed-Ulysses (arXiv:2309.14509) is "heads" between two all_to_alls from and to
+a cut of the sequence; ring attention is "ring"; both at once (arXiv:2405.07719) are "ring" on one mesh axis and "heads"
+on the other.
+"""
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd, prod
+from typing import Any
 
 from torch.fx import Node
 
 from ..graph import tensor_operands
+from ..ring_attention import ring_attention
+from ..spec import R
 from . import register, whole
-from .base import AxisChoice, Rule
-from .named import Part, argument, cut
+from .base import AxisChoice, Internal, Rule
+from .named import Part, argument, axes_of, cut
 
 __all__ = ["AttentionRule"]
 
@@ -24,7 +35,7 @@ class AttentionRule(Rule):
     cost_kind = "attention"
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "batch" (and "batch1", …), "heads", "query"."""
+        """ "batch" (and "batch1", …), "heads", "query", "ring"."""
         q, k, v, *mask = (operand.meta["type"].shape for operand in tensor_operands(node))
         choices = [whole(node)]
         if argument(node, "dropout_p"):
@@ -43,7 +54,33 @@ class AttentionRule(Rule):
         dim = len(q) - 2
         if not argument(node, "is_causal") and q[dim] > 1:
             choices.append(cut(node, "query", q[dim], [dim, None, None, *of_mask(dim)], [dim]))
+        extent = gcd(q[dim], k[dim])
+        if extent > 1 and len(k) == len(v) == len(q) and (q[dim] == k[dim] or not argument(node, "is_causal")):
+            choices.append(self._ring(node, extent, of_mask(dim)))
         return tuple(choices)
+
+    @staticmethod
+    def _ring(node: Node, extent: int, mask: list[Part]) -> AxisChoice:
+        """Queries, keys and values cut; keys and values go round forward, they and their gradients backward."""
+        operands = [operand.meta["type"] for operand in tensor_operands(node)]
+        dim = len(operands[0].shape) - 2
+        messages = [
+            Internal(phase, kind, ("input", k), operands[k].dtype.itemsize, growth="gathered")
+            for phase, kind in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
+            for k in (1, 2)
+        ]
+        choice = cut(node, "ring", extent, [dim, dim, dim, *mask], [dim], tuple(messages))
+        query, _, _, *rest = (value for value, _ in choice.inputs)
+        return replace(choice, reads=(query, R, R, *rest))
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """``ring_attention`` where some axis is a ring."""
+        axes = tuple(axis for axis in axes_of(labels, "ring") if mesh_shape[axis] > 1)
+        if not axes:
+            return super().localize(node, labels, mesh_shape)
+        return ring_attention, node.args, {**node.kwargs, "ring_axes": axes}
 
     def flops(self, node: Node) -> float:
         """2·Sq·Skv·(D + Dv) per batch entry and head; a causal mask deducts nothing, as in published figures."""

@@ -8,7 +8,8 @@ any mesh: a choice on a mesh is one label per axis. "whole" (everything replicat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class Internal:
 
     phase: "forward" or "backward"; kind: "all_reduce", …; like: ("input", k) or ("output", k): the message has as many
     elements as this device holds of that tensor, ``itemsize`` bytes each, times ``scale``.
+
+    growth says what else the scale is multiplied by, which only the mesh tells: "none"; "gathered": by the size of this
+    axis and of the minor ones with the same label (a message that is whole along the axis); "parts": by the sizes of
+    all axes with the label (a message that does not shrink when the dim is cut further, such as a halo). A
+    ``MeshChoice`` holds messages with growth "none" (``on_mesh``).
     """
 
     phase: str
@@ -44,6 +50,14 @@ class Internal:
     like: tuple[str, int]
     itemsize: int = 4
     scale: float = 1.0
+    growth: str = "none"
+
+    def on_mesh(self, sizes: Sequence[int], which: int) -> Internal:
+        """This message on axis ``which`` of those with its label, which have these sizes (major first)."""
+        if self.growth == "none":
+            return self
+        times = prod(sizes[which:] if self.growth == "gathered" else sizes)
+        return replace(self, scale=self.scale * times, growth="none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,9 @@ class AxisChoice:
     label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed
     through). inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor. extent:
     what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
-    splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not).
+    splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not). reads: the operands'
+    placements as the work sees them, where the op communicates before it computes (None: as ``inputs`` lie).
+    executable: whether ``localize`` gives a program; a choice without one is priced and planned only.
     """
 
     label: str
@@ -62,6 +78,8 @@ class AxisChoice:
     extent: int
     splits_work: bool = True
     internal: tuple[Internal, ...] = ()
+    reads: tuple[Placement, ...] | None = None
+    executable: bool = True
 
 
 class Rule:

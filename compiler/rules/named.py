@@ -25,6 +25,7 @@ def cut(
     inputs: Sequence[Part],
     outputs: Sequence[Part],
     internal: tuple[Internal, ...] = (),
+    executable: bool = True,
 ) -> AxisChoice:
     """The choice that cuts these dims, one entry per operand and per output.
 
@@ -41,6 +42,7 @@ def cut(
         tuple(side(part, ROW) for part, _ in zip(outputs, types_of(node), strict=True)),
         extent,
         internal=internal,
+        executable=executable,
     )
 
 
