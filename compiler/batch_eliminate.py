@@ -27,7 +27,7 @@ import numpy as np
 from .batch_presolve import Consumers, Link, simplify_links
 from .elimination_recipe import Fixed, Joined, Minimum, Part, Recipe, Scatter, Substitute, plan_elimination
 
-__all__ = ["BatchTable", "Chunk", "EdgeCosts", "chunk_rows", "eliminate_batch", "follow", "in_chunks"]
+__all__ = ["BatchTable", "Chunk", "EdgeCosts", "Running", "chunk_rows", "eliminate_batch", "follow", "in_chunks"]
 
 MAX_CELLS = 4_000_000  # of one table, per row
 _TEMPORARY_BYTES = 2**22  # of the widest temporary of a chunk, where it can be had
@@ -226,7 +226,7 @@ def _summed(parts: Sequence[np.ndarray], before: int) -> list[np.ndarray]:
     return [total, *parts[before:]]
 
 
-class _Running:
+class Running:
     """The least rows so far, and which choices they were."""
 
     def __init__(self, cost: np.ndarray, size: int) -> None:
@@ -250,7 +250,7 @@ def _minimum(do: Minimum, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarr
     parts = _summed(parts, do.before)
     shape = (*do.shape, parts[0].shape[-1] if len(parts) == 1 else max(p.shape[-1] for p in parts))
     cost = np.empty(shape)
-    running = _Running(cost, do.size)
+    running = Running(cost, do.size)
     if len(parts) == 1:
         cost[...] = parts[0][0]
     else:
@@ -276,7 +276,7 @@ def _add(parts: Sequence[np.ndarray], choice: int, out: np.ndarray) -> np.ndarra
 def _scattered(do: Scatter, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     parts = _summed(parts, do.before)
     rows = max(part.shape[-1] for part in parts)
-    running = _Running(np.full((*do.shape, rows), np.inf), do.size)
+    running = Running(np.full((*do.shape, rows), np.inf), do.size)
     scratch: np.ndarray | None = None
     for choice, (cell, read) in enumerate(zip(do.cells, do.reads)):
         row: np.ndarray | None = None
