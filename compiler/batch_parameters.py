@@ -1,0 +1,159 @@
+"""Parameters in all variants at once: every pair in every allowed residency, with the prices of ``residency``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .batch_pricing import BatchPricer
+from .graph import TensorType
+from .plan import BUCKET_BYTES
+from .residency import PATTERNS
+from .spec import P, Pair, R
+
+__all__ = ["ParameterChoice", "ParameterPrices", "parameter_prices"]
+
+
+class ParameterChoice(NamedTuple):
+    """A pair that ops compute with, and a pattern of ``residency.PATTERNS``; as text what pins it in a plan."""
+
+    pair: Pair
+    pattern: str
+
+    def __str__(self) -> str:
+        return str(self.pair) if self.pattern == "replicated" else f"{self.pair} {self.pattern}"
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterPrices:
+    """Arrays [num, choices]. seconds: per microbatch, everything; step: of these what is done once per step; gradient:
+    of these the reduction and gathers; backward: what is done per microbatch; gathered: bytes of the gathered value."""
+
+    choices: tuple[ParameterChoice, ...]
+    offered: np.ndarray
+    seconds: np.ndarray
+    step: np.ndarray
+    gradient: np.ndarray
+    backward: np.ndarray
+    resident: np.ndarray
+    gathered: np.ndarray
+
+
+def parameter_prices(
+    pricer: BatchPricer,
+    kind: TensorType,
+    pairs: Sequence[Pair],
+    offered: np.ndarray,
+    trainable: bool,
+    requires_grad: bool,
+    allowed: Collection[str] = ("replicated",),
+) -> ParameterPrices:
+    """Prices of a parameter of ``kind`` (at the capture extent). offered: bool [num, pairs]; trainable: whether a
+    gradient reaches it; requires_grad: whether one could. Choices of one pair stand together, "replicated" first."""
+    key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed))
+    if key not in pricer.variants.cache:
+        table = _Table(pricer, kind, trainable, requires_grad)
+        for k, pair in enumerate(pairs):
+            table.add(pair, offered[:, k], allowed)
+        pricer.variants.cache[key] = table.prices()
+    found: ParameterPrices = pricer.variants.cache[key]
+    return found
+
+
+class _Table:
+    def __init__(self, pricer: BatchPricer, kind: TensorType, trainable: bool, requires_grad: bool) -> None:
+        self.pricer, self.kind, self.trainable, self.requires_grad = pricer, kind, trainable, requires_grad
+        self.variants = pricer.variants
+        self.shapes = self.variants.shapes(kind)[self.variants.extent_of]
+        self.elements = pricer.numel(kind)[:, None] / self.variants.divisor  # by mask
+        self.columns: list[tuple[np.ndarray, ...]] = []
+        self.choices: list[ParameterChoice] = []
+
+    def prices(self) -> ParameterPrices:
+        """All columns so far."""
+        offered, *rest = (np.stack(column, axis=1) for column in zip(*self.columns))
+        return ParameterPrices(tuple(self.choices), offered, *rest)
+
+    def add(self, pair: Pair, offered: np.ndarray, allowed: Collection[str]) -> None:
+        """The residencies of one pair."""
+        nowhere = np.zeros(self.variants.num, dtype=np.int64)
+        self._one(pair, "replicated", offered, 0, nowhere)
+        wanted = [name for name in PATTERNS[1:] if name in allowed and (self.trainable or name == "zero3")]
+        if not wanted:
+            return
+        shared = sum(
+            1 << axis
+            for axis, (value, cotangent) in enumerate(zip(pair.value, pair.cotangent))
+            if value == R and (cotangent == P or not self.trainable)
+        )
+        divisor = self.variants.whole_divisor[:, shared]
+        taken = {placement.dim for placement in pair.value if placement.is_shard}
+        fits, first = np.zeros(self.variants.num, dtype=bool), nowhere.copy()
+        for dim in range(self.shapes.shape[1]):
+            if dim not in taken:
+                here = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
+                first[here] = dim
+                fits |= here
+        fits &= offered & (divisor > 1)
+        if fits.any():
+            for name in wanted:
+                self._one(pair, name, fits, shared, first)
+
+    def _one(self, pair: Pair, pattern: str, offered: np.ndarray, shared: int, dim: np.ndarray) -> None:
+        """One residency. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
+        cut = sum(1 << axis for axis, placement in enumerate(pair.value) if placement.is_shard)
+        whole, part = self.elements[:, cut], self.elements[:, cut | shared]
+        stored = part if pattern == "zero3" else whole
+        kept = part if pattern in ("zero2", "zero3") else whole
+        rates = self.pricer.parameter_rates(self.kind, self.requires_grad)
+        resident = rates[0] * stored + rates[1] * kept + rates[2] * part
+        gathered = whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
+        ahead, back, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
+        m = self.variants.microbatches
+        step = (gradient + update) / m
+        self.choices.append(ParameterChoice(pair, pattern))
+        self.columns.append((offered, ahead + back + step, step, gradient / m, back, resident, gathered))
+
+    def _seconds(
+        self, pair: Pair, pattern: str, whole: np.ndarray, part: np.ndarray, shared: int, dim: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """[num] each: (per microbatch in the forward, in the backward, reduction and gathers per step, update)."""
+        nothing = np.zeros(self.variants.num)
+        size = whole * self.kind.dtype.itemsize
+        gather = self._bucket("all_gather", shared, size) if pattern != "replicated" else nothing
+        if not self.trainable:
+            return gather, gather, nothing, nothing
+        update = self.pricer.update_seconds(self.kind, part)
+        # gradients add up where they are kept: whole unless every microbatch reduces them
+        added = self._added(pair, shared if pattern in ("zero2", "zero3") else 0, dim)
+        if pattern == "replicated":
+            partial = sum(1 << axis for axis, placement in enumerate(pair.cotangent) if placement == P)
+            return nothing, added, self._bucket("all_reduce", partial, size), update
+        reduce = self._bucket("reduce_scatter", shared, size)
+        if pattern == "zero1":
+            return nothing, added, reduce + gather, update
+        if pattern == "zero2":
+            return nothing, added + reduce, gather, update
+        return gather, added + reduce + gather, nothing, update
+
+    def _added(self, pair: Pair, shared: int, dim: np.ndarray) -> np.ndarray:
+        """[num] seconds per microbatch to add its gradient up."""
+        local = self.shapes.copy()
+        for axis, placement in enumerate(pair.value):
+            if placement.is_shard:
+                local[:, placement.dim] //= self.variants.sizes[:, axis]
+        if shared:
+            rows = np.arange(len(local))
+            local[rows, dim] //= self.variants.whole_divisor[:, shared]
+        m = self.variants.microbatches
+        return (m - 1) / m * self.pricer.sum_seconds(self.kind, local)
+
+    def _bucket(self, collective: str, mask: int, size: np.ndarray) -> np.ndarray:
+        """Seconds of ``size`` whole bytes as a share of a full bucket."""
+        if not mask:
+            return np.zeros_like(size)
+        full = np.maximum(size, BUCKET_BYTES)
+        return self.pricer.tariff(mask, collective).seconds(full) * size / full
