@@ -51,8 +51,9 @@ def plan(
     global_batch: samples per step, by default that of the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp":
     2}`` or ``"pp2,tp2"``; stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers):
     searched unless given. schedule: "1f1b" or "gpipe". optimizer: its torch.optim class name, for memory. recompute:
-    "none", or "layer" to keep only what crosses a border between layers and run each layer's forward again for its
-    backward (such a plan can be looked at, but not yet be run). Raises ValueError for bad input, InfeasibleError if
+    "none", "full" (or "layer") to keep only what crosses a border between layers and run each layer's forward again for
+    its backward, "selective" to keep the outputs of its heavy ops as well (such plans can be looked at, but not yet be
+    run). Raises ValueError for bad input, InfeasibleError if
     nothing fits.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster

@@ -91,7 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
     plan.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="pipeline schedule")
     plan.add_argument(
-        "--recompute", choices=("none", "layer"), default="none", help="layer: run each layer's forward again"
+        "--recompute",
+        choices=("none", "selective", "full", "layer"),
+        default="none",
+        help="full (or layer): run each layer's forward again for its backward; selective: its light ops only",
     )
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")

@@ -225,6 +225,8 @@ class StagePrediction:
     # "temporary", "buffers" (messages), "inputs" (the whole batch), "framework"
     memory_bytes: Mapping[str, float]
     collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
+    # (forward, backward, of it for weights) of each chunk; empty where the stage has one
+    chunk_s: tuple[tuple[float, float, float], ...] = ()
 
     @property
     def peak_bytes(self) -> float:
@@ -345,7 +347,10 @@ class Plan:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
         try:
             prediction = dict(data["prediction"])
-            prediction["stages"] = tuple(StagePrediction(**stage) for stage in prediction["stages"])
+            prediction["stages"] = tuple(
+                StagePrediction(**{**stage, "chunk_s": tuple(map(tuple, stage.get("chunk_s", ())))})
+                for stage in prediction["stages"]
+            )
             prediction["alternatives"] = tuple(prediction["alternatives"])
             prediction["notes"] = tuple(prediction["notes"])
             return cls(
