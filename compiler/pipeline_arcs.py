@@ -1,0 +1,302 @@
+"""The recurrence of the inter-operator pass on any costs: a pipeline is a path, a stage an arc of it.
+
+State (i, p): layers i.. are left, and the devices from ``positions[p]`` on. An arc (i, p) → (j, p′) is a stage of layers
+[i, j) under one *row* (an option at one memory limit) at the leftmost of its offsets from p on; p′ is behind it. A row's
+price is the same at all its offsets and more room is never worse, so further to the right it need not start: exact with
+idle devices, uneven hosts and several pools. With a *head* and a *fill* per arc, both ≥ 0, a path is worth
+
+    W = max over its arcs of (the fills of the arcs before + the arc's head)
+    W(i, p, s) = min over arcs:  max(head, fill + W(j, p′, s − 1)),      W(L, ·, 0) = 0            (``Arcs.values``)
+
+s counts the stages left. The right side grows with W(j, p′, s − 1), so a best suffix stays best under every prefix:
+by induction on s one value per state is exact, the bottleneck and the sum together (no Pareto front is needed). Heads of
+zero make it a plain sum, fills of zero a bottleneck.
+
+Costs may depend on s, through the microbatches in flight (memory). ``Search.suffix`` solves the recurrence on the least
+costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is
+left, and exact where memory binds nowhere. ``Search.arcs(most)`` then walks forwards and makes the arcs alone on which
+(fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pipeline_table import Floats, Ints, StageChoice, StageOption
+
+__all__ = ["Arcs", "Costs", "Rows", "Search"]
+
+Costs = Callable[[int, Ints | slice, Ints | slice], tuple[Floats, Floats]]
+"""(microbatches in flight q, rows, pairs) → (head, fill) of these entries; both ascend, or both descend, with q. Slices
+for rows and pairs ask for all, [rows, pairs]. An infinite head says that the stage cannot be."""
+
+
+class Rows:
+    """Options split by memory limit, grouped by the devices they use; the positions that pipelines can reach."""
+
+    def __init__(self, options: Sequence[StageOption], num_layers: int, num_devices: int) -> None:
+        self.num_layers, self.num_devices = num_layers, num_devices
+        self.first, self.end = np.triu_indices(num_layers, 1, num_layers + 1)
+        self.pair = np.full((num_layers, num_layers + 1), -1, dtype=np.intp)
+        self.pair[self.first, self.end] = np.arange(len(self.first))
+        option, limit, group = [], [], []
+        groups: dict[tuple[int, tuple[int, ...]], int] = {}
+        for index, one in enumerate(options):
+            by_limit: dict[float, list[int]] = {}
+            for offset, bytes_ in zip(one.offsets, one.limit_bytes):
+                by_limit.setdefault(bytes_, []).append(offset)
+            for bytes_, offsets in by_limit.items():
+                option.append(index)
+                limit.append(bytes_)
+                group.append(groups.setdefault((one.num_devices, tuple(offsets)), len(groups)))
+        self.option, self.limit = np.array(option, dtype=np.intp), np.array(limit, dtype=np.float64)
+        self.group, self.num_groups = np.array(group, dtype=np.intp), len(groups)
+        self._place(list(groups))
+
+    def _place(self, groups: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        reached, queue = {0}, [0]
+        while queue:
+            at = queue.pop()
+            for n, offsets in groups:
+                k = bisect_left(offsets, at)
+                if k < len(offsets) and offsets[k] + n not in reached:
+                    reached.add(offsets[k] + n)
+                    queue.append(offsets[k] + n)
+        self.positions = np.array(sorted(reached), dtype=np.intp)
+        none = len(self.positions)
+        self.offset = np.full((len(groups), none), -1, dtype=np.intp)  # where the group starts from a position on
+        self.after = np.full((len(groups), none), none, dtype=np.intp)  # the position behind it; none: no room
+        for index, (n, offsets) in enumerate(groups):
+            starts = np.array(offsets, dtype=np.intp)
+            at = np.searchsorted(starts, self.positions)
+            fits = at < len(starts)
+            self.offset[index, fits] = starts[at[fits]]
+            self.after[index, fits] = np.searchsorted(self.positions, starts[at[fits]] + n)
+
+    def members(self, group: int) -> Ints:
+        """The rows of a group."""
+        return np.flatnonzero(self.group == group)
+
+
+@dataclass(frozen=True, eq=False)
+class Arcs:
+    """The arcs of a search, by ascending state (i · positions + p). entry: which pair of row and layers an arc has."""
+
+    rows: Rows
+    source: Ints  # [arcs]
+    target: Ints  # [arcs]
+    entry: Ints  # [arcs]
+    worth: Floats  # [arcs], a lower bound on all paths through it
+    entry_row: Ints  # [entries]
+    entry_pair: Ints  # [entries]
+
+    @cached_property
+    def _blocks(self) -> list[tuple[int, int, Ints, Ints]]:
+        """Per layer from the last on: its arcs' range, the arc that begins each state, and these states."""
+        begins = np.flatnonzero(np.diff(self.source, prepend=-1))
+        states = self.source[begins]
+        width = len(self.rows.positions)
+        layer = states // width
+        out = []
+        for i in np.unique(layer)[::-1]:
+            low, high = np.searchsorted(layer, [i, i + 1])
+            stop = int(begins[high]) if high < len(begins) else len(self.source)
+            out.append((int(begins[low]), stop, begins[low:high] - begins[low], states[low:high]))
+        return out
+
+    def only(self, kept: NDArray[np.bool_]) -> Arcs:
+        """Some of the arcs."""
+        return replace(
+            self, source=self.source[kept], target=self.target[kept], entry=self.entry[kept], worth=self.worth[kept]
+        )
+
+    def values(self, head: Floats | None, fill: Floats, counted: bool) -> Floats:
+        """W per state and column: head (None: nothing) and fill are [entries, S]; where ``counted``, column k is of
+        k + 1 stages left (then one that ends the layers has column 0), otherwise columns do not mix. Shape
+        [states, S + counted]."""
+        width, columns = len(self.rows.positions), fill.shape[1]
+        value = np.full((self.rows.num_layers * width + width, columns + counted), inf)
+        value[self.rows.num_layers * width :, : 1 if counted else columns] = 0.0
+        for start, stop, begins, states in self._blocks:
+            entry = self.entry[start:stop]
+            total = fill[entry]
+            total += value[self.target[start:stop], :columns]
+            if head is not None:
+                np.maximum(total, head[entry], out=total)
+            value[states, int(counted) :] = np.minimum.reduceat(total, begins, axis=0)
+        return value
+
+    def longest(self) -> int:
+        """The largest number of arcs of a path from the first state to the end."""
+        width = len(self.rows.positions)
+        count = np.full((self.rows.num_layers + 1) * width, -inf)
+        count[self.rows.num_layers * width :] = 0.0
+        for start, stop, begins, states in self._blocks:
+            count[states] = 1.0 + np.maximum.reduceat(count[self.target[start:stop]], begins)
+        return int(max(count[0], 0.0))
+
+    def out(self, state: int) -> slice:
+        """The arcs that leave a state."""
+        low, high = np.searchsorted(self.source, [state, state + 1])
+        return slice(int(low), int(high))
+
+    def choice(self, arc: int) -> StageChoice:
+        """What the arc stands for."""
+        rows, entry = self.rows, self.entry[arc]
+        row, pair = self.entry_row[entry], self.entry_pair[entry]
+        position = self.source[arc] % len(rows.positions)
+        return StageChoice(
+            int(rows.first[pair]), int(rows.end[pair]), int(rows.option[row]),
+            int(rows.offset[rows.group[row], position]),
+        )  # fmt: skip
+
+    def priced(self, costs: Costs, flights: Sequence[int]) -> tuple[Floats, Floats]:
+        """Head and fill [entries, len(flights)], column k with flights[k] microbatches in flight."""
+        made: dict[int, tuple[Floats, Floats]] = {}
+        for q in flights:
+            if q not in made:
+                made[q] = costs(q, self.entry_row, self.entry_pair)
+        return np.stack([made[q][0] for q in flights], 1), np.stack([made[q][1] for q in flights], 1)
+
+
+class Search:
+    """The recurrence over ``rows`` with the least ``costs`` over ``flights``; ``allowed`` says which pairs may be
+    stages. labels: rows of a group and a label count as one (a row that another of them never loses to is left out).
+    additive: paths are worth the sum of their fills + the largest of their heads.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        costs: Costs,
+        flights: Sequence[int],
+        allowed: NDArray[np.bool_],
+        labels: Sequence[int] | None = None,
+        additive: bool = False,
+    ) -> None:
+        self.rows, self.costs, self.additive = rows, costs, additive
+        self.ends = sorted({min(flights), max(flights)})  # the costs are monotone in between
+        (head, fill), (other_head, other_fill) = (costs(q, slice(None), slice(None)) for q in (self.ends * 2)[:2])
+        high_head, high_fill = np.maximum(head, other_head), np.maximum(fill, other_fill)
+        self.head, self.fill = np.where(allowed, np.minimum(head, other_head), inf), np.minimum(fill, other_fill)
+        self._drop_dominated(high_head, high_fill, [0] * len(rows.option) if labels is None else labels)
+        shape = (rows.num_groups, rows.num_layers, rows.num_layers + 1)
+        self.group_head, self.group_fill = np.full(shape, inf), np.full(shape, inf)
+        for group in range(rows.num_groups):
+            members = rows.members(group)
+            head, fill = self.head[members], np.where(np.isfinite(self.head[members]), self.fill[members], inf)
+            self.group_head[group, rows.first, rows.end] = head.min(axis=0)
+            self.group_fill[group, rows.first, rows.end] = fill.min(axis=0)
+
+    def _drop_dominated(self, high_head: Floats, high_fill: Floats, labels: Sequence[int]) -> None:
+        """Rows whose head and fill are at every q no less than those of the row that is best at its worst."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for row, key in enumerate(zip(map(int, self.rows.group), labels)):
+            alike.setdefault(key, []).append(row)
+        every = np.arange(self.head.shape[1])
+        for members in alike.values():
+            if len(members) > 1:
+                best = high_head[members].argmin(axis=0)
+                row = np.array(members)[best]
+                worse = (self.head[members] >= high_head[row, every]) & (self.fill[members] >= high_fill[row, every])
+                worse[best, every] = False
+                self.head[members] = np.where(worse, inf, self.head[members])
+
+    @cached_property
+    def suffix(self) -> tuple[Floats, Floats]:
+        """(value [L + 1, positions + 1] of what is left, the same [groups, L + 1, positions] behind each group)."""
+        return self._dense(None if self.additive else self.group_head, self.group_fill)
+
+    @cached_property
+    def least_head(self) -> float:
+        """The least that the largest head of any path can be."""
+        return float(self._dense(self.group_head, None)[0][0, 0])
+
+    @property
+    def low(self) -> float:
+        """A lower bound on every path."""
+        return float(self.suffix[0][0, 0]) + (self.least_head if self.additive else 0.0)
+
+    def _dense(self, head: Floats | None, fill: Floats | None) -> tuple[Floats, Floats]:
+        rows = self.rows
+        layers, width = rows.num_layers, len(rows.positions)
+        value = np.full((layers + 1, width + 1), inf)
+        value[layers, :width] = 0.0
+        behind = np.full((rows.num_groups, layers + 1, width), inf)
+        behind[:, layers] = value[layers][rows.after]
+        for i in range(layers - 1, -1, -1):
+            total = behind[:, i + 1 :]
+            if fill is not None:
+                total = total + fill[:, i, i + 1 :, None]
+            if head is not None:
+                total = np.maximum(total, head[:, i, i + 1 :, None])
+            value[i, :width] = total.min(axis=(0, 1))
+            behind[:, i] = value[i][rows.after]
+        return value, behind
+
+    def depends(self, arcs: Arcs) -> bool:
+        """Whether any arc's costs change with the microbatches in flight."""
+        (head, fill), *other = [self.costs(q, arcs.entry_row, arcs.entry_pair) for q in self.ends]
+        return any((more != head).any() or (longer != fill).any() for more, longer in other)
+
+    def _worth(self, before: Floats, head: Floats, fill: Floats, left: Floats) -> Floats:
+        """A lower bound on a path through an arc."""
+        worth = fill + left
+        if self.additive:
+            worth += np.maximum(head, self.least_head)
+        else:
+            np.maximum(worth, head, out=worth)
+        worth += before
+        return worth
+
+    def arcs(self, most: float) -> Arcs:
+        """The arcs of all paths that are worth at most ``most``."""
+        rows = self.rows
+        width, pairs = len(rows.positions), len(rows.first)
+        found = list(self._group_arcs(most))
+        empty = np.empty(0, dtype=np.intp)
+        group, pair, source, target = (np.concatenate([one[k] for one in found]) if found else empty for k in range(4))
+        before = np.concatenate([one[4] for one in found]) if found else np.empty(0)
+        size = np.bincount(rows.group, minlength=rows.num_groups)
+        by_group, begins = np.argsort(rows.group, kind="stable"), np.cumsum(size) - size
+        arc = np.repeat(np.arange(len(group)), size[group])  # every row of the arc's group
+        nth = np.arange(len(arc)) - np.repeat(np.cumsum(size[group]) - size[group], size[group])
+        row = by_group[begins[group[arc]] + nth]
+        key = row * pairs + pair[arc]
+        head, left = self.head.ravel()[key], self.suffix[0][:, :width].ravel()[target[arc]]
+        worth = self._worth(before[arc], head, self.fill.ravel()[key], left)
+        kept = np.isfinite(head) & (worth <= most)
+        arc, key = arc[kept], key[kept]
+        used = np.zeros(len(rows.option) * pairs, dtype=bool)
+        used[key] = True
+        entry = (np.cumsum(used) - 1)[key]
+        return Arcs(rows, source[arc], target[arc], entry, worth[kept], *np.divmod(np.flatnonzero(used), pairs))
+
+    def _group_arcs(self, most: float) -> Iterator[tuple[Ints, Ints, Ints, Ints, Floats]]:
+        """Per layer: (group, pair, source, target, fills before the arc) of the arcs worth keeping, by source."""
+        rows = self.rows
+        layers, width = rows.num_layers, len(rows.positions)
+        behind = self.suffix[1]
+        reach = np.full((layers + 1, width), inf)
+        reach[0, 0] = 0.0
+        for i in range(layers):
+            p = np.flatnonzero(np.isfinite(reach[i]))
+            if not len(p):
+                continue
+            heads = self.group_head[:, i, i + 1 :]
+            group, j = np.nonzero(np.isfinite(heads) & (heads <= most - reach[i, p].min()))
+            j += i + 1
+            head, fill = self.group_head[group, i, j], self.group_fill[group, i, j]
+            worth = self._worth(reach[i, p], head[:, None], fill[:, None], behind[group, j][:, p])
+            at, k = np.nonzero((worth <= most).T & np.isfinite(worth).T)  # by position
+            group, j, fill, at = group[k], j[k], fill[k], p[at]
+            to = rows.after[group, at]
+            np.minimum.at(reach, (j, to), reach[i, at] + fill)
+            yield group, rows.pair[i, j], i * width + at, j * width + to, reach[i, at]

@@ -1,0 +1,202 @@
+"""The inter-operator pass: layers × devices → pipeline stages, by dynamic programming. It knows tables, no graph.
+
+Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
+(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤ d_{k+1}:
+stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``Constraints``).
+
+Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one to
+the end), GPipe m)::
+
+    resident[o,i,j] + transient[o,i,j] + q · saved[o,i,j] ≤ limit of the option at its offset
+
+Objectives, with t the pace, x the messages behind a stage and e those before it, σ the per-step work::
+
+    W(k) = e_k + max(m t_k, t_k + x_k + W(k + 1)),   W = W(0) + σ_0                                 (``path_s``)
+    T    = Σ_k (e_k + t_k + x_k) + (m − 1) · max_k t_k + σ_0                                     (``latency_s``)
+
+W is the longest of these paths: the first microbatch to stage k and the last one's gradient back from it, with all of
+stage k's work between: what every sound schedule takes at least (``pipeline_bound`` has the proof). T lets every stage
+add its fill (Alpa, OSDI'22, equation 2), W ≤ T; both are the makespan of equal stages. Under zb-h1 a stage delays the
+others by φ = max(f, f + b_input − b_weight) alone, as the weights' gradients wait (Qi et al. 2023, section 2.2): φ is in
+place of the second t in W and of t in T's sum, and T's last term is max (m t − φ). That W is an objective, no bound.
+
+W is solved exactly by ``pipeline_arcs`` (it is monotone, so one value per state is enough), with its ``top_k`` best
+pipelines: a search over the same states, most promising first, where the recurrence's own values say exactly what is
+left (``pipeline_ranked``). T is solved by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If the pipeline at c has
+slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b] takes at least
+V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
+
+Infeasible. The same recurrence on bytes over the limit, as heads, finds the pipeline that misses by least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+import numpy as np
+
+from .pipeline_arcs import Rows, Search
+from .pipeline_bound import candidate_makespan, lower_bound
+from .pipeline_prices import Prices
+from .pipeline_ranked import fastest, ranked
+from .pipeline_search import Mode, gather, minimise, modes
+from .pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .schedule import in_flight_formula
+
+__all__ = ["describe_pipeline", "solve"]
+
+_EPSILON = 1e-3  # of T, where sweeps are enough
+_SWEEPS = 12  # of the bisection
+_VISITS = 4096  # partial pipelines that the ranking looks at
+_Stages = tuple[StageChoice, ...]
+
+
+def solve(
+    table: PipelineTable,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    constraints: Constraints | None = None,
+    top_k: int = 8,
+    slack: float = 0.05,
+    visits: int = _VISITS,
+) -> Solution | Infeasible:
+    """The ``top_k`` pipelines of least W, of those within the fraction ``slack`` of the least, with those of least T
+    and a bound on every pipeline's makespan. The schedule is of one stage per device group and of any family there is
+    but those with chunks (``pipeline_chunks``). ValueError on bad arguments.
+    """
+    m, constraints = num_microbatches, constraints or Constraints()
+    rows = Rows(table.options, table.num_layers, table.num_devices)
+    of = _modes(rows, m, schedule, constraints)
+    prices = Prices(table, rows, m, schedule)
+    allowed = constraints.allowed(rows.first, rows.end)
+    flights = sorted({q for mode in of for q in mode.flights})
+    shapes = [table.options[option].shape for option in rows.option]
+    found = minimise(Search(rows, prices.path, flights, allowed, shapes), of, keep=slack)
+    if found is None:
+        return _infeasible(table, rows, prices, of, constraints)
+    stages: list[_Stages] = []
+    complete = True
+    for item in ranked(found, table.options, found.best * (1.0 + slack) * (1 + 1e-12), visits):
+        complete &= item is not None
+        if item is not None:
+            stages.append(item[1])
+        if len(stages) == top_k:
+            break
+    stages = stages or [found.stages()]
+    first = [describe_pipeline(table, m, schedule, one) for one in stages]
+    summed = Search(rows, prices.latency, flights, allowed, additive=True)
+    most = min(one.latency_s for one in first) * (1 + 1e-12)
+    passed = fastest(gather(summed, of, most), _EPSILON, _SWEEPS)[:top_k]
+    first += [describe_pipeline(table, m, schedule, one) for one in passed if one not in stages]
+    bound = lower_bound(table, m, schedule, of, constraints, most=found.best)
+    return Solution(tuple(sorted(first, key=lambda one: one.estimate_s)), found.best, bound, complete)
+
+
+def _modes(rows: Rows, m: int, schedule: str, constraints: Constraints) -> tuple[Mode, ...]:
+    if m < 1:
+        raise ValueError(f"a step has at least one microbatch, but got {m}")
+    if schedule in ("interleaved", "zb-v"):
+        raise ValueError(f"a schedule with chunks is solved by pipeline_chunks.chunked, but got {schedule!r}")
+    for cut in sorted(constraints.boundaries | constraints.forbidden):
+        if not 0 < cut < rows.num_layers:
+            raise ValueError(f"stages may be cut before layers 1 to {rows.num_layers - 1}, but got {cut}")
+    if both := constraints.boundaries & constraints.forbidden:
+        raise ValueError(f"a cut is either forced or forbidden, but got both before layers {sorted(both)}")
+    most = min(rows.num_layers, rows.num_devices)
+    least, last = constraints.stages
+    if least < 1 or (last is not None and last < least) or least > most:
+        raise ValueError(
+            f"the number of stages is from 1 to {most} ({rows.num_layers} layers, {rows.num_devices} devices), the "
+            f"least number first, but got {constraints.stages}"
+        )
+    possible = min(most, _most_stages(rows))
+    every = least == 1 and (last is None or last >= possible)
+    last = max(least, possible if last is None else min(last, possible))
+    return modes(schedule, m, least, last, every)
+
+
+def _most_stages(rows: Rows) -> int:
+    """How many stages there is room for: the longest chain of positions."""
+    width = len(rows.positions)
+    chain = np.zeros(width + 1, dtype=np.intp)
+    chain[width] = -1
+    for p in range(width - 1, -1, -1):
+        chain[p] = max(0, 1 + int(chain[rows.after[:, p]].max())) if rows.num_groups else 0
+    return max(1, int(chain[0]))
+
+
+def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Iterable[StageChoice]) -> Pipeline:
+    """The figures of a pipeline of the table."""
+    stages = tuple(stages)
+    p = len(stages)
+    held = tuple(in_flight_formula(schedule, k, p, m) for k in range(p))
+    at = [(stage.option, stage.first_layer, stage.end_layer) for stage in stages]
+    pace = [float(table.pace_s[one]) for one in at]
+    entries = [0.0 if table.entry_s is None else float(table.entry_s[one]) for one in at]
+    makespan = candidate_makespan(
+        schedule,
+        m,
+        pace,
+        [float(table.transfer_s[one]) + entry for one, entry in zip(at, [*entries[1:], 0.0])],
+        [float(table.step_s[one]) for one in at],
+        held,
+        [t * table.share("forward_share", one) for t, one in zip(pace, at)],
+        [t * table.share("input_share", one) for t, one in zip(pace, at)],
+    )
+    return Pipeline(
+        stages=stages,
+        path_s=makespan.path_s,
+        latency_s=makespan.latency_s,
+        estimate_s=makespan.floor_s,
+        in_flight=held,
+        peak_bytes=tuple(table.peak(stage, q) for stage, q in zip(stages, held)),
+        limit_bytes=tuple(table.options[stage.option].limit(stage.device_offset) for stage in stages),
+        idle_devices=table.num_devices - sum(table.options[stage.option].num_devices for stage in stages),
+    )
+
+
+def _infeasible(
+    table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: Constraints
+) -> Infeasible:
+    """Why nothing fits, and what would."""
+    allowed = constraints.allowed(rows.first, rows.end)
+    flights = sorted({q for mode in of for q in mode.flights})
+    if len(rows.option):
+        search = Search(rows, prices.excess, flights, allowed)
+        found = minimise(search, of, scale=float(rows.limit.max()))
+        if found is not None:
+            return _short_of_memory(table, found.best, found.stages(), of)
+    usable = np.zeros(table.num_layers, dtype=bool)
+    for pair in np.flatnonzero(np.isfinite(prices.pace).any(axis=0)):
+        usable[rows.first[pair] : rows.end[pair]] = True
+    if not usable.all():
+        layers = ", ".join(map(str, np.flatnonzero(~usable)))
+        return Infeasible(f"no option can run layers {layers} on {table.num_devices} devices", inf)
+    least, most = constraints.stages
+    asked = f"{least} stages" if least == most else f"{least} to {most} stages" if most else f"at least {least} stages"
+    return Infeasible(
+        f"no way to lay out {table.num_layers} layers as {asked} on {table.num_devices} devices with these cuts, "
+        "whatever the memory limit; allow other numbers of stages, other cuts or more options",
+        inf,
+    )
+
+
+def _short_of_memory(table: PipelineTable, missing: float, nearest: _Stages, of: tuple[Mode, ...]) -> Infeasible:
+    p = len(nearest)
+    flights = next(mode.flights for mode in of if p in mode.counts)
+    needed = [table.peak(stage, flights[p - 1 - k]) for k, stage in enumerate(nearest)]
+    limits = [table.options[stage.option].limit(stage.device_offset) for stage in nearest]
+    k = max(range(p), key=lambda index: needed[index] - limits[index])
+    stage = nearest[k]
+    return Infeasible(
+        f"no pipeline fits; the nearest has {p} stages, and its stage {k} (layers {stage.first_layer} to "
+        f"{stage.end_layer - 1} on {table.options[stage.option].num_devices} devices, option {stage.option}) needs "
+        f"{needed[k]:,.0f} bytes per device where the limit is {limits[k]:,.0f}: {missing:,.0f} bytes are missing",
+        missing,
+        nearest,
+        k,
+        stage,
+        needed[k],
+        limits[k],
+    )

@@ -1,0 +1,69 @@
+"""What the recurrences of ``pipeline_arcs`` add up: the numbers of a table per (row, pair of layers), as heads and fills.
+
+``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``pipeline_dp`` says what these are).
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .pipeline_arcs import Rows
+from .pipeline_table import Floats, Ints, PipelineTable
+
+__all__ = ["Prices", "fill_share"]
+
+
+def fill_share(schedule: str, forward_share: Floats | float, input_share: Floats | float) -> Floats | float:
+    """The part of a stage's pace by which it delays the others: f + max(0, b_input − b_weight) under zb-h1, else 1."""
+    if not schedule.startswith("zb"):
+        return 1.0
+    return forward_share + np.maximum(0.0, 2.0 * input_share + forward_share - 1.0)
+
+
+class Prices:
+    """The arrays of ``table`` as [rows, pairs]; a message across the pipeline's ends counts nothing."""
+
+    def __init__(self, table: PipelineTable, rows: Rows, m: int, schedule: str) -> None:
+        self._at = rows.first * (table.num_layers + 1) + rows.end
+        self._rows = None if len(rows.option) == len(table.options) else rows.option
+        leaves, enters = rows.end < table.num_layers, rows.first > 0
+        self.pace = self._packed(table.pace_s)
+        once = np.where(enters, 0.0, self._packed(table.step_s))
+        if table.entry_s is not None:
+            once = np.where(enters, self._packed(table.entry_s), once)
+        share = fill_share(schedule, table.forward_share, table.input_share)
+        if isinstance(share, np.ndarray) and share.ndim:
+            share = self._packed(np.broadcast_to(share, table.pace_s.shape))
+        through = np.where(np.isfinite(self.pace), self.pace, 0.0) * share
+        fill = through + np.where(leaves, self._packed(table.transfer_s), 0.0) + once
+        self._path = m * self.pace + once, fill
+        self._latency = m * self.pace - through, fill
+        self.base, self.saved = self._packed(table.resident) + self._packed(table.transient), self._packed(table.saved)
+        self.limit = np.broadcast_to(rows.limit[:, None], self.base.shape)
+
+    def _packed(self, array: Floats) -> Floats:
+        flat = np.take(array.reshape(len(array), -1), self._at, axis=1)
+        return flat if self._rows is None else flat[self._rows]
+
+    def _fits(self, q: int, row: Ints | slice, pair: Ints | slice) -> NDArray[np.bool_]:
+        fits: NDArray[np.bool_] = self.base[row, pair] + q * self.saved[row, pair] <= self.limit[row, pair]
+        return fits
+
+    def path(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
+        """W: head e + m t, fill e + t + x, the step on both where the stage is the first."""
+        head, fill = self._path
+        return np.where(self._fits(q, row, pair), head[row, pair], inf), fill[row, pair]
+
+    def latency(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
+        """T: every stage's fill e + t + x, and one more head (m − 1) t."""
+        head, fill = self._latency
+        return np.where(self._fits(q, row, pair), head[row, pair], inf), fill[row, pair]
+
+    def excess(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
+        """Bytes over the limit, where the stage can run at all; no fills."""
+        over = self.base[row, pair] + q * self.saved[row, pair] - self.limit[row, pair]
+        head = np.where(np.isfinite(self.pace[row, pair]), np.maximum(over, 0.0), inf)
+        return head, np.zeros_like(head)
