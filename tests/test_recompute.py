@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import pytest
 from meshwright.cli import main
+from meshwright.compiler.assemble import solve_section, transient_bytes
 from meshwright.compiler.capture import capture
 from meshwright.compiler.compose import Composer
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.eliminate import eliminate
+from meshwright.compiler.graph import op_name, types_of
 from meshwright.compiler.ilp import solve_ilp
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.problem import Restriction
-from meshwright.compiler.recompute import recompute_of
+from meshwright.compiler.recompute import HEAVY_KINDS, layer_modes, recompute_of
+from meshwright.compiler.reprice import reprice
+from meshwright.compiler.rules import mesh_choices, rule_for
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.compute import writes_scores
 from meshwright.runtime.stage import Session
 from zoo import ZOO
 
@@ -87,9 +93,9 @@ def test_every_layer_but_the_one_with_the_loss_pays_its_forward_again(graph):
     assert gpipe.table(last).cost[0, 0] > plain.table(last).cost[0, 0]
 
 
-@pytest.mark.parametrize("mesh", [(2,), (2, 2)])
-def test_recomputed_tables_equal_the_integer_program(graph, mesh):
-    composer = composer_of(graph, 8, mesh, "layer")
+@pytest.mark.parametrize(("mesh", "mode"), [((2,), "full"), ((2, 2), "full"), ((2, 2), "selective")])
+def test_recomputed_tables_equal_the_integer_program(graph, mesh, mode):
+    composer = composer_of(graph, 8, mesh, mode)
     rng = np.random.default_rng(0)
     for layer in (0, 2, 3, len(composer.layering.layers) - 1):
         table = composer.table(layer)
@@ -111,6 +117,98 @@ def test_recomputed_composition_equals_the_whole_problem(graph):
     pinned = composer.afresh(restriction=Restriction(pinned=labels)).section(first, end, [into], [out])
     chosen = float(eliminate(pinned.problem(0.0)).cost)
     assert best * (1 - 1e-9) <= chosen <= product * (1 + 1e-9)
+
+
+# ---- modes per layer
+
+
+def totals(graph, modes, mesh=(), first=0, end=None, schedule="1f1b"):
+    """(seconds, saved, transient of each layer) of layers [first, end) on one device, where nothing is chosen."""
+    composer = composer_of(graph, 8, mesh, modes, schedule)
+    end = len(composer.layering.layers) if end is None else end
+    section = composer.section(first, end, [composer.states(first)[0]], [composer.states(end)[0]])
+    chosen = solve_section(section, 1.0)
+    seconds = sum(float(s[c]) for s, c in zip(section.seconds, chosen))
+    saved = sum(float(s[c]) for s, c in zip(section.saved, chosen))
+    return seconds, saved, transient_bytes(section, chosen, composer.layering)
+
+
+def test_selective_keeps_what_heavy_ops_make_and_repeats_the_rest(graph):
+    composer = composer_of(graph, 8, (), "selective")
+    layering, grad, nodes = composer.layering, composer.layering.needs_grad, composer.graph.by_name()
+    pricer = composer.pricer
+    for k in (1, 2, 3):
+        plain, full, some = (totals(graph, mode, first=k, end=k + 1) for mode in ("none", "full", "selective"))
+        ops = [nodes[name] for name in layering.layers[k].ops if op_name(nodes[name]) != "getitem"]
+        heavy = [op for op in ops if rule_for(op).cost_kind in HEAVY_KINDS]
+        light = [op for op in ops if op not in heavy]
+        assert heavy
+        assert light
+        forward = sum(pricer.op(op, mesh_choices(op, ())[0], grad).forward_s for op in light)
+        assert some[0] - plain[0] == pytest.approx(forward, rel=1e-9)
+        made = sum(kind.nbytes for op in heavy for kind in types_of(op))
+        made += sum(rule_for(op).temporary_bytes(op) for op in heavy)
+        for op in heavy:
+            if rule_for(op).cost_kind == "attention" and writes_scores(pricer.device):
+                made += prod(op.args[0].meta["type"].shape[:-1]) * op.args[1].meta["type"].shape[-2] * 4
+        assert some[1] == pytest.approx(full[1] + made)
+        assert some[2] <= full[2]
+        assert some[0] < full[0]
+
+
+def test_layers_in_different_modes(graph):
+    num = len(cluster_layers(graph).layers)
+    none, full = totals(graph, "none"), totals(graph, "full")
+    assert totals(graph, dict.fromkeys(range(num), "full")) == full
+    assert totals(graph, {}) == none
+    half = totals(graph, dict.fromkeys(range(num // 2), "full"))
+    assert full[1] < half[1] < none[1]
+    assert none[0] < half[0] < full[0]
+    one, other = ({k: "full" for k in range(num) if k % 2 == odd} for odd in (0, 1))
+    seconds = [totals(graph, modes, schedule="gpipe")[0] for modes in (one, other, "none", "full")]
+    assert seconds[0] + seconds[1] == pytest.approx(seconds[2] + seconds[3])
+    for modes in (one, other):
+        assert full[1] < totals(graph, modes)[1] < none[1]
+
+
+def test_a_recomputed_layer_is_run_again_from_what_a_plain_one_makes(graph):
+    """The border is kept for the layer behind it, though the layer before keeps all that autograd saves already."""
+    modes = {3: "full"}
+    composer = composer_of(graph, 8, (), modes)
+    section = composer.section(2, 4, [composer.states(2)[0]], [composer.states(4)[0]])
+    rows = dict(zip(section.names, section.saved))
+    for name in composer.layering.crossing[3]:
+        assert float(rows[name][0]) == composer.graph.by_name()[name].meta["type"].nbytes
+    assert composer.recompute.modes_of((2, 4)) == ("none", "full")
+    assert composer.recompute.modes_of((4, 6)) == ()
+
+
+def test_layers_are_asked_for_by_their_names():
+    names = ["embed", "blocks.0", "blocks.1", "head"]
+    assert layer_modes(names, "layer") == dict.fromkeys(range(4), "full")
+    asked = {"blocks.*": "selective", "blocks.1": "full"}
+    assert layer_modes(names, asked) == {0: "none", 1: "selective", 2: "full", 3: "none"}
+    with pytest.raises(ValueError, match=r"fit some, but got 'block\.\*'; the layers are embed"):
+        layer_modes(names, {"block.*": "full"})
+    with pytest.raises(ValueError, match="but got 'auto'"):
+        layer_modes(names, "auto")
+
+
+def test_a_plan_in_several_modes_is_priced_again_alike(graph):
+    plan = plans(graph, "pp2,tp2")[1]
+    stages = []
+    for stage in plan.stages:
+        (chunk,) = stage.chunks
+        modes = tuple(("none", "selective", "full")[k % 3] for k in range(*chunk.layers))
+        modes = (*modes[:-1], "none") if chunk.layers[1] == len(plan.layers) else modes
+        stages.append(replace(stage, chunks=(replace(chunk, recompute=modes),)))
+    mixed = reprice(replace(plan, stages=tuple(stages)), graph, V100)
+    assert mixed.recompute == "mixed"
+    assert [stage.chunks for stage in mixed.stages] == [stage.chunks for stage in stages]
+    for one, other in zip(mixed.prediction.stages, plan.prediction.stages):
+        assert 0 < one.seconds["recompute"] < other.seconds["recompute"]
+    assert "selective, full, none" in mixed.explain()
+    assert Plan.from_json(json.loads(json.dumps(mixed.to_json()))) == mixed
 
 
 # ---- plans
