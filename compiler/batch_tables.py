@@ -3,8 +3,10 @@
 A *row* is a case (mesh shape, offset, microbatches: ``variants``) under a *level* (weights of bytes, shares of what may
 hide). Its objective is, for the recompute mode that is best in each cell,
 
-    seconds + again[mode] + byte · resident + saved_byte · saved[mode]
-        − (1 − gradient_share) · gradient_seconds − (1 − backward_share) · backward_seconds
+    sure · (seconds + again[mode] − (1 − step_share) · step_seconds) + byte · resident + saved_byte · saved[mode]
+
+where sure = floor_seconds / seconds is the part that a stage of several layers pays for this one at least (1 but for
+floating ops that layers share, and for weights that they share): so that no stage undercuts the sum over its layers.
 
 Modes are rows of the elimination and minimised over afterwards. Only then, for the cells that are left, the choices are
 walked back, and what they take is added up: seconds per microbatch and step, resident, saved and transient bytes, with
@@ -15,60 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
 
 import numpy as np
 
 from .batch_eliminate import MAX_CELLS, Chunk, chunk_rows, follow, in_chunks
 from .batch_presolve import Link, simplify_links
+from .batch_section import BatchEdge, BatchSection
 from .elimination_recipe import Recipe, plan_elimination
 
 __all__ = ["TIE", "Cells", "LayerTables", "Level", "Template", "Weights"]
 
 TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
 
-ByMode = Mapping[str, np.ndarray]
-
-
-class SectionEdge(Protocol):
-    """A tensor of a ``Section``: [variants, sources, targets] arrays, as ``intra_op.Edge`` otherwise."""
-
-    name: str
-    producer: int
-    source: np.ndarray
-    consumers: tuple[tuple[int, np.ndarray], ...]
-    seconds: np.ndarray
-    again: ByMode
-    bytes: ByMode
-    transient: ByMode
-
-
-class Section(Protocol):
-    """One layer, priced for all variants: ``batch_section.BatchSection``. Arrays [variants, choices] per operator."""
-
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    choices: tuple[tuple[Any, ...], ...]
-    seconds: tuple[np.ndarray, ...]
-    step_seconds: tuple[np.ndarray, ...]
-    gradient_seconds: tuple[np.ndarray, ...]
-    backward_seconds: tuple[np.ndarray, ...]
-    again: tuple[ByMode, ...]
-    resident: tuple[np.ndarray, ...]
-    saved: tuple[ByMode, ...]
-    transient: tuple[ByMode, ...]
-    edges: tuple[SectionEdge, ...]
-
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of the gradients' reductions and of
-    the backward counts."""
+    """Weights of an objective: seconds per resident and per saved byte; which share of what a step costs once counts."""
 
     byte: float = 0.0
     saved_byte: float = 0.0
-    gradient_share: float = 1.0
-    backward_share: float = 1.0
+    step_share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +46,7 @@ class Weights:
     variant: np.ndarray
     byte: np.ndarray
     saved_byte: np.ndarray
-    gradient_off: np.ndarray
-    backward_off: np.ndarray
+    step_off: np.ndarray
 
     @staticmethod
     def of(rows: Sequence[tuple[int, Level]]) -> Weights:
@@ -89,8 +56,7 @@ class Weights:
             np.array([variant for variant, _ in rows], dtype=np.intp),
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
-            1.0 - np.array([level.gradient_share for level in levels]),
-            1.0 - np.array([level.backward_share for level in levels]),
+            1.0 - np.array([level.step_share for level in levels]),
         )
 
     def part(self, rows: slice) -> Weights:
@@ -100,27 +66,43 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What an operator or a tensor adds, [*choice axes, modes, variants]; None where that is nothing at all."""
+    """What an operator or a tensor adds, [*choice axes, variants], in the last three by mode; None where that is
+    nothing at all."""
 
     seconds: np.ndarray  # inf where impossible
     step_s: np.ndarray | None
     gradient_s: np.ndarray | None
     backward_s: np.ndarray | None
     resident: np.ndarray | None
-    saved: np.ndarray | None
-    transient: np.ndarray | None
+    spared: np.ndarray | None  # seconds that a floor does not count
+    again: tuple[np.ndarray | None, ...]
+    saved: tuple[np.ndarray | None, ...]
+    transient: tuple[np.ndarray | None, ...]
+
+    @property
+    def idle(self) -> bool:
+        """Whether all of it is 0."""
+        return not (self.seconds.any() or _any(self.again) or _any(self.saved) or _any(self.transient))
 
     def objective(self, weights: Weights, cases: slice | np.ndarray) -> np.ndarray:
         """[*choice axes, modes · rows] of rows of these cases."""
-        cost = np.array(self.seconds[..., cases])
-        for quantity, weight, sign in (
-            (self.resident, weights.byte, 1.0),
-            (self.saved, weights.saved_byte, 1.0),
-            (self.gradient_s, weights.gradient_off, -1.0),
-            (self.backward_s, weights.backward_off, -1.0),
+        base = self.seconds[..., cases]
+        for quantity, weight in (
+            (self.resident, weights.byte),
+            (self.gradient_s, -weights.gradient_off),
+            (self.backward_s, -weights.backward_off),
+            (self.spared, -weights.floor),
         ):
             if quantity is not None and weight.any():
-                cost += quantity[..., cases] * (sign * weight)
+                base = base + quantity[..., cases] * weight
+        cost = np.empty((*base.shape[:-1], len(self.again), base.shape[-1]))
+        for mode, (again, saved) in enumerate(zip(self.again, self.saved)):
+            part = cost[..., mode, :]
+            part[...] = base
+            if again is not None:
+                part += again[..., cases]
+            if saved is not None:
+                part += saved[..., cases] * weights.saved_byte
         return cost.reshape(*cost.shape[:-2], -1)
 
 
@@ -143,7 +125,7 @@ class Template:
     axis its choice by border state [in states, 1] or [1, out states]; possible: [in states, out states, variants].
     """
 
-    section: Section
+    section: BatchSection
     layer: int
     modes: tuple[str, ...]
     operators: tuple[Terms, ...]
@@ -155,7 +137,7 @@ class Template:
 
     @staticmethod
     def of(
-        section: Section,
+        section: BatchSection,
         layer: int,
         modes: Sequence[str],
         keep: Sequence[int],
@@ -164,11 +146,10 @@ class Template:
     ) -> Template:
         """Presolve the section and plan its elimination. Raises TooWide."""
         operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
-        tensors = tuple(_tensor_terms(edge, modes) for edge in section.edges)
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
         links = [
-            Link.of(
-                e.producer, e.source, e.consumers, [_flat(t.seconds), *(_flat(q) for q in (t.saved,) if q is not None)]
-            )
+            Link.of(e.producer, e.source, e.consumers, _different([t.seconds, *t.again, *t.saved, t.spared]))
             for e, t in zip(section.edges, tensors)
             if e.consumers
         ]
@@ -222,23 +203,21 @@ class Template:
         """pace_s, step_s, resident, saved, transient of assignments: choices per operator, modes and cases, all flat.
 
         A tensor's copy counts once per target state that someone wants."""
-        num_modes, num_cases = len(self.modes), self.possible.shape[2]
-        total = [np.zeros(len(modes)) for _ in range(5)]
-        here = modes * num_cases + variant
-        stride = num_modes * num_cases
+        num_cases = self.possible.shape[2]
+        sums = _Sums(modes, len(self.modes))
         for terms, choice in zip(self.operators, chosen):
-            _gather(terms, np.multiply(choice, stride, dtype=np.intp) + here, total, None)
+            sums.add(terms, np.multiply(choice, num_cases, dtype=np.intp) + variant, None)
         for edge, terms in zip(self.section.edges, self.tensors):
-            if not terms.seconds.any() and terms.saved is None and terms.transient is None:
+            if terms.idle:
                 continue
-            lines = (edge.source * (terms.seconds.shape[1] * stride)).take(chosen[edge.producer]) + here
+            lines = (edge.source * (terms.seconds.shape[1] * num_cases)).take(chosen[edge.producer]) + variant
             wanted: list[np.ndarray] = []
             for k, target in edge.consumers:
                 state = target.take(chosen[k])
                 fresh = np.all([state != other for other in wanted], axis=0) if wanted else None
-                _gather(terms, lines + state * stride, total, fresh)
+                sums.add(terms, lines + state * num_cases, fresh)
                 wanted.append(state)
-        return total
+        return sums.total
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,84 +262,127 @@ class LayerTables:
 # ---- terms of a section
 
 
-def _operator_terms(section: Section, i: int, modes: Sequence[str]) -> Terms:
-    seconds = np.asarray(section.seconds[i], dtype=float)
+def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Terms:
+    seconds = section.seconds[i]
     possible = np.isfinite(seconds)
 
-    def spread(array: np.ndarray) -> np.ndarray | None:
-        return _rows_last([np.where(possible, array, 0.0)] * len(modes))
+    def only(array: np.ndarray | None) -> np.ndarray | None:
+        if array is None or _is_nothing(array):
+            return None
+        return np.ascontiguousarray(np.where(possible, array, 0.0).T)
 
-    again = [seconds + section.again[i][mode] if mode in section.again[i] else seconds for mode in modes]
-    total = _rows_last([np.where(possible, a, np.inf) for a in again])
-    assert total is not None or not seconds.any()
-    shape = (seconds.shape[1], len(modes), seconds.shape[0])
+    def by_mode(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
+        made = {id(array): only(array) for array in arrays.values()}
+        return tuple(made[id(arrays[mode])] if mode in arrays else None for mode in modes)
+
+    with np.errstate(invalid="ignore"):
+        spared = seconds - section.floor_seconds[i]
     return Terms(
-        np.zeros(shape) if total is None else total,
-        spread(section.step_seconds[i]),
-        spread(section.gradient_seconds[i]),
-        spread(section.backward_seconds[i]),
-        spread(section.resident[i]),
-        _rows_last([np.where(possible, section.saved[i].get(m, 0.0), 0.0) for m in modes]),
-        _rows_last([np.where(possible, section.transient[i].get(m, 0.0), 0.0) for m in modes]),
+        np.ascontiguousarray(seconds.T, dtype=float),
+        only(section.step_seconds[i]),
+        only(section.gradient_seconds[i]),
+        only(section.backward_seconds[i]),
+        only(section.resident[i]),
+        only(np.where(possible, spared, 0.0)),
+        by_mode(section.again[i]),
+        by_mode(section.saved[i]),
+        by_mode(section.transient[i]),
     )
 
 
-def _tensor_terms(edge: SectionEdge, modes: Sequence[str]) -> Terms:
-    seconds = np.asarray(edge.seconds, dtype=float)
-    possible = np.isfinite(seconds)
-    total = _rows_last([seconds + edge.again[m] if m in edge.again else seconds for m in modes])
-    return Terms(
-        np.zeros((*seconds.shape[1:], len(modes), len(seconds))) if total is None else total,
-        None,
-        None,
-        None,
-        None,
-        _rows_last([np.where(possible, edge.bytes.get(m, 0.0), 0.0) for m in modes]),
-        _rows_last([np.where(possible, edge.transient.get(m, 0.0), 0.0) for m in modes]),
-    )
+def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, ...], np.ndarray]) -> Terms:
+    """known: arrays that tensors share, by identity, with the rows last."""
+    seconds = edge.seconds
+    possible: list[np.ndarray] = []  # made when first needed
+
+    def turned(array: np.ndarray) -> np.ndarray | None:
+        if _is_nothing(array):
+            return None
+        key = id(array), id(seconds)
+        if key not in known:
+            if array is not seconds:
+                possible[:] = possible or [np.isfinite(seconds)]
+                array = np.where(possible[0], array, 0.0)
+            known[key] = np.ascontiguousarray(np.moveaxis(array, 0, -1), dtype=float)
+        return known[key]
+
+    def by_mode(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
+        return tuple(turned(arrays[mode]) if mode in arrays else None for mode in modes)
+
+    total = turned(seconds)
+    if total is None:
+        total = np.zeros((*seconds.shape[1:], len(seconds)))
+    off = 1.0 - edge.floor
+    spared = np.where(np.isfinite(total), total, 0.0) * off if off else None
+    none = (None, None, None, None)
+    return Terms(total, *none, spared, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
 
 
-def _rows_last(by_mode: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[variants, ...] per mode as one [..., modes, variants]; None where all of it is 0."""
-    if not any(array.any() for array in by_mode):
-        return None
-    return np.ascontiguousarray(np.moveaxis(np.stack(by_mode), (0, 1), (-2, -1)))
+def _is_nothing(array: np.ndarray) -> bool:
+    """Whether all of it is 0: by one cell where that stands for all of them."""
+    return not (array.any() if any(array.strides) else array.size and array.flat[0])
 
 
-def _flat(array: np.ndarray) -> np.ndarray:
-    return array.reshape(*array.shape[:-2], -1)
+def _any(arrays: Sequence[np.ndarray | None]) -> bool:
+    return any(array is not None for array in arrays)
+
+
+def _different(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    """Each array once."""
+    return list({id(array): array for array in arrays if array is not None}.values())
 
 
 def _corners(terms: Terms) -> np.ndarray:
     """[choices, N]: columns of which every objective is a sum with weights ≥ 0, so that less in all of them is less."""
     columns = [terms.seconds]
-    shaved = [q for q in (terms.gradient_s, terms.backward_s) if q is not None]
-    for off in shaved:
-        columns.append(terms.seconds - off)
-    if len(shaved) == 2:
-        columns.append(terms.seconds - shaved[0] - shaved[1])
-    columns += [q for q in (terms.resident, terms.saved) if q is not None]
-    return np.concatenate([_flat(column) for column in columns], axis=1)
+    for off in _different([terms.gradient_s, terms.backward_s, terms.spared]):
+        columns += [column - off for column in columns]
+    columns += _different([terms.resident, *terms.again, *terms.saved])
+    return np.concatenate(columns, axis=1)
 
 
-def _gather(terms: Terms, at: np.ndarray, total: Sequence[np.ndarray], where: np.ndarray | None) -> None:
-    """Add what ``terms`` has at flat indices to (pace_s, step_s, resident, saved, transient)."""
-    pace, step, resident, saved, transient = total
-    seconds = terms.seconds.reshape(-1).take(at, mode="clip")
-    if terms.step_s is not None:
-        once = terms.step_s.reshape(-1).take(at, mode="clip")
-        step += once
-        seconds -= once
-    _add(pace, seconds, where)
-    for quantity, sums in ((terms.resident, resident), (terms.saved, saved), (terms.transient, transient)):
-        if quantity is not None:
-            _add(sums, quantity.reshape(-1).take(at, mode="clip"), where)
+class _Sums:
+    """Sums of (pace_s, step_s, resident, saved, transient) over flat cells whose modes are known."""
+
+    def __init__(self, modes: np.ndarray, num_modes: int) -> None:
+        self.total = [np.zeros(len(modes)) for _ in range(5)]
+        # the cells of each mode; all of them without a list
+        self.cells: list[np.ndarray | None] = [np.flatnonzero(modes == m) for m in range(num_modes)]
+        self.cells = [None if cells is not None and len(cells) == len(modes) else cells for cells in self.cells]
+
+    def add(self, terms: Terms, at: np.ndarray, where: np.ndarray | None) -> None:
+        """Add what ``terms`` has at flat indices; where: bool, which of the cells."""
+        pace, step, resident, saved, transient = self.total
+        seconds = terms.seconds.reshape(-1).take(at, mode="clip")
+        if terms.step_s is not None:
+            once = terms.step_s.reshape(-1).take(at, mode="clip")
+            step += once
+            seconds -= once
+        pace += seconds if where is None else seconds * where
+        if terms.resident is not None:
+            resident += terms.resident.reshape(-1).take(at, mode="clip")
+        for by_mode, sums in ((terms.again, pace), (terms.saved, saved), (terms.transient, transient)):
+            if len(_different(by_mode)) == 1 and None not in by_mode:
+                assert by_mode[0] is not None
+                values = by_mode[0].reshape(-1).take(at, mode="clip")
+                sums += values if where is None else values * where
+                continue
+            for quantity, cells in zip(by_mode, self.cells):
+                if quantity is not None and (cells is None or len(cells)):
+                    _add_cells(quantity.reshape(-1), at, where, cells, sums)
 
 
-def _add(sums: np.ndarray, values: np.ndarray, where: np.ndarray | None) -> None:
+def _add_cells(
+    quantity: np.ndarray, at: np.ndarray, where: np.ndarray | None, cells: np.ndarray | None, sums: np.ndarray
+) -> None:
+    """Add ``quantity`` of some cells (None: all) to their sums."""
+    values = quantity.take(at if cells is None else at[cells], mode="clip")
     if where is not None:
-        values *= where
-    sums += values
+        values *= where if cells is None else where[cells]
+    if cells is None:
+        sums += values
+    else:
+        sums[cells] += values
 
 
 def _as_slice(variant: np.ndarray) -> slice | np.ndarray:

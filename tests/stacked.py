@@ -78,14 +78,16 @@ def stacked_section(variants, layer, into, out, restriction, modes):
         kinds=kinds,
         choices=tuple(tuple(union.values()) for union in choices),
         seconds=tuple(plain),
+        floor_seconds=tuple(plain),
         step_seconds=tuple(step),
-        gradient_seconds=tuple(zero),
-        backward_seconds=tuple(zero),
         again=tuple(again),
         resident=tuple(stack("resident", modes[0], 0.0)),
         saved=tuple({m: saved[m][i] for m in modes} for i in range(len(names))),
         transient=tuple({m: held[m][i] for m in modes} for i in range(len(names))),
+        floor_seconds=tuple(plain),
         edges=tuple(edges),
+        index=base[0].index,
+        label=lambda operator, choice, v: list(choices[operator])[choice],
     )
 
 
@@ -127,6 +129,7 @@ def _stacked_edge(t, sections, modes, choices):
         again={m: _difference(s, plain) for m, s in arrays["seconds"].items()},
         bytes=arrays["bytes"],
         transient=arrays["transient"],
+        floor=1.0,
     )
 
 

@@ -159,22 +159,18 @@ def test_the_order_and_repetition_of_rows_do_not_matter(graph):
             np.testing.assert_allclose(together.of(name, [place]), alone.of(name), rtol=1e-12)
 
 
-def test_shares_take_their_part_off(graph):
-    """A level that counts no gradient reduction: as if the section had none in it."""
+def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
+    """As if the section had half of it only."""
     variants = variants_of(graph, 1)
-
-    def halved(*arguments):
-        section = stacked_section(*arguments)
-        section.gradient_seconds = tuple(0.5 * s for s in section.step_seconds)
-        return section
 
     def lighter(*arguments):
         section = stacked_section(*arguments)
-        section.seconds = tuple(s - 0.5 * g for s, g in zip(section.seconds, section.step_seconds))
+        section.seconds = tuple(s - 0.5 * once for s, once in zip(section.seconds, section.step_seconds))
+        section.floor_seconds = section.seconds
         return section
 
     rows = [(v, 0) for v in range(variants.num)]
-    ours = BatchComposer(variants, FREE, [Level(gradient_share=0.0)], ["none"], halved).intervals(rows)
+    ours = BatchComposer(variants, FREE, [Level(step_share=0.5)], ["none"], stacked_section).intervals(rows)
     theirs = BatchComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
     np.testing.assert_allclose(ours.cost, theirs.cost, rtol=1e-9)
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
