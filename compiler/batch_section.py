@@ -24,7 +24,7 @@ from .op_choices import OpChoices, op_choices
 from .problem import Restriction, normalized, steady
 from .recompute import Recompute, recompute_of
 from .rules import MeshChoice, rule_for
-from .saved import beside_outputs, saved_tensors
+from .saved import Saved, beside_outputs, saved_tensors
 from .sharing import Sharing
 from .spec import P, Pair, R, S, parse_pair
 from .variants import State, Variants, cut_mask
@@ -239,6 +239,10 @@ class _Builder:
         self.members = {node.name for node in self.ops}
         self.saved = saved_tensors(self.ops, self.grad)
         self.recompute = {mode: _recompute(variants, mode) for mode in modes}
+        self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
+            mode: saved_tensors([op for op in self.ops if _keeps(op.name, re)], self.grad)
+            for mode, re in self.recompute.items()
+        }
         self.sharing = _sharing(variants)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
@@ -332,7 +336,12 @@ class _Builder:
 
     def _add_entry(self, name: str, states: _States) -> int:
         nbytes = self.pricer.local_bytes(self.nodes[name].meta["type"], [pair.value for pair in states.pairs])
-        saved = {mode: nbytes for mode, re in self.recompute.items() if name in self.saved or name in re.kept}
+        users = [user.name for user in self.nodes[name].users if user.name in self.members]
+        saved = {
+            mode: nbytes
+            for mode, re in self.recompute.items()
+            if name in self.plain[mode] or (name in re.kept and not all(_keeps(user, re) for user in users))
+        }
         return self._add(name, "entry", states.pairs, states.offered, saved=saved)
 
     def _add_op(self, node: Node) -> int:
@@ -350,8 +359,7 @@ class _Builder:
         floor = seconds
         if self.sharing.floats(node.name):
             floor = np.where(np.isinf(seconds), seconds, 0.0)
-        nbytes = self._saved_bytes(nodes, node, choices)
-        stays = {mode for mode, re in self.recompute.items() if _stays(node.name, re)}
+        saved, transient = self._saved_bytes(nodes, node, choices)
         return self._add(
             node.name,
             "op",
@@ -361,25 +369,37 @@ class _Builder:
             backward=backward,
             floor=floor,
             again=again,
-            saved={mode: nbytes for mode in self.modes if mode in stays},
-            transient={mode: nbytes for mode in self.modes if mode not in stays},
+            saved=saved,
+            transient=transient,
         )
 
-    def _saved_bytes(self, nodes: Sequence[Node], node: Node, choices: OpChoices) -> np.ndarray:
-        """[num, choices] bytes that autograd keeps of the op."""
-        nbytes = np.zeros(choices.offered.shape)
+    def _saved_bytes(self, nodes: Sequence[Node], node: Node, choices: OpChoices) -> tuple[ByMode, ByMode]:
+        """[num, choices] bytes of the op by mode: (kept per microbatch in flight, held while its layer is run again);
+        ``saved.saved_bytes`` for all cases."""
+        parts: tuple[ByMode, ByMode] = ({}, {})
         if node.name not in self.grad:
-            return nbytes
+            return parts
+
+        def note(mode: str, stays: bool, nbytes: np.ndarray) -> None:
+            part = parts[0] if stays else parts[1]
+            part[mode] = part[mode] + nbytes if mode in part else nbytes
+
         for k, kind in enumerate(types_of(node)):
-            if (node.name, k) in self.saved or (k == 0 and node.name in self.saved):
-                nbytes += self.pricer.local_bytes(kind, [c.outputs[k].value for c in choices.choices])
+            local = self.pricer.local_bytes(kind, [c.outputs[k].value for c in choices.choices])
+            for mode, re in self.recompute.items():
+                stays = node.name in re.heavy or _is_in(self.plain[mode], node, k)
+                if stays or _is_in(self.saved, node, k):
+                    note(mode, stays, local)
+        beside = np.zeros(choices.offered.shape)
         divisor = self.variants.divisor[:, [cut_mask(c.outputs[0].value) for c in choices.choices]]
         for _, rows in self.pricer.devices:
             pricer = self.variants.pricer(int(np.arange(self.variants.num)[rows][0]))
             extra = np.array([beside_outputs(one, pricer) for one in nodes])
-            if extra.any():
-                nbytes[rows] += extra[self.variants.extent_of][rows, None] / divisor[rows]
-        return nbytes
+            beside[rows] = extra[self.variants.extent_of][rows, None] / divisor[rows]
+        if beside.any():
+            for mode, re in self.recompute.items():
+                note(mode, node.name in re.heavy or _keeps(node.name, re), beside)
+        return parts
 
     # ---- placeholders
 
@@ -480,11 +500,16 @@ class _Builder:
             (tuple(sources), tuple(targets)),
             self.variants.cache[key],
             any(saved for *_, saved in wanted),
-            frozenset(mode for mode, re in self.recompute.items() if not re or name in re.kept),
+            frozenset(mode for mode, re in self.recompute.items() if name in re.kept or self._some_keep(wanted, re)),
             frozenset(mode for mode, re in self.recompute.items() if _converts_again(name, re)),
             self.modes,
             self.sharing.floor_of(node),
         )
+
+
+    def _some_keep(self, wanted: list[tuple[int, list[Pair], bool]], recompute: Recompute) -> bool:
+        """Whether a consumer is in a layer that is not run again: then the copies that it reads stay."""
+        return any(self.rows[i].kind == "op" and _keeps(self.rows[i].name, recompute) for i, *_ in wanted)
 
 
 class _States(NamedTuple):
@@ -520,9 +545,14 @@ def _sharing(variants: Variants) -> Sharing:
     return found
 
 
-def _stays(name: str, recompute: Recompute) -> bool:
-    """Whether what autograd saves of an op stays until its backward."""
-    return not recompute or name in recompute.plain or name in recompute.heavy
+def _keeps(op: str, recompute: Recompute) -> bool:
+    """Whether what this op saves is kept because its layer is not run again."""
+    return not recompute or op in recompute.plain
+
+
+def _is_in(saved: Saved, node: Node, k: int) -> bool:
+    """Whether output ``k`` of an op is among saved tensors."""
+    return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
 def _converts_again(name: str, recompute: Recompute) -> bool:
