@@ -80,6 +80,12 @@ class Rows:
             self.offset[index, fits] = starts[at[fits]]
             self.after[index, fits] = np.searchsorted(self.positions, starts[at[fits]] + n)
 
+    def packed(self, array: Floats) -> Floats:
+        """[options, L, L + 1] as [rows, pairs]."""
+        flat = np.take(array.reshape(len(array), -1), self.first * (self.num_layers + 1) + self.end, axis=1)
+        one_each = len(self.option) == len(array) and bool((self.option == np.arange(len(array))).all())
+        return flat if one_each else flat[self.option]
+
     def members(self, group: int) -> Ints:
         """The rows of a group."""
         return np.flatnonzero(self.group == group)

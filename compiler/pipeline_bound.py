@@ -36,7 +36,7 @@ A_k = Σ_{j<k} (t_j + x_j) before and behind, the makespan is at least
 
     A_k + ⌈m / q_k⌉ D_k + σ_0,    A_k + (m − q_k + 1) t_k + 2 R_k + σ_0  (m > q_k)
 
-which is how messages slow 1F1B down though they overlap; and under GPipe, whose last stage does all F before any B, the
+(zb-h1: f + i for t, with the at least m − q_k − k W that come before the last F in the second), which is how messages slow 1F1B down though they overlap; and under GPipe, whose last stage does all F before any B, the
 longest way of the forwards and that of the backwards together.
 """
 
@@ -63,22 +63,17 @@ class _FloorCosts:
 
     def __init__(self, floors: Floors, rows: Rows, m: int, split: bool) -> None:
         self.floors, self.rows, self.m = floors, rows, m
-        self._at = rows.first * (rows.num_layers + 1) + rows.end
         leaves, enters = rows.end < rows.num_layers, rows.first > 0
-        self.pace = self._packed(floors.pace_s)
+        self.pace = rows.packed(floors.pace_s)
         none = np.zeros_like(self.pace)
-        self.whole = none if floors.whole_s is None else self._packed(floors.whole_s)
-        self.step = none if floors.step_s is None else self._packed(floors.step_s)
-        self.behind = none if floors.transfer_s is None else np.where(leaves, self._packed(floors.transfer_s), 0.0)
-        room = rows.limit[:, None] - (0.0 if floors.transient is None else self._packed(floors.transient))
+        self.whole = none if floors.whole_s is None else rows.packed(floors.whole_s)
+        self.step = none if floors.step_s is None else rows.packed(floors.step_s)
+        self.behind = none if floors.transfer_s is None else np.where(leaves, rows.packed(floors.transfer_s), 0.0)
+        room = rows.limit[:, None] - (0.0 if floors.transient is None else rows.packed(floors.transient))
         self.room = np.broadcast_to(np.maximum(room, 0.0), self.pace.shape)
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
-        self.lagrange = [(row.byte, row.saved_byte, row.whole, self._packed(row.value)) for row in floors.rows]
+        self.lagrange = [(row.byte, row.saved_byte, row.whole, rows.packed(row.value)) for row in floors.rows]
         self.returns = floors.forward_share + floors.input_share if split else 1.0
-
-    def _packed(self, array: Floats) -> Floats:
-        flat = np.take(array.reshape(len(array), -1), self._at, axis=1)
-        return flat if len(self.rows.option) == len(array) else flat[self.rows.option]
 
     def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """(pace, m · pace + per-step work)."""
@@ -113,6 +108,8 @@ def lower_bound(
     if floors is None:
         return 0.0
     rows = Rows(floors.options, table.num_layers, table.num_devices)
+    if not len(rows.option):
+        return most
     split = schedule.startswith("zb")
     costs = _FloorCosts(floors, rows, m, split)
     flights = sorted({q for mode in of for q in mode.flights})
@@ -156,13 +153,15 @@ def candidate_makespan(
     messages = [*messages_s[: p - 1], 0.0]
     path = floor = ahead = around = before = 0.0
     left = sum(trips) + sum(messages)
-    for k, (t, x, q) in enumerate(zip(pace_s, messages, in_flight)):
+    for k, (t, x, held) in enumerate(zip(pace_s, messages, in_flight)):
+        q = min(held, p - k) if split else held  # zb-h1 has 1F1B's order of F and I
         path = max(path, before + m * t)
         left -= trips[k]  # R_k: x_k and all behind
         floor = max(floor, ahead + m * t + step_s[k], around + m * (t if k == 0 else trips[k]) + first_step)
         floor = max(floor, around + ceil(m / q) * (trips[k] + left) + first_step)
-        if m > q and not split:
-            floor = max(floor, around + (m - q + 1) * t + 2 * left + first_step)
+        if m > q:
+            weights = max(0, m - q - k) * (t - trips[k])  # zb-h1: those before the last F
+            floor = max(floor, around + (m - q + 1) * trips[k] + weights + 2 * left + first_step)
         before, ahead, around = before + fills[k] + x, ahead + forward_s[k], around + trips[k] + x
         left -= x
     if schedule == "gpipe":

@@ -44,7 +44,7 @@ from .pipeline_search import Mode, gather, minimise, modes
 from .pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 
-__all__ = ["describe_pipeline", "solve"]
+__all__ = ["bound_of", "describe_pipeline", "solve"]
 
 _EPSILON = 1e-3  # of T, where sweeps are enough
 _SWEEPS = 12  # of the bisection
@@ -72,8 +72,8 @@ def solve(
     allowed = constraints.allowed(rows.first, rows.end)
     flights = sorted({q for mode in of for q in mode.flights})
     shapes = [table.options[option].shape for option in rows.option]
-    found = minimise(Search(rows, prices.path, flights, allowed, shapes), of, keep=slack)
-    if found is None:
+    search = Search(rows, prices.path, flights, allowed, shapes) if shapes else None
+    if search is None or (found := minimise(search, of, keep=slack)) is None:
         return _infeasible(table, rows, prices, of, constraints)
     stages: list[_Stages] = []
     complete = True
@@ -89,8 +89,15 @@ def solve(
     most = min(one.latency_s for one in first) * (1 + 1e-12)
     passed = fastest(gather(summed, of, most), _EPSILON, _SWEEPS)[:top_k]
     first += [describe_pipeline(table, m, schedule, one) for one in passed if one not in stages]
-    bound = lower_bound(table, m, schedule, of, constraints, most=found.best)
-    return Solution(tuple(sorted(first, key=lambda one: one.estimate_s)), found.best, bound, complete)
+    pipelines = tuple(sorted(first, key=lambda one: one.estimate_s))
+    bound = lower_bound(table, m, schedule, of, constraints, most=pipelines[0].estimate_s * (1 + 1e-12))
+    return Solution(pipelines, found.best, bound, complete)
+
+
+def bound_of(table: PipelineTable, m: int, schedule: str, constraints: Constraints) -> float:
+    """What the makespan of no pipeline undercuts, by the table's floors; inf if they allow none."""
+    of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
+    return lower_bound(table, m, schedule, of, constraints)
 
 
 def _modes(rows: Rows, m: int, schedule: str, constraints: Constraints) -> tuple[Mode, ...]:

@@ -27,26 +27,20 @@ class Prices:
     """The arrays of ``table`` as [rows, pairs]; a message across the pipeline's ends counts nothing."""
 
     def __init__(self, table: PipelineTable, rows: Rows, m: int, schedule: str) -> None:
-        self._at = rows.first * (table.num_layers + 1) + rows.end
-        self._rows = None if len(rows.option) == len(table.options) else rows.option
         leaves, enters = rows.end < table.num_layers, rows.first > 0
-        self.pace = self._packed(table.pace_s)
-        once = np.where(enters, 0.0, self._packed(table.step_s))
+        self.pace = rows.packed(table.pace_s)
+        once = np.where(enters, 0.0, rows.packed(table.step_s))
         if table.entry_s is not None:
-            once = np.where(enters, self._packed(table.entry_s), once)
+            once = np.where(enters, rows.packed(table.entry_s), once)
         share = fill_share(schedule, table.forward_share, table.input_share)
         if isinstance(share, np.ndarray) and share.ndim:
-            share = self._packed(np.broadcast_to(share, table.pace_s.shape))
+            share = rows.packed(np.broadcast_to(share, table.pace_s.shape))
         through = np.where(np.isfinite(self.pace), self.pace, 0.0) * share
-        fill = through + np.where(leaves, self._packed(table.transfer_s), 0.0) + once
+        fill = through + np.where(leaves, rows.packed(table.transfer_s), 0.0) + once
         self._path = m * self.pace + once, fill
         self._latency = m * self.pace - through, fill
-        self.base, self.saved = self._packed(table.resident) + self._packed(table.transient), self._packed(table.saved)
+        self.base, self.saved = rows.packed(table.resident) + rows.packed(table.transient), rows.packed(table.saved)
         self.limit = np.broadcast_to(rows.limit[:, None], self.base.shape)
-
-    def _packed(self, array: Floats) -> Floats:
-        flat = np.take(array.reshape(len(array), -1), self._at, axis=1)
-        return flat if self._rows is None else flat[self._rows]
 
     def _fits(self, q: int, row: Ints | slice, pair: Ints | slice) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = self.base[row, pair] + q * self.saved[row, pair] <= self.limit[row, pair]

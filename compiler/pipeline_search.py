@@ -31,7 +31,7 @@ class Mode:
 
     counts: tuple[int, ...]
     flights: tuple[int, ...]
-    every: bool  # whether these are all the numbers of stages that there can be
+    every: bool  # whether these, together with the other modes, are all the numbers of stages that there can be
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +41,7 @@ def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mo
     longest = held[most]
     if all(flights == longest[:p] for p, flights in held.items()):
         return (Mode(tuple(held), longest, every),)
-    return tuple(Mode((p,), flights, False) for p, flights in held.items())
+    return tuple(Mode((p,), flights, every) for p, flights in held.items())
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +102,15 @@ class Found:
 
 def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
     """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
-    arcs, out = search.arcs(most), []
-    depends, longest = search.depends(arcs), arcs.longest()
+    arcs = search.arcs(most)
+    if of[0].every and not search.depends(arcs):
+        head, fill = arcs.priced(search.costs, of[0].flights[:1])
+        return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False),))
+    longest, out = arcs.longest(), []
     for mode in of:
-        counted = not mode.every or depends
-        counts = tuple(count for count in mode.counts if count <= longest)
-        if counts or not counted:
-            head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]] if counted else mode.flights[:1])
-            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts if counted else (0,), counted))
+        if counts := tuple(count for count in mode.counts if count <= longest):
+            head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]])
+            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True))
     return Found(tuple(out))
 
 
