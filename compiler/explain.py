@@ -28,7 +28,7 @@ from .describe import (
 )
 from .graph import Graph
 from .schedule import generate
-from .simulate import Simulation, grid, simulate_plan
+from .simulate import Simulation, grid, legend, simulate_plan
 from .summary import num_idle_devices, replicated_fraction, source_shares, tflops_per_device
 from .typeset import (
     bar,
@@ -267,8 +267,7 @@ def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         return ["  one stage: every microbatch forward and backward in turn, then the update"]
     schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
     picture = grid(schedule, simulation, width - 2).splitlines()
-    legend = "large digits: forward of that microbatch (mod 10), small: backward, · idle, = end-of-step work"
-    return [*(f"  {line}" for line in picture), *wrapped(legend, width, "  ")]
+    return [*(f"  {line}" for line in picture), *wrapped(legend(schedule), width, "  ")]
 
 
 def _seconds(plan: Plan, width: int) -> list[str]:

@@ -24,7 +24,7 @@ from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edge
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["Simulation", "grid", "simulate", "simulate_plan"]
+__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan"]
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
 _IDLE, _END, _ELSEWHERE = "·", "=", " "  # nothing to do, end-of-step work, busy with another chunk
@@ -233,6 +233,15 @@ def grid(schedule: Schedule, simulation: Simulation | None = None, width: int = 
             label = f"{name}.{chunk}" if schedule.chunks > 1 else name
             lines.append(label.ljust(margin) + "".join(cells))
     return "\n".join(lines)
+
+
+def legend(schedule: Schedule) -> str:
+    """What the characters of ``grid(schedule)`` say, in a line."""
+    kinds = {action.kind for row in schedule.actions for action in row}
+    halves = {"B": "small: backward", "I": "raised: backward of inputs", "W": "lowered: backward of weights"}
+    words = ["large digits: forward of that microbatch (mod 10)", *(halves[kind] for kind in "BIW" if kind in kinds)]
+    chunks = ["a row per chunk of the stage"] if schedule.chunks > 1 else []
+    return ", ".join([*words, f"{_IDLE} idle", f"{_END} end-of-step work", *chunks])
 
 
 def _columns(simulation: Simulation, room: int) -> tuple[float, list[int]]:

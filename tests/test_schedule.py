@@ -20,7 +20,7 @@ from meshwright.compiler.schedule import (
     problems,
     validate,
 )
-from meshwright.compiler.simulate import grid, simulate
+from meshwright.compiler.simulate import grid, legend, simulate
 
 SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 20), "name": st.sampled_from(known_schedules())}
 WHOLE = {**SIZES, "name": st.sampled_from(executable_schedules())}  # one chunk per stage, whole backwards
@@ -203,6 +203,14 @@ def test_picture_of_halves_and_chunks():
         "stage 1.0 ·0 1   2⁰₀   ¹ ²₁ ₂",
         "stage 1.1 · 0 1⁰₀   2¹₁ ²  ₂ ",
     ]
+
+
+def test_the_legend_names_what_the_picture_shows():
+    start, end = "large digits: forward of that microbatch (mod 10), ", "· idle, = end-of-step work"
+    halves = "raised: backward of inputs, lowered: backward of weights, "
+    assert legend(generate("1f1b", 2, 3)) == f"{start}small: backward, {end}"
+    assert legend(generate("zb-h1", 2, 3)) == start + halves + end
+    assert legend(generate("zb-v", 2, 3)) == f"{start}{halves}{end}, a row per chunk of the stage"
 
 
 def test_picture_shows_end_of_step_work_and_modulo_ten():

@@ -156,7 +156,7 @@ def test_others_are_refused_by_name():
     with pytest.raises(ValueError, match="one of the schedules gpipe, 1f1b, but got 'zb-v'"):
         make_plan(graph, cluster, 8, 2, strategy, "zb-v", alternatives=False)
     plan = make_plan(graph, cluster, 8, 2, strategy, alternatives=False)
-    with pytest.raises(ValueError, match=r"runs the schedules gpipe, 1f1b, but got .* 'zb-h1'; plan again"):
+    with pytest.raises(ValueError, match=r"schedule zb-h1 \(it runs gpipe, 1f1b\)"):
         Session(replace(plan, schedule="zb-h1"), (), None)
 
 
