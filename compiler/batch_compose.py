@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 
 from .batch_eliminate import Running, in_chunks
-from .batch_tables import LayerTables, Level, Section, Template, Weights
+from .batch_section import BatchSection, build_batch_section
+from .batch_tables import LayerTables, Level, Template, Weights
 from .graph import op_name, tensor_operands, types_of
-from .problem import Restriction, label
-from .spec import Pair
+from .problem import Restriction
 from .variants import State, Variants
 
 __all__ = ["BatchComposer", "BatchIntervals", "Row"]
 
 Row = tuple[int, int]  # (variant, level)
-Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], Section]
+Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
 QUANTITIES = ("pace_s", "step_s", "transfer_s", "resident", "saved", "transient")
 _SLICE = 256  # rows that one thread composes at a time
 
@@ -85,7 +85,7 @@ class BatchComposer:
     restriction: Restriction
     levels: Sequence[Level]
     modes: Sequence[str]
-    build: Build
+    build: Build = build_batch_section
     _templates: dict[str, Template] = field(default_factory=dict)
     _found: dict[Row, tuple[dict[str, LayerTables], int]] = field(default_factory=dict)
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class BatchComposer:
             if name in leaving:
                 u = leaving.index(name)
                 possible &= np.array([[a[t] == b[u] for b in out] for a in into]).reshape(possible.shape)
-        entry, leave = _operators(section, "entry"), _operators(section, "exit")
+        entry, leave = section.index("entry"), section.index("exit")
         keep, positions = [], []
         for t, name in enumerate(entering):
             if name in entry:
@@ -206,12 +206,11 @@ class BatchComposer:
         actions = self._actions()
         peaks = [self.peak_bytes(k) for k in range(len(self.variants.layering.layers))]
 
-        def work(part: slice) -> list[np.ndarray]:
+        def work(part: slice) -> np.ndarray:
             return _Composition(self, tables, runs, borders, actions, peaks, variant[part], part).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
-        joined = [np.concatenate(arrays, axis=1) for arrays in zip(*parts)]
-        return BatchIntervals(tuple(rows), index, *joined)
+        return BatchIntervals(tuple(rows), index, *np.concatenate(parts, axis=2))
 
     def _runs(self) -> tuple[list[_Run], np.ndarray]:
         """The distinct runs, a run after the one that it extends; and the run of every interval."""
@@ -251,9 +250,9 @@ class BatchComposer:
             chosen, mode = table.choices(position, into, out)
             modes.append(self.modes[mode])
             section, names = table.template.section, self._names(table.template.layer, layer)
-            for name, kind, options, choice in zip(section.names, section.kinds, section.choices, chosen):
+            for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
                 if kind in ("op", "parameter") and name in names:
-                    labels.setdefault(names[name], choice_text(options[choice]))
+                    labels.setdefault(names[name], section.label(operator, choice, row[0]))
         states = tuple(self.states(first + k)[0][s] for k, s in enumerate(path))
         return labels, tuple(modes), states
 
@@ -305,106 +304,92 @@ class _Composition:
         self.keys = [layer.class_key for layer in composer.variants.layering.layers]
         self.runs, self.borders, self.variant = runs, borders, variant
         self.actions, self.peaks = actions[variant], {k: peak[variant] for k, peak in zip(self.keys, peaks)}
-        self.tables = {
-            key: {
-                name: np.ascontiguousarray(getattr(table, name)[..., part])
-                for name in ("cost", "pace_s", "step_s", "resident", "saved", "transient")
-            }
-            for key, table in tables.items()
+        self.cost = {key: np.ascontiguousarray(table.cost[..., part]) for key, table in tables.items()}
+        self.taken = {
+            key: np.stack([q[..., part] for q in (t.pace_s, t.step_s, t.resident, t.saved, t.transient)])
+            for key, t in tables.items()
         }
-        self.results = [np.empty((len(runs), len(variant))) for _ in range(8)]
+        self.results = np.empty((8, len(runs), len(variant)))
 
-    def run(self) -> list[np.ndarray]:
-        """cost, floor_s and the ``QUANTITIES`` of every run: [runs, rows] each."""
+    def run(self) -> np.ndarray:
+        """[8, runs, rows]: cost, floor_s and the ``QUANTITIES``."""
         by_length: dict[int, list[int]] = {}
         for number, run in enumerate(self.runs):
             by_length.setdefault(run.length, []).append(number)
-        before: dict[int, list[np.ndarray]] = {}
+        before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for _, numbers in sorted(by_length.items()):
             groups: dict[str, list[int]] = {}
             for number in numbers:
                 groups.setdefault(self.keys[self.runs[number].last], []).append(number)
-            now: dict[int, list[np.ndarray]] = {}
+            now: dict[int, tuple[np.ndarray, np.ndarray]] = {}
             for key, members in groups.items():
-                vectors = self._extended(key, [self._start(n, before) for n in members])
+                starts = [self._start(number, before) for number in members]
+                vectors = self._extended(key, np.stack([start for start, _ in starts], axis=1))
+                peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key])
                 for place, number in enumerate(members):
-                    now[number] = [v[place] for v in vectors]
-                self._leave(members, vectors)
+                    now[number] = vectors[:, place], peak[place]
+                self._leave(members, vectors, peak)
             before = now
         return self.results
 
-    def _start(self, number: int, before: dict[int, list[np.ndarray]]) -> list[np.ndarray]:
-        """Per in-state of the run's last layer, what came before: cost, floor, quantities [states, rows], peak."""
+    def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """What came before the last layer of a run: [8, in states, rows], and the peak [rows]."""
         run = self.runs[number]
         if run.before >= 0:
             return before[run.before]
         entry = self.borders[run.first][0][:, self.variant]
-        zero = np.zeros_like(entry)
-        acting = np.broadcast_to(self.actions, entry.shape)
-        return [entry + acting, acting, acting, zero, entry, zero, zero, zero, zero[:1]]
+        start = np.zeros((8, *entry.shape))
+        start[0] = entry + self.actions
+        start[1] = start[2] = self.actions
+        start[4] = entry
+        return start, np.zeros(len(self.variant))
 
-    def _extended(self, key: str, starts: list[list[np.ndarray]]) -> list[np.ndarray]:
-        """One more layer of class ``key``: the same per out-state, [runs, states, rows]."""
-        table = self.tables[key]
-        cost, floor, *quantities, peak = (np.stack(parts) for parts in zip(*starts))
-        num_into, num_out, num_rows = table["cost"].shape
-        shape = len(starts), num_out, num_rows
-        least, lowest = np.empty(shape), np.empty(shape)
+    def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
+        """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
+        table = self.cost[key]
+        num_into, num_out, num_rows = table.shape
+        shape = start.shape[1], num_out, num_rows
+        found = np.empty((8, *shape))
+        least, lowest = found[0], found[1]
         running = Running(least, num_into)
         total, better = np.empty(shape), np.empty(shape, dtype=bool)
-        for state, line in enumerate(table["cost"]):
+        for state, line in enumerate(table):
             if state == 0:
-                np.add(cost[:, 0, None], line, out=least)
-                np.add(floor[:, 0, None], line, out=lowest)
+                np.add(start[0][:, 0, None], line, out=least)
+                np.add(start[1][:, 0, None], line, out=lowest)
                 continue
-            running.offer(np.add(cost[:, state, None], line, out=total), state, None, better)
-            np.minimum(lowest, np.add(floor[:, state, None], line, out=total), out=lowest)
-        best = running.best
+            running.offer(np.add(start[0][:, state, None], line, out=total), state, None, better)
+            np.minimum(lowest, np.add(start[1][:, state, None], line, out=total), out=lowest)
         rows = np.arange(num_rows)
-        at = best.astype(np.intp) * num_rows + rows
-        old = at + (np.arange(len(starts)) * (num_into * num_rows))[:, None, None]
-        new = best.astype(np.intp) * (num_out * num_rows) + (np.arange(num_out)[:, None] * num_rows + rows)
-        pace, step, transfer, resident, saved, transient = (q.reshape(-1).take(old, mode="clip") for q in quantities)
-        pace += table["pace_s"].reshape(-1).take(new, mode="clip")
-        step += table["step_s"].reshape(-1).take(new, mode="clip")
-        resident += table["resident"].reshape(-1).take(new, mode="clip")
-        saved += table["saved"].reshape(-1).take(new, mode="clip")
-        np.maximum(transient, table["transient"].reshape(-1).take(new, mode="clip"), out=transient)
-        peak = np.maximum(peak, self.peaks[key])
-        return [least, lowest, pace, step, transfer, resident, saved, transient, peak]
+        best = running.best.astype(np.intp)
+        old = best * num_rows
+        old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
+        best *= num_out * num_rows
+        best += np.arange(num_out)[:, None] * num_rows + rows
+        start.reshape(8, -1)[2:].take(old, axis=1, out=found[2:], mode="clip")
+        taken = self.taken[key].reshape(5, -1).take(best, axis=1, mode="clip")
+        found[2:4] += taken[:2]
+        found[5:7] += taken[2:4]
+        np.maximum(found[7], taken[4], out=found[7])
+        return found
 
-    def _leave(self, members: list[int], vectors: list[np.ndarray]) -> None:
+    def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
         """The best state to leave in, for the runs ``members``."""
-        cost, floor, *quantities, peak = vectors
-        pace, step, transfer, resident, saved, transient = quantities
+        _, num_runs, num_out, num_rows = vectors.shape
         back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.variant] for n in members])
-        total = cost + back
-        state = total.argmin(axis=1)[:, None]
-        possible = np.isfinite(np.take_along_axis(total, state, axis=1)[:, 0])
-        found = [total, None, pace, step, transfer + back, resident, saved, transient + peak]
-        for result, values in zip(self.results, found):
-            if values is None:
-                result[members] = floor.min(axis=1)
-                continue
-            chosen = np.take_along_axis(values, state, axis=1)[:, 0]
-            result[members] = chosen if values is total else np.where(possible, chosen, 0.0)
+        state = (vectors[0] + back).argmin(axis=1)
+        at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
+        chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")
+        possible = np.isfinite(chosen[0])
+        chosen[0] += back.reshape(-1).take(at, mode="clip")
+        chosen[1] = vectors[1].min(axis=1)
+        chosen[4] += back.reshape(-1).take(at, mode="clip")
+        chosen[7] += peak
+        chosen[2:] *= possible
+        self.results[:, members] = chosen
 
 
-def choice_text(choice: Any) -> str:
-    """The text by which a plan names a choice: axis labels, a pair, or a pair in a pattern."""
-    if not isinstance(choice, tuple):
-        return label(choice)
-    if choice and isinstance(choice[0], Pair):
-        pair, pattern = choice
-        return str(pair) if pattern == "replicated" else f"{pair} {pattern}"
-    return ",".join(choice)
-
-
-def _operators(section: Section, kind: str) -> dict[str, int]:
-    return {name: i for i, (name, k) in enumerate(zip(section.names, section.kinds)) if k == kind}
-
-
-def _positions(section: Section, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
+def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
     """[states] which choice of a kept operator each border state is."""
     position = {pair: i for i, pair in enumerate(section.choices[operator])}
     return np.array([position[state[tensor]] for state in states])

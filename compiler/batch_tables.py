@@ -1,12 +1,13 @@
 """Tables of one layer class for many rows at once: what the layer costs between two borders, per row.
 
-A *row* is a case (mesh shape, offset, microbatches: ``variants``) under a *level* (weights of bytes, shares of what may
-hide). Its objective is, for the recompute mode that is best in each cell,
+A *row* is a case (mesh shape, offset, microbatches: ``variants``) under a *level* (weights of bytes, and what of the
+seconds counts). Its objective is, for the recompute mode that is best in each cell,
 
-    sure · (seconds + again[mode] − (1 − step_share) · step_seconds) + byte · resident + saved_byte · saved[mode]
+    seconds + again[mode] − (1 − step_share) · step_seconds · floor_seconds / seconds
+        + byte · resident + saved_byte · saved[mode] − floor · (seconds − floor_seconds)
 
-where sure = floor_seconds / seconds is the part that a stage of several layers pays for this one at least (1 but for
-floating ops that layers share, and for weights that they share): so that no stage undercuts the sum over its layers.
+where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
+that layers share): so that no stage undercuts the sum of its layers' floors.
 
 Modes are rows of the elimination and minimised over afterwards. Only then, for the cells that are left, the choices are
 walked back, and what they take is added up: seconds per microbatch and step, resident, saved and transient bytes, with
@@ -32,11 +33,13 @@ TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns 
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of what a step costs once counts."""
+    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts; floor:
+    1 counts only what a stage of several layers is sure to pay for this one, 0 everything."""
 
     byte: float = 0.0
     saved_byte: float = 0.0
     step_share: float = 1.0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,7 @@ class Weights:
     byte: np.ndarray
     saved_byte: np.ndarray
     step_off: np.ndarray
+    floor: np.ndarray
 
     @staticmethod
     def of(rows: Sequence[tuple[int, Level]]) -> Weights:
@@ -57,6 +61,7 @@ class Weights:
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
+            np.array([level.floor for level in levels]),
         )
 
     def part(self, rows: slice) -> Weights:
@@ -70,11 +75,9 @@ class Terms:
     nothing at all."""
 
     seconds: np.ndarray  # inf where impossible
+    sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
     step_s: np.ndarray | None
-    gradient_s: np.ndarray | None
-    backward_s: np.ndarray | None
     resident: np.ndarray | None
-    spared: np.ndarray | None  # seconds that a floor does not count
     again: tuple[np.ndarray | None, ...]
     saved: tuple[np.ndarray | None, ...]
     transient: tuple[np.ndarray | None, ...]
@@ -84,23 +87,25 @@ class Terms:
         """Whether all of it is 0."""
         return not (self.seconds.any() or _any(self.again) or _any(self.saved) or _any(self.transient))
 
+    def counted(self, seconds: np.ndarray) -> np.ndarray:
+        """What the objective counts of some seconds."""
+        return seconds if self.sure is None else self.sure * seconds
+
     def objective(self, weights: Weights, cases: slice | np.ndarray) -> np.ndarray:
         """[*choice axes, modes · rows] of rows of these cases."""
         base = self.seconds[..., cases]
-        for quantity, weight in (
-            (self.resident, weights.byte),
-            (self.gradient_s, -weights.gradient_off),
-            (self.backward_s, -weights.backward_off),
-            (self.spared, -weights.floor),
-        ):
-            if quantity is not None and weight.any():
-                base = base + quantity[..., cases] * weight
+        if self.step_s is not None and weights.step_off.any():
+            base = base - self.step_s[..., cases] * weights.step_off
+        sure = None if self.sure is None else self.sure[..., cases]
+        base = base if sure is None else base * sure
+        if self.resident is not None:
+            base = base + self.resident[..., cases] * weights.byte
         cost = np.empty((*base.shape[:-1], len(self.again), base.shape[-1]))
         for mode, (again, saved) in enumerate(zip(self.again, self.saved)):
             part = cost[..., mode, :]
             part[...] = base
             if again is not None:
-                part += again[..., cases]
+                part += again[..., cases] if sure is None else again[..., cases] * sure
             if saved is not None:
                 part += saved[..., cases] * weights.saved_byte
         return cost.reshape(*cost.shape[:-2], -1)
@@ -149,7 +154,7 @@ class Template:
         known: dict[tuple[int, ...], np.ndarray] = {}
         tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
         links = [
-            Link.of(e.producer, e.source, e.consumers, _different([t.seconds, *t.again, *t.saved, t.spared]))
+            Link.of(e.producer, e.source, e.consumers, _different([t.seconds, *t.again, *t.saved]))
             for e, t in zip(section.edges, tensors)
             if e.consumers
         ]
@@ -275,15 +280,16 @@ def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Term
         made = {id(array): only(array) for array in arrays.values()}
         return tuple(made[id(arrays[mode])] if mode in arrays else None for mode in modes)
 
-    with np.errstate(invalid="ignore"):
-        spared = seconds - section.floor_seconds[i]
+    floor = section.floor_seconds[i]
+    sure = None
+    if not np.array_equal(floor, seconds):
+        spends = possible & (seconds > 0)
+        sure = np.ascontiguousarray(np.where(spends, floor, 1.0).T) / np.where(spends, seconds, 1.0).T
     return Terms(
         np.ascontiguousarray(seconds.T, dtype=float),
+        sure,
         only(section.step_seconds[i]),
-        only(section.gradient_seconds[i]),
-        only(section.backward_seconds[i]),
         only(section.resident[i]),
-        only(np.where(possible, spared, 0.0)),
         by_mode(section.again[i]),
         by_mode(section.saved[i]),
         by_mode(section.transient[i]),
@@ -312,10 +318,8 @@ def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, 
     total = turned(seconds)
     if total is None:
         total = np.zeros((*seconds.shape[1:], len(seconds)))
-    off = 1.0 - edge.floor
-    spared = np.where(np.isfinite(total), total, 0.0) * off if off else None
-    none = (None, None, None, None)
-    return Terms(total, *none, spared, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
+    sure = None if edge.floor == 1.0 else np.where(np.isfinite(total), edge.floor, 1.0)
+    return Terms(total, sure, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
 
 
 def _is_nothing(array: np.ndarray) -> bool:
@@ -334,10 +338,11 @@ def _different(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
 
 def _corners(terms: Terms) -> np.ndarray:
     """[choices, N]: columns of which every objective is a sum with weights ≥ 0, so that less in all of them is less."""
-    columns = [terms.seconds]
-    for off in _different([terms.gradient_s, terms.backward_s, terms.spared]):
-        columns += [column - off for column in columns]
-    columns += _different([terms.resident, *terms.again, *terms.saved])
+    columns = [terms.counted(terms.seconds)]
+    if terms.step_s is not None:
+        columns.append(terms.counted(terms.seconds - terms.step_s))
+    columns += [terms.counted(again) for again in _different(terms.again)]
+    columns += _different([terms.resident, *terms.saved])
     return np.concatenate(columns, axis=1)
 
 
@@ -362,7 +367,7 @@ class _Sums:
         if terms.resident is not None:
             resident += terms.resident.reshape(-1).take(at, mode="clip")
         for by_mode, sums in ((terms.again, pace), (terms.saved, saved), (terms.transient, transient)):
-            if len(_different(by_mode)) == 1 and None not in by_mode:
+            if len(_different(by_mode)) == 1 and all(quantity is not None for quantity in by_mode):
                 assert by_mode[0] is not None
                 values = by_mode[0].reshape(-1).take(at, mode="clip")
                 sums += values if where is None else values * where

@@ -78,7 +78,6 @@ def stacked_section(variants, layer, into, out, restriction, modes):
         kinds=kinds,
         choices=tuple(tuple(union.values()) for union in choices),
         seconds=tuple(plain),
-        floor_seconds=tuple(plain),
         step_seconds=tuple(step),
         again=tuple(again),
         resident=tuple(stack("resident", modes[0], 0.0)),

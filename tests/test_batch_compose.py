@@ -174,3 +174,23 @@ def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
     theirs = BatchComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
     np.testing.assert_allclose(ours.cost, theirs.cost, rtol=1e-9)
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
+
+
+def test_a_floor_counts_in_the_objective_and_not_in_the_pace(graph):
+    variants = variants_of(graph, 1)
+
+    def shared(*arguments):
+        section = stacked_section(*arguments)
+        section.floor_seconds = tuple(0.5 * s for s in section.seconds)
+        for edge in section.edges:
+            edge.floor = 0.5
+        return section
+
+    rows = [(v, 0) for v in range(variants.num)]
+    ours = BatchComposer(variants, FREE, [Level()], ["none"], shared)
+    theirs = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    expected = theirs.tables(rows)
+    for key, table in ours.tables(rows).items():
+        found = np.isfinite(expected[key].cost)
+        np.testing.assert_allclose(table.cost, 0.5 * expected[key].cost, rtol=1e-9)
+        np.testing.assert_allclose((table.pace_s + table.step_s)[found], expected[key].cost[found], rtol=1e-9)
