@@ -244,18 +244,26 @@ class BatchPricer:
             if not device.op_times:
                 continue
             for v in np.arange(variants.num)[rows]:
-                node, shape = nodes[variants.extent_of[v]], variants.cases[v].mesh_shape
-                group = choices.group_of[variants.extent_of[v]]
                 for c in np.flatnonzero(choices.offered[v]):
-                    one = choices.choices[c]
-                    labels = tuple(choices.texts[group][c].split(",")) if shape else ()
-                    own = MeshChoice(labels, one.inputs, one.outputs, 1.0)
-                    text = signature(node, own, shape, self.grad)
+                    text = self._signature(nodes, choices, int(v), int(c))
                     if text and (exact := device.op_time(text)) is not None:
-                        for part, seconds in zip(
-                            found, (exact.forward_s, exact.backward_input_s, exact.backward_weight_s)
-                        ):
+                        times = exact.forward_s, exact.backward_input_s, exact.backward_weight_s
+                        for part, seconds in zip(found, times):
                             part[v, c] = seconds
+
+    def _signature(self, nodes: Sequence[Node], choices: OpChoices, v: int, c: int) -> str:
+        """The signature of one choice in one case. Axes that leave the op whole do not change it."""
+        variants, e = self.variants, self.variants.extent_of[v]
+        shape, text = variants.cases[v].mesh_shape, choices.texts[choices.group_of[e]][c]
+        labels = tuple(text.split(",")) if shape else ()
+        cuts = tuple((label, size) for label, size in zip(labels, shape) if label != "whole")
+        key = ("signature", nodes[e], cuts)
+        cache = variants.samples.cache
+        if key not in cache:
+            one = choices.choices[c]
+            cache[key] = signature(nodes[e], MeshChoice(labels, one.inputs, one.outputs, 1.0), shape, self.grad)
+        found: str = cache[key]
+        return found
 
     def add_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> np.ndarray:
         """[num, specs] seconds to add one device's part of a tensor into another of its size."""

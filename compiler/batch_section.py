@@ -416,7 +416,9 @@ class _Builder:
         if source.kind == "parameter":
             trainable = source.requires_grad and node.name in self.grad
             allowed = (pattern,) if pattern else self.restriction.residencies
-            prices = parameter_prices(self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed)
+            prices = parameter_prices(
+                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed
+            )
             i = self._add_parameter(node.name, prices)
             return i, [normalized(choice.pair, node.name in self.grad) for choice in prices.choices]
         arrays = {}
@@ -471,7 +473,10 @@ class _Builder:
     def _by_role(self, pairs: dict[Pair, np.ndarray], batch_dim: int) -> dict[Pair, np.ndarray]:
         """Those that the roles allow where there are any, else all."""
         allowed = [
-            all(role is None or (v == S(batch_dim)) == (role == "data") for role, v in zip(self.restriction.roles, p.value))
+            all(
+                role is None or (v == S(batch_dim)) == (role == "data")
+                for role, v in zip(self.restriction.roles, p.value)
+            )
             for p in pairs
         ]
         some = np.any([where for where, ok in zip(pairs.values(), allowed) if ok] or [False], axis=0)
@@ -479,9 +484,7 @@ class _Builder:
 
     # ---- edges
 
-    def _edge(
-        self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]
-    ) -> BatchEdge:
+    def _edge(self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]) -> BatchEdge:
         producer, offered = given
         node, grad = self.nodes[name], name in self.grad
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
@@ -505,7 +508,6 @@ class _Builder:
             self.modes,
             self.sharing.floor_of(node),
         )
-
 
     def _some_keep(self, wanted: list[tuple[int, list[Pair], bool]], recompute: Recompute) -> bool:
         """Whether a consumer is in a layer that is not run again: then the copies that it reads stay."""
@@ -541,7 +543,10 @@ def _recompute(variants: Variants, mode: str) -> Recompute:
 
 
 def _sharing(variants: Variants) -> Sharing:
-    found: Sharing = _cached(variants, ("sharing",), lambda: Sharing(variants.source, variants.layering))
+    cache = variants.samples.cache
+    if "sharing" not in cache:
+        cache["sharing"] = Sharing(variants.source, variants.layering)
+    found: Sharing = cache["sharing"]
     return found
 
 

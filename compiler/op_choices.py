@@ -124,8 +124,11 @@ class _Union:
 def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
     """The choices of an op over ``variants``. nodes: the op at every extent. ValueError for a pin that no case can
     follow."""
-    node = nodes[0]
-    union = _Union(nodes)
+    node, cache = nodes[0], variants.samples.cache
+    key = ("union", variants.extents, node)
+    if key not in cache:
+        cache[key] = _Union(nodes)
+    union: _Union = cache[key]
     pinned = (restriction.pinned or {}).get(node.name)
     if pinned is not None:
         combos, stands = _pinned(variants, nodes, union, tuple(pinned.split(",")) if pinned else ())
@@ -360,4 +363,3 @@ def _number(pair: AxisPair) -> int:
 @cache
 def _pair(numbers: tuple[int, ...]) -> Pair:
     return Pair(tuple(_NUMBERED[n][0] for n in numbers), tuple(_NUMBERED[n][1] for n in numbers))
-

@@ -22,16 +22,17 @@ class Sharing:
     """How many layers use each tensor of ``graph`` that belongs to none."""
 
     def __init__(self, graph: Graph, layering: Layering) -> None:
-        floating = set(layering.floating)
+        nodes, floating = graph.by_name(), set(layering.floating)
         uses: Counter[str] = Counter()
         by_class: dict[str, list[list[str]]] = {}
-        for index, layer in enumerate(layering.layers):
+        for layer in layering.layers:
             names: dict[str, None] = {}  # in order of use, which is the same in all layers of a class
-            for node in layering.ops_of(graph, index, index + 1):
-                if node.name in floating:
-                    names.setdefault(node.name)
-                for operand in node.all_input_nodes:
-                    if operand.op == "placeholder":
+            stack = [nodes[name] for name in reversed(layer.ops)]
+            while stack:
+                for operand in stack.pop().all_input_nodes:
+                    if operand.op == "placeholder" or operand.name in floating:
+                        if operand.name not in names and operand.op != "placeholder":
+                            stack.append(operand)
                         names.setdefault(operand.name)
             uses.update(names.keys())
             by_class.setdefault(layer.class_key, []).append(list(names))

@@ -47,10 +47,12 @@ class Case:
 
 @dataclass(eq=False)
 class Samples:
-    """Layers of one graph at several batch extents, without the rest of the graph. Cached."""
+    """Layers of one graph at several batch extents, without the rest of the graph. Cached, as is what templates on
+    meshes of any number of axes have in common."""
 
     graph: Graph
     layering: Layering
+    cache: dict[Any, Any] = field(default_factory=dict)  # what follows from them, by content
     _ops: dict[int, list[Node]] = field(default_factory=dict)
     _around: dict[int, list[Node]] = field(default_factory=dict)
     _at: dict[tuple[int, int], dict[str, Node]] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Variants:
     global_batch: int
     cases: tuple[Case, ...]
     schedule: str = "1f1b"  # decides only whether the layer with the loss is run again
-    samples: Samples | None = None  # of the same graph; made where there are none
+    samples: Samples = field(default=None)  # type: ignore[assignment]  # of the same graph; by default its own
     cache: dict[Any, Any] = field(default_factory=dict)  # prices by content, shared by all templates
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class Variants:
         self.whole_divisor = np.stack(columns, axis=1)  # int [num, 2^axes]
         self.divisor = self.whole_divisor.astype(np.float64)
         self.num_devices = self.whole_divisor[:, -1]
-        self._samples = self.samples or Samples(self.graph, self.layering)
+        self.samples = self.samples or Samples(self.graph, self.layering)
         self._graphs: dict[int, Graph] = {}
         self._pricers: dict[tuple[tuple[int, ...], int], MeshPricer] = {}
 
@@ -166,11 +168,11 @@ class Variants:
 
     def samples_of(self, layer: int) -> list[dict[str, Node]]:
         """Per extent the nodes around a layer by name."""
-        return [self._samples.at(layer, extent) for extent in self.extents]
+        return [self.samples.at(layer, extent) for extent in self.extents]
 
     def ops(self, layer: int) -> list[Node]:
         """The ops of a layer with the floating ops that it needs, in the graph at the capture extent."""
-        return self._samples.ops(layer)
+        return self.samples.ops(layer)
 
     @property
     def source(self) -> Graph:
