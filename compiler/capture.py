@@ -30,6 +30,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from .blame import CaptureError, blame, line_of, refusal
+from .block_copies import Template, live_nodes, template_of
+from .blocks import BLOCK, Blocks, Record, UnsoundError
 from .example import Inputs, fake_inputs
 from .experts import experts
 from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
@@ -50,8 +52,10 @@ def capture(
     *,
     outputs: bool = False,
     extent: int = CAPTURE_BATCH,
+    share_blocks: bool = True,
 ) -> Graph:
-    """The graph of ``model`` on inputs like these, at the batch extent ``CAPTURE_BATCH`` (``extent`` is for tests).
+    """The graph of ``model`` on inputs like these, at the batch extent ``CAPTURE_BATCH`` (``extent`` and
+    ``share_blocks`` are for tests; without the latter every block is traced, to the same graph).
 
     The example tensors may have any batch size and device, meta included; only shapes and dtypes count. Dim 0 of
     every tensor whose extent equals the first tensor's is the batch; ``batch_dims`` overrides, by source name
@@ -83,13 +87,20 @@ def capture(
         stack.enter_context(modes(model, training))
         stack.enter_context(model_settings(model))
         names = stack.enter_context(swapped(model, fake_mode))
-        try:
-            program = torch.export.export(wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False)
-            _inline_regions(program.graph_module, detach=training)
-            program = program.run_decompositions({})
-        except Exception as error:
-            raise blame(error) from error
-        graph = _Translator(program, names, inputs, training, wants_loss, extent).graph()
+        banned: frozenset[int] | None = frozenset() if share_blocks else None
+        while True:
+            with Blocks(model, banned) as blocks:
+                try:
+                    program = torch.export.export(wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False)
+                    _inline_regions(program.graph_module, detach=training)
+                    program = program.run_decompositions({})
+                except Exception as error:
+                    raise blame(error) from error
+            try:
+                graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks).graph()
+                break
+            except UnsoundError as found:
+                banned = (banned or frozenset()) | {found.kind}
     graph = rewrite(graph)
     graph.check()
     return graph
@@ -176,28 +187,43 @@ class _Translator:
     """One exported program → Graph, before any rewrite."""
 
     def __init__(
-        self, program: Any, names: Names, inputs: Inputs, training: bool, wants_loss: bool, extent: int
+        self,
+        program: Any,
+        names: Names,
+        inputs: Inputs,
+        training: bool,
+        wants_loss: bool,
+        extent: int,
+        blocks: Blocks,
     ) -> None:
-        self.program, self.names, self.inputs, self.extent = program, names, inputs, extent
+        self.program, self.names, self.inputs, self.extent, self.blocks = program, names, inputs, extent, blocks
         self.training, self.wants_loss = training, wants_loss
         self.nodes = {node.name: node for node in program.graph.nodes}
         self.fx = torch.fx.Graph()
         self.env: dict[Node, Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Node] = {}  # parameters and buffers by their first name
+        self.known: dict[Node, tuple[Any, str, str]] = {}  # type, module and line of exported nodes
+        self.templates: dict[int, Template] = {}
+        self.updates: list[tuple[str, Node]] = []  # buffers that the copied blocks change
 
     def graph(self) -> Graph:
         self._placeholders()
-        for node in self.program.graph.nodes:
-            if (
-                node.op not in ("placeholder", "output")
-                and node.target is not torch.ops.aten._assert_tensor_metadata.default
-            ):
+        order = list(self.program.graph.nodes)
+        (made,) = order[-1].args
+        live = live_nodes([node for node in made if isinstance(node, Node)])
+        for node in order:
+            if node.op in ("placeholder", "output") or (node.target is not BLOCK and node not in live):
+                continue
+            if node.target is BLOCK:
+                self._block(node, order, live)
+            elif node not in self.env:
                 self._op(node)
         results = self._results()
-        self.fx.output(tuple(self.env[node] for _, _, node in results))
+        self.fx.output(tuple(node for _, _, node in results))
         return Graph(
             self.fx,
-            tuple(Result(kind, name, self.env[node].name) for kind, name, node in results),
+            tuple(Result(kind, name, node.name) for kind, name, node in results),
             self.extent,
             self.constants,
             None if self.wants_loss else self.program.call_spec.out_spec,
@@ -227,6 +253,7 @@ class _Translator:
                 node = self.nodes[found[0].arg.name]
                 grad = kind == "parameter" and bool(node.meta["val"].requires_grad)
                 new = self._placeholder(node, Source(kind, name, tuple(aliases[1:]), None, grad, persistent))
+                self.tensors[name] = new
                 for spec in found[1:]:
                     self.env[self.nodes[spec.arg.name]] = new
         for spec in constants:
@@ -260,42 +287,106 @@ class _Translator:
         assert node.meta["source"].name == name
 
     def _op(self, node: Node) -> None:
-        trace = node.meta.get("stack_trace")
-        known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
-        if node.op != "call_function" or not known:
-            raise refusal(trace, f"a graph is made of tensor ops, but got {node.target}")
-        types = _types_or_none(node.meta.get("val"))
-        if types is None:
-            number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-            raise refusal(trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values")
-        new = self.fx.node_copy(node, lambda n: self.env[n])
-        new.meta = {"type": types, "module": _module_of(node), "line": line_of(trace)}
-        self.env[node] = new
+        types, module, line = self._known(node)
+        self.env[node] = self._emit(node, self.env, types, module, line)
+
+    def _known(self, node: Node) -> tuple[Any, str, str]:
+        """(type, module, line) of an exported op; CaptureError if no graph has such an op."""
+        if node not in self.known:
+            trace = node.meta.get("stack_trace")
+            if node.op != "call_function" or not (
+                node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+            ):
+                raise refusal(trace, f"a graph is made of tensor ops, but got {node.target}")
+            types = _types_or_none(node.meta.get("val"))
+            if types is None:
+                number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+                raise refusal(trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values")
+            self.known[node] = types, _module_of(node), line_of(trace)
+        return self.known[node]
+
+    def _emit(self, node: Node, env: Mapping[Node, Node], types: Any, module: str, line: str) -> Node:
+        """A copy of an exported op with its operands as ``env`` has them; named after its op, whatever its name was."""
+        target: Any = node.target
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else target.__name__
+        new = self.fx.create_node("call_function", target, args, kwargs, name)
+        new.meta = {"type": types, "module": module, "line": line}
+        return new
+
+    def _block(self, node: Node, order: list[Node], live: set[Node]) -> None:
+        """The results of a traced block are what it computed; those of an equal one a copy of its nodes."""
+        operands: Any = node.args
+        inputs, outputs, number = operands
+        record, path = self.blocks.calls[number]
+        used = {user: user.args[1] for user in node.users if user in live}
+        if outputs:
+            names = {n: (s.name, *s.aliases) for n, new in self.env.items() if (s := new.meta.get("source"))}
+            updates = {name: self.nodes[spec.arg.name] for spec, name in self._updated()}
+            self.templates[record.number] = template_of(node, record, names, updates, order)
+            self.env.update({user: self.env[outputs[index]] for user, index in used.items()})
+            return
+        if record.number not in self.templates:
+            raise UnsoundError(record.kind, "the block that was traced is not in the program")
+        template = self.templates[record.number]
+        env = {old: self.env[new] for old, new in zip(template.inputs, inputs, strict=True)}
+        env |= {old: self._own(record, f"{path}.{below}") for old, below in template.tensors.items()}
+        first, here = _module_of(template.block), _module_of(node)
+        call_lines = line_of(template.block.meta.get("stack_trace")), line_of(node.meta.get("stack_trace"))
+        for inside in template.needed(used.values()):
+            types, module, line = self._known(inside)
+            module, line = here + module[len(first) :], call_lines[1] if line == call_lines[0] else line
+            env[inside] = self._emit(inside, env, types, module, line)
+        self.env.update({user: env[template.outputs[index]] for user, index in used.items()})
+        for below, changed in template.updates.items():
+            self._update(record, f"{path}.{below}", env[changed])
+
+    def _own(self, record: Record, name: str) -> Node:
+        """The parameter or buffer of a copied block."""
+        found = self.tensors[self.names.first[name]]
+        changed = {name for _, name in self._updated()}
+        if found.meta["source"].kind == "buffer" and found.meta["source"].name in changed:
+            raise UnsoundError(record.kind, f"{name} is changed outside of the block")
+        return found
+
+    def _update(self, record: Record, name: str, value: Node) -> None:
+        """A copied block changes a buffer of its own, which nobody else may touch."""
+        first = self.names.first[name]
+        exported = [old for old, new in self.env.items() if new is self.tensors[first]]
+        if first in dict(self.updates) or any(old.users for old in exported):
+            raise UnsoundError(record.kind, f"{name} is used outside of the block, which changes it")
+        self.updates.append((first, value))
+
+    def _updated(self) -> list[tuple[Any, str]]:
+        """(spec, name) of the buffers that the exported program changes."""
+        specs = self.program.graph_signature.output_specs
+        changed = [(spec, _unwrapped(spec.target)) for spec in specs if spec.kind == OutputKind.BUFFER_MUTATION]
+        return [(spec, self.names.first.get(name, name)) for spec, name in changed]
 
     def _results(self) -> list[tuple[str, str, Node]]:
         results: list[tuple[str, str, Node]] = []
-        updates: list[tuple[str, str, Node]] = []
+        updates = [(name, self.env[self.nodes[spec.arg.name]]) for spec, name in self._updated()] + self.updates
         index = 0
         for spec in self.program.graph_signature.output_specs:
             if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT):
                 node = self.nodes.get(getattr(spec.arg, "name", ""))
                 if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
-                    results.append(("loss", "loss", node) if self.wants_loss else ("output", str(index), node))
+                    kind, name = ("loss", "loss") if self.wants_loss else ("output", str(index))
+                    results.append((kind, name, self.env[node]))
                 elif getattr(spec.arg, "value", None) is not None:
                     raise CaptureError(
                         f"outputs are tensors or None, but got {spec.arg.value!r} at place {index}; "
                         "leave it out of the output"
                     )
                 index += 1
-            elif spec.kind == OutputKind.BUFFER_MUTATION:
-                name = _unwrapped(spec.target)
-                updates.append(("buffer", self.names.first.get(name, name), self.nodes[spec.arg.name]))
-            else:
+            elif spec.kind != OutputKind.BUFFER_MUTATION:
                 what = _unwrapped(spec.target or "") or spec.arg.name
                 raise CaptureError(
                     f"inputs and parameters are not changed in place, but forward changes {what}; work on a clone()"
                 )
-        return results + updates if self.wants_loss or not self.training else results
+        place = {name: index for index, name in enumerate(self.names.buffers)}
+        changed = [("buffer", name, node) for name, node in sorted(updates, key=lambda update: place[update[0]])]
+        return results + changed if self.wants_loss or not self.training else results
 
 
 def _unwrapped(name: str) -> str:
