@@ -60,10 +60,12 @@ def solve(
     top_k: int = 8,
     slack: float = 0.05,
     visits: int = _VISITS,
+    explain: bool = True,
 ) -> Solution | Infeasible:
     """The ``top_k`` pipelines of least W, of those within the fraction ``slack`` of the least, with those of least T
     and a bound on every pipeline's makespan. The schedule is of one stage per device group and of any family there is
-    but those with chunks (``pipeline_chunks``). ValueError on bad arguments.
+    but those with chunks (``pipeline_chunks``). ``explain``: whether to find out what is missing where nothing fits.
+    ValueError on bad arguments.
     """
     m, constraints = num_microbatches, constraints or Constraints()
     rows = Rows(table.options, table.num_layers, table.num_devices)
@@ -74,6 +76,8 @@ def solve(
     shapes = [table.options[option].shape for option in rows.option]
     search = Search(rows, prices.path, flights, allowed, shapes) if shapes else None
     if search is None or (found := minimise(search, of, keep=slack)) is None:
+        if not explain:
+            return Infeasible("no pipeline fits", inf)
         return _infeasible(table, rows, prices, of, constraints)
     stages: list[_Stages] = []
     complete = True
