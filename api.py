@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .compiler.capture import capture
 from .compiler.driver import make_plan
@@ -17,12 +15,14 @@ from .compiler.example import batch_extent, flat_inputs
 from .compiler.plan import Plan
 from .compiler.strategy import Strategy, parse_strategy
 from .costmodel.cluster import Cluster, Mesh
-from .parallel import OptimizerFactory, Parallel
-from .profiling import profile
-from .runtime.launch import ensure_initialized
-from .runtime.state import Init
 
-__all__ = ["Parallel", "parallelize", "plan", "profile"]
+if TYPE_CHECKING:  # planning starts a second sooner without the runtime and torch.distributed.tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .parallel import OptimizerFactory, Parallel
+    from .runtime.state import Init
+
+__all__ = ["parallelize", "plan"]
 
 Progress = Callable[[str, float], None]
 
@@ -119,6 +119,9 @@ def parallelize(
         )
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
+    from .parallel import Parallel
+    from .runtime.launch import ensure_initialized
+
     ensure_initialized()
     made = Parallel(
         model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, microbatches, strategy, schedule, plan, optimizer,
@@ -132,6 +135,9 @@ def parallelize(
 def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
     """The cluster that ``mesh`` describes; None where the ranks' own machine is to be measured. ValueError if it is not
     the world's size."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
     world = dist.get_world_size()
     size = world if mesh is None else mesh.size() if isinstance(mesh, DeviceMesh) else mesh.num_devices
     if size != world:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -166,6 +167,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         _writable(arguments.output)
     with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
         progress("importing", 0.0)
+        gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
         from . import api
         from .compiler.summary import summary_json
         from .targets import build_target
@@ -173,6 +175,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         cluster = _cluster(arguments.cluster)
         progress("building", 0.0)
         target = build_target(arguments.target)
+        gc.freeze()
+        gc.enable()
         progress("capture", 0.0)
         found = api.plan(
             target.model,

@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from .eliminate import TooWide, eliminate
-from .ilp import solve_ilp
 from .intra_op import TOLERANCE, Infeasible, Problem, Solution, evaluate, improve
 from .presolve import minimum_bytes_problem, restrict, simplify
 
@@ -65,16 +65,22 @@ def solve(
         stop = math.inf if time_limit_s is None else start + time_limit_s
         alive = _may_be_optimal(small, limit_bytes, byte_weight, best_s, stop, max_table)
     except TooWide:
-        return solve_ilp(problem, limit_bytes, time_limit_s)
+        return _solve_ilp(problem, limit_bytes, time_limit_s)
     remaining_s = None if time_limit_s is None else max(time_limit_s - elapsed_s(), 0.0)
     inside = [int(np.searchsorted(idx, c)) for idx, c in zip(alive, hint)]
-    rest = solve_ilp(restrict(small, alive), limit_bytes, remaining_s, inside)
+    rest = _solve_ilp(restrict(small, alive), limit_bytes, remaining_s, inside)
     assert isinstance(rest, Solution), "the hint fits"
     best = optimal([idx[c] for idx, c in zip(alive, rest.choice)])
     bound = max(bound, rest.bound)
     if rest.stop_reason == "optimal" or best.seconds <= bound * (1 + TOLERANCE):
         return best
     return replace(best, bound=bound, stop_reason=rest.stop_reason)
+
+
+def _solve_ilp(*args: Any) -> Solution | Infeasible:
+    from .ilp import solve_ilp  # OR-tools take 0.3 s to import, and hardly any plan needs them
+
+    return solve_ilp(*args)
 
 
 def _lagrange(
