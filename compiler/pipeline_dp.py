@@ -40,7 +40,7 @@ from .pipeline_arcs import Rows, Search
 from .pipeline_bound import candidate_makespan, lower_bound
 from .pipeline_prices import Prices
 from .pipeline_ranked import fastest, ranked
-from .pipeline_search import Mode, gather, minimise, modes
+from .pipeline_search import Mode, minimise, modes
 from .pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 
@@ -90,8 +90,7 @@ def solve(
     stages = stages or [found.stages()]
     first = [describe_pipeline(table, m, schedule, one) for one in stages]
     summed = Search(rows, prices.latency, flights, allowed, additive=True)
-    most = min(one.latency_s for one in first) * (1 + 1e-12)
-    passed = fastest(gather(summed, of, most), _EPSILON, _SWEEPS)[:top_k]
+    passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
     first += [describe_pipeline(table, m, schedule, one) for one in passed if one not in stages]
     pipelines = tuple(sorted(first, key=lambda one: one.estimate_s))
     bound = lower_bound(table, m, schedule, of, constraints, most=pipelines[0].estimate_s * (1 + 1e-12))

@@ -10,7 +10,8 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .pipeline_search import Found, Solved
+from .pipeline_arcs import Search
+from .pipeline_search import Found, Mode, Solved, gather
 from .pipeline_table import StageChoice, StageOption
 
 __all__ = ["fastest", "ranked"]
@@ -67,15 +68,21 @@ def _stages(one: Solved, path: object) -> _Stages:
     return tuple(reversed(out))
 
 
-def fastest(found: Found, epsilon: float, sweeps: int) -> list[_Stages]:
-    """Pipelines of least Σ fills + max head (``found`` is of an additive search), the best first, then others that the
-    bisection passed: within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out."""
+def fastest(search: Search, of: Sequence[Mode], best: float, epsilon: float, sweeps: int) -> list[_Stages]:
+    """Pipelines of least Σ fills + max head (``search`` is additive), the best first, then others that the bisection
+    passed: the best of these and ``best`` is within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out.
+    """
+    if search.low >= best * (1.0 - epsilon):
+        return []
+    found = gather(search, of, best * (1 + 1e-12))
     heads = [one.head[np.isfinite(one.head)] for one in found.solved]
     caps = np.unique(np.concatenate(heads)) if heads else np.empty(0)
     passed: list[tuple[float, _Stages]] = []
-    best = inf
+    least = int(np.searchsorted(caps, search.least_head))
     # pipelines whose largest head is in caps[low..high] have sums of at least `total`, and values of at least the first
-    queue: list[tuple[float, int, int, float]] = [(0.0, 0, len(caps) - 1, 0.0)] if len(caps) else []
+    queue: list[tuple[float, int, int, float]] = []
+    if least < len(caps):
+        queue.append((search.low, least, len(caps) - 1, search.low - search.least_head))
     while queue and sweeps > 0 and queue[0][0] < best * (1.0 - epsilon):
         _, low, high, total = heapq.heappop(queue)
         if isfinite(best):  # what has a slower stage than this cannot win
