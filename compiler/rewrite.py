@@ -293,6 +293,28 @@ def split_cross_entropy(graph: Graph) -> None:
         _replace(graph, node, loss)
 
 
+def keep_loss_dims(graph: Graph) -> None:
+    """Cross entropy over [..., C] as the model had it before it merged the leading dims into one, of which only the
+    first could be cut; the sum is the same."""
+    for node in _find(graph, local_ops.cross_entropy):
+        merged = [operand.meta["type"].shape for operand in node.args[:2]]
+        logits, target = (_before_views(operand) for operand in node.args[:2])
+        shape = logits.meta["type"].shape
+        if shape[-1] == merged[0][-1] and shape[:-1] == target.meta["type"].shape and len(shape) > len(merged[0]):
+            node.args = (logits, target, *node.args[2:])
+
+
+def _before_views(node: Node) -> Node:
+    """What a chain of reshapes began with."""
+    while node.op == "call_function" and node.target in (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+    ):
+        (node,) = node.all_input_nodes
+    return node
+
+
 def split_batch_norm(graph: Graph) -> None:
     """Training batch norm as ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
     norm stays."""
@@ -337,6 +359,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     expand_attention_dropout,
     number_dropouts,
     split_cross_entropy,
+    keep_loss_dims,
     split_batch_norm,
     refuse_generators,
     spell_out_broadcasts,

@@ -37,37 +37,47 @@ def _context():
 SDPA = aten.scaled_dot_product_attention.default
 BATCH_NORM = aten.batch_norm.default
 CASES = {
-    "attention": (SDPA, (r(4, 4, 8, 4), r(4, 4, 6, 4), r(4, 4, 6, 4)), {}, "batch heads query"),
-    "attention causal": (SDPA, (r(4, 4, 8, 4), r(4, 4, 8, 4), r(4, 4, 8, 4), None, 0.0, True), {}, "batch heads"),
+    "attention": (SDPA, (r(4, 4, 8, 4), r(4, 4, 6, 4), r(4, 4, 6, 4)), {}, "batch heads query ring"),
+    "attention causal": (SDPA, (r(4, 4, 8, 4), r(4, 4, 8, 4), r(4, 4, 8, 4), None, 0.0, True), {}, "batch heads ring"),
     "attention one mask": (
         SDPA,
         (r(4, 4, 8, 4), r(4, 4, 6, 4), r(4, 4, 6, 4), r(1, 4, 8, 6)),
         {},
-        "batch heads query",
+        "batch heads query ring",
     ),
     "attention bool mask": (
         SDPA,
         (r(4, 4, 8, 4), r(4, 4, 6, 4), r(4, 4, 6, 4)),
         {"attn_mask": ints(4, 4, 1, 1, 6) > 0},
-        "batch heads query",
+        "batch heads query ring",
     ),
     "attention grouped": (
         SDPA,
         (r(4, 8, 4, 4), r(4, 4, 4, 4), r(4, 4, 4, 4)),
         {"is_causal": True, "enable_gqa": True, "scale": 0.3},
-        "batch heads",
+        "batch heads ring",
     ),
-    "attention without heads": (SDPA, (r(4, 8, 4), r(4, 6, 4), r(4, 6, 4), r(8, 6)), {}, "batch query"),
+    "attention without heads": (SDPA, (r(4, 8, 4), r(4, 6, 4), r(4, 6, 4), r(8, 6)), {}, "batch query ring"),
     "conv1d": (aten.conv1d.default, (r(4, 4, 8), r(4, 4, 3), r(4)), {}, "batch out in"),
-    "conv2d strided": (aten.conv2d.default, (r(4, 4, 6, 6), r(8, 4, 3, 3), None, [2, 2], [1, 1]), {}, "batch out in"),
+    "conv2d strided": (
+        aten.conv2d.default,
+        (r(4, 4, 6, 6), r(8, 4, 3, 3), None, [2, 2], [1, 1]),
+        {},
+        "batch out in height width",
+    ),
     "conv2d grouped": (
         aten.conv2d.default,
         (r(4, 8, 6, 6), r(8, 2, 3, 3), r(8), [1, 1], [1, 1], [1, 1], 4),
         {},
-        "batch group",
+        "batch group height width",
     ),
     "conv2d unbatched": (aten.conv2d.default, (r(4, 6, 6), r(8, 4, 3, 3), r(8)), {}, "out in"),
-    "conv2d same": (aten.conv2d.padding, (r(4, 4, 6, 6), r(8, 4, 3, 3), r(8), [1, 1], "same"), {}, "batch out in"),
+    "conv2d same": (
+        aten.conv2d.padding,
+        (r(4, 4, 6, 6), r(8, 4, 3, 3), r(8), [1, 1], "same"),
+        {},
+        "batch out in height width",
+    ),
     "convolution transposed": (
         aten.convolution.default,
         (r(4, 4, 6, 6), r(4, 8, 3, 3), r(8), [1, 1], [1, 1], [1, 1], True, [0, 0], 1),
@@ -81,14 +91,14 @@ CASES = {
         "batch group",
     ),
     "conv_transpose2d": (aten.conv_transpose2d.input, (r(4, 4, 5, 5), r(4, 8, 3, 3), r(8)), {}, "batch out in"),
-    "max_pool2d": (aten.max_pool2d.default, (r(4, 4, 8, 8), [2, 2]), {}, "batch channel grad"),
+    "max_pool2d": (aten.max_pool2d.default, (r(4, 4, 8, 8), [2, 2]), {}, "batch channel height width grad"),
     "max_pool2d indices": (
         aten.max_pool2d_with_indices.default,
         (r(4, 4, 8, 8), [3, 3], [2, 2], [1, 1]),
         {},
         "batch channel grad",
     ),
-    "avg_pool2d": (aten.avg_pool2d.default, (r(4, 4, 8, 8), [2, 2]), {}, "batch channel partial grad"),
+    "avg_pool2d": (aten.avg_pool2d.default, (r(4, 4, 8, 8), [2, 2]), {}, "batch channel height width partial grad"),
     "adaptive_avg_pool2d": (
         aten.adaptive_avg_pool2d.default,
         (r(4, 4, 8, 8), [1, 1]),
@@ -131,7 +141,12 @@ CASES = {
         {},
         "channel batch",
     ),
-    "synchronised batch_norm": (local_ops.batch_norm, (r(4, 8, 3, 3), r(8), r(8), 1e-5), {}, "batch channel"),
+    "synchronised batch_norm": (
+        local_ops.batch_norm,
+        (r(4, 8, 3, 3), r(8), r(8), 1e-5),
+        {},
+        "batch channel height width",
+    ),
     "synchronised batch_norm plain": (local_ops.batch_norm, (r(8, 4), None, None, 1e-5), {}, "batch channel"),
     "embedding": (aten.embedding.default, (r(8, 4), ints(8, 4, 4)), {}, "b0 b1 vocab hidden grad"),
     "embedding padded": (aten.embedding.default, (r(8, 4), ints(8, 4, 4), 5), {}, "b0 b1 vocab hidden grad"),
@@ -151,19 +166,19 @@ CASES = {
         local_ops.experts,
         (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 12, 4), r(4, 4, 6), "silu"),
         {},
-        "token expert",
+        "token expert dispatch",
     ),
     "experts separable": (
         local_ops.experts,
         (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 2, 8, 4), r(4, 4, 8), "gelu"),
         {},
-        "token expert ffn",
+        "token expert ffn dispatch",
     ),
     "experts ungated": (
         local_ops.experts,
         (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 8, 4), r(4, 4, 8), "relu", False),
         {},
-        "token expert ffn",
+        "token expert ffn dispatch",
     ),
     "dropout": (local_ops.dropout, (r(4, 8, 4), 0.3, 7), {}, "d0 d1 d2 grad"),
     "dropout across groups": (local_ops.dropout, (r(4, 12), 0.5, 7), {}, "d0 d1 grad"),
@@ -185,7 +200,7 @@ def test_attention_that_draws_dropout_is_whole_only():
 
 def test_uneven_cuts_are_not_offered():
     grouped = example_node(SDPA, r(4, 6, 8, 4), r(4, 3, 8, 4), r(4, 3, 8, 4), is_causal=True, enable_gqa=True)
-    assert {choice.labels for choice in mesh_choices(grouped, (2,))} == {("whole",), ("batch",)}
+    assert {choice.labels for choice in mesh_choices(grouped, (2,))} == {("whole",), ("batch",), ("ring",)}
     convolution = example_node(aten.conv2d.default, r(4, 6, 5, 5), r(6, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 3)
     assert {choice.labels for choice in mesh_choices(convolution, (2,))} == {("whole",), ("batch",)}
 
@@ -251,7 +266,7 @@ def test_internal_collectives_move_what_is_claimed(case):
     target, args, kwargs, _ = CASES[case]
     node = example_node(target, *args, **kwargs)
     rule = rule_for(node)
-    (choice,) = [choice for choice in rule.axis_choices(node) if choice.internal]
+    choice = next(choice for choice in rule.axis_choices(node) if choice.internal)
     function, call_args, call_kwargs = rule.localize(node, (choice.label,), (2,))
     dims = [pair[0].dim if pair[0].is_shard else None for pair in choice.inputs]
     tensors = dict(zip(tensor_operands(node), (x for x in args if isinstance(x, torch.Tensor))))

@@ -10,7 +10,8 @@ A choice on a mesh is one label per axis (``mesh_choices``). It stands if
 
 * the product of the sizes of all axes with one label divides that label's extent (if the label cuts anything),
 * every operand and output is cut evenly, cuts of one dim by several axes accumulating, and
-* no dim of any tensor is cut by two different labels (its layout would not be nested blocks).
+* no dim of any tensor is cut by two different labels (its layout would not be nested blocks), unless one of them says
+  that it joins the other (``AxisChoice.joins``).
 """
 
 from __future__ import annotations
@@ -145,16 +146,16 @@ def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
     )
     for side, column, tensors in sides:
         for k, tensor in enumerate(tensors):
-            cuts: dict[int, tuple[str, int]] = {}
+            cuts: dict[int, tuple[AxisChoice, int]] = {}
             for choice, size in zip(combination, mesh_shape):
                 placement = getattr(choice, column)[k][0]
                 if not placement.is_shard or size == 1:
                     continue
                 dim, extent = placement.dim, tensor.shape[placement.dim]
-                label, parts = cuts.get(dim, (choice.label, 1))
-                if label != choice.label:
-                    return f"{label!r} and {choice.label!r} both cut dim {dim} of {side} {k}"
-                cuts[dim] = (label, parts * size)
+                other, parts = cuts.get(dim, (choice, 1))
+                if other.label not in (choice.label, *choice.joins) and choice.label not in other.joins:
+                    return f"{other.label!r} and {choice.label!r} both cut dim {dim} of {side} {k}"
+                cuts[dim] = (choice, parts * size)
                 if extent % (parts * size):
                     return f"dim {dim} of {side} {k} is {extent} long, which {parts * size} does not divide"
     return None

@@ -69,7 +69,8 @@ class AxisChoice:
     what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
     splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not). reads: the operands'
     placements as the work sees them, where the op communicates before it computes (None: as ``inputs`` lie).
-    executable: whether ``localize`` gives a program; a choice without one is priced and planned only.
+    executable: whether ``localize`` gives a program; a choice without one is priced and planned only. joins: other
+    labels that may cut a dim together with this one, for which any even blocks do (tokens).
     """
 
     label: str
@@ -80,6 +81,7 @@ class AxisChoice:
     internal: tuple[Internal, ...] = ()
     reads: tuple[Placement, ...] | None = None
     executable: bool = True
+    joins: tuple[str, ...] = ()
 
 
 class Rule:

@@ -11,6 +11,8 @@ lockstep on
 compared; 5. the collectives that were run, by phase, kind and axis, compared with those that the choice claims
 (``Internal``).
 
+A choice without a program (``executable`` False) is not run: its shapes and messages alone are checked.
+
 ``missing_splits`` turns it around: which cuts of operands does execution prove right that the rule does not offer?
 ``python -m meshwright.compiler.rules.check package.module:function`` reports on the graphs that ``function()`` yields.
 """
@@ -32,7 +34,7 @@ from torch.fx import Node
 
 from ..capture import capture
 from ..graph import Graph, op_name, tensor_operands
-from ..spec import P, Placement, R, S, Spec, local_shape
+from ..spec import P, Pair, Placement, R, S, Spec, local_shape
 from . import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .execution import (
     Run,
@@ -96,6 +98,8 @@ def check_choice(
                 problems.append(f"{side} {k} and its gradient are cut differently: {pair}")
     if problems:
         return problems
+    if not choice.executable:
+        return [*_uneven(choice, columns, mesh_shape)]
 
     try:
         dealt = [distribute(x, pair.value, mesh_shape, generator) for x, pair in zip(inputs, choice.inputs)]
@@ -139,6 +143,26 @@ def check_choice(
     if ran != claimed:
         problems.append(f"it runs collectives {dict(ran)}, but claims {dict(claimed)}")
     return problems
+
+
+def _uneven(
+    choice: MeshChoice,
+    columns: Iterable[tuple[str, Sequence[Pair], Sequence[torch.Tensor]]],
+    mesh_shape: tuple[int, ...],
+) -> Iterator[str]:
+    """What a choice that cannot be run says wrongly of shapes, and of messages along axes that are not there."""
+    for side, pairs, tensors in columns:
+        for k, (pair, tensor) in enumerate(zip(pairs, tensors)):
+            parts = [1] * tensor.dim()
+            for placement, size in zip(pair.value, mesh_shape):
+                if placement.is_shard:
+                    parts[placement.dim] *= size
+            if any(extent % count for extent, count in zip(tensor.shape, parts)):
+                yield f"{side} {k} is {tuple(tensor.shape)}, which {pair} does not cut evenly on {mesh_shape}"
+    for axis, message in choice.internal:
+        side, k = message.like
+        if mesh_shape[axis] == 1 or k >= len(choice.inputs if side == "input" else choice.outputs):
+            yield f"a message along axis {axis} of {mesh_shape} like {side} {k}, which is none"
 
 
 def _compare(

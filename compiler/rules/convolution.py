@@ -1,4 +1,12 @@
-"""Convolutions, poolings and upsamplings. Spatial dims stay whole: cutting them needs halos."""
+"""Convolutions, poolings and upsamplings.
+
+A spatial dim of H rows may be cut where the blocks of input and output belong together, H = stride · rows of the
+output. Block i then needs ``before`` = padding rows of block i - 1 and ``after`` = span - stride - padding rows of
+block i + 1, with span = dilation · (kernel - 1) + 1 (Dryden et al., arXiv:1903.06681). These halos are sent before the
+op, and their gradients back after its backward; no block may be shorter than its neighbours' halos. Where a kernel is
+no wider than its stride and nothing is padded there is no halo, and the op itself is its local program; a halo exchange
+is planned and priced, but has no program yet.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +19,55 @@ from torch.fx import Node
 from ..graph import tensor_operands, types_of
 from ..spec import P, R
 from . import register, whole
-from .base import ROW, AxisChoice, Rule
-from .named import argument, cut, parts, replace_arguments
+from .base import ROW, AxisChoice, Internal, Rule
+from .named import Part, argument, cut, parts, replace_arguments
 
-__all__ = ["ConvolutionRule", "PoolingRule"]
+__all__ = ["SPATIAL", "ConvolutionRule", "PoolingRule"]
+
+SPATIAL = ("depth", "height", "width")  # labels of the last dims
+
+
+def _entry(value: Any, k: int) -> int:
+    """Entry ``k`` of an argument that gives one number for all spatial dims or one for each."""
+    return int(value) if isinstance(value, int) else int(value[k if len(value) > 1 else 0])
+
+
+def _before(node: Node, k: int, span: int) -> int:
+    """Rows of padding before spatial dim ``k``."""
+    padding = argument(node, "padding")
+    if isinstance(padding, str):
+        return (span - 1) // 2 if padding == "same" else 0
+    return _entry(padding, k)
+
+
+def _windows(node: Node, kernel: Sequence[int], first: int, others: Sequence[Part]) -> list[AxisChoice]:
+    """The cuts of an op that slides windows of ``kernel`` over the trailing dims, from dim ``first``.
+
+    others: how the operands after the first take part.
+    """
+    x, out = tensor_operands(node)[0].meta["type"], types_of(node)[0]
+    stride = argument(node, "stride") or kernel
+    dilation = argument(node, "dilation") if "avg_pool" not in str(node.target) else 1
+    choices = []
+    for k, extent in enumerate(kernel):
+        dim, step, span = first + k, _entry(stride, k), _entry(dilation, k) * (extent - 1) + 1
+        rows, results = x.shape[dim], out.shape[dim]
+        if results < 2 or rows != step * results:
+            continue
+        before = _before(node, k, span)
+        after = max(0, span - step - before)
+        even = max(n for n in range(1, results + 1) if results % n == 0 and (n == 1 or rows // n >= max(before, after)))
+        if even == 1:
+            continue
+        messages = tuple(
+            Internal(phase, "send", ("input", 0), x.dtype.itemsize, halo / rows, growth="parts")
+            for phase in ("forward", "backward")
+            for halo in (before, after)
+            if halo
+        )
+        label = SPATIAL[len(SPATIAL) - len(kernel) + k]
+        choices.append(cut(node, label, even, [dim, *others], [dim], messages, executable=not messages))
+    return choices
 
 
 class ConvolutionRule(Rule):
@@ -33,7 +86,7 @@ class ConvolutionRule(Rule):
         return bool(argument(node, "transposed")) if "aten.convolution." in str(node.target) else self.transposed
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "batch"; "out" and "in", or "group"."""
+        """ "batch"; "out" and "in", or "group"; "depth", "height", "width"."""
         operands = tensor_operands(node)
         x, weight = (operand.meta["type"].shape for operand in operands[:2])
         has_bias, groups, channel = len(operands) > 2, argument(node, "groups"), len(x) - len(weight) + 1
@@ -44,12 +97,18 @@ class ConvolutionRule(Rule):
             choices.append(cut(node, "batch", x[0], [0, None] + [None] * has_bias, [0]))
         if groups > 1:
             choices.append(cut(node, "group", groups, [channel, 0] + [0] * has_bias, [channel]))
-            return tuple(choices)
+            return (*choices, *self._spatial(node, channel + 1))
         if weight[outward] > 1:
             choices.append(cut(node, "out", weight[outward], [None, outward] + [0] * has_bias, [channel]))
         if weight[inward] > 1:
             choices.append(cut(node, "in", weight[inward], [channel, inward] + [ROW] * has_bias, [None]))
-        return tuple(choices)
+        return (*choices, *self._spatial(node, channel + 1))
+
+    def _spatial(self, node: Node, first: int) -> list[AxisChoice]:
+        if self._is_transposed(node):
+            return []
+        _, weight, *bias = (operand.meta["type"].shape for operand in tensor_operands(node))
+        return _windows(node, weight[2:], first, [None] * (1 + len(bias)))
 
     def flops(self, node: Node) -> float:
         """2 per multiply-add: each output element (input element if transposed) meets one filter's worth of weights."""
@@ -72,7 +131,8 @@ class ConvolutionRule(Rule):
 
 
 class PoolingRule(Rule):
-    """An op on the trailing ``spatial`` dims of one tensor: all leading dims are free.
+    """An op on the trailing ``spatial`` dims of one tensor: all leading dims are free, and the spatial ones where it
+    slides windows and gives no positions.
 
     linear: whether addends pool to addends. keeps: whether the backward needs the input. index_bytes: those of the
     positions that the op keeps without giving them out, per output element.
@@ -85,7 +145,7 @@ class PoolingRule(Rule):
         self.index_bytes = index_bytes
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "batch", "channel"; "partial" if linear; "grad"."""
+        """ "batch", "channel"; "depth", "height", "width"; "partial" if linear; "grad"."""
         x = tensor_operands(node)[0].meta["type"].shape
         outputs = types_of(node)
         choices = [whole(node)]
@@ -94,6 +154,9 @@ class PoolingRule(Rule):
             label = "channel" if dim == leading - 1 else "batch"
             if x[dim] > 1:
                 choices.append(cut(node, label, x[dim], [dim], [dim] * len(outputs)))
+        if f"_pool{self.spatial}d.default" in str(node.target) and "adaptive" not in str(node.target):
+            kernel = [_entry(argument(node, "kernel_size"), k) for k in range(self.spatial)]
+            choices += [] if argument(node, "ceil_mode") else _windows(node, kernel, leading, [])
         if self.linear:
             choices.append(AxisChoice("partial", (ROW,), (ROW,), 1 << 62, splits_work=False))
         grads = tuple((R, P if kind.is_float else R) for kind in outputs)

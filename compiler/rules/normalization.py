@@ -12,6 +12,7 @@ from torch.fx import Node
 from ..graph import TensorType, tensor_operands, types_of
 from . import register, whole
 from .base import WHOLE, AxisChoice, Internal, Rule
+from .convolution import SPATIAL
 from .named import Part, argument, axes_of, cut, parts, random_float, replace_arguments
 
 __all__ = ["BatchNormRule", "ChannelNormRule", "GroupNormRule", "LayerNormRule"]
@@ -139,14 +140,14 @@ class ChannelNormRule(NormRule):
 
 
 class BatchNormRule(NormRule):
-    """``local_ops.batch_norm``: a cut of the samples averages over the devices inside the op."""
+    """``local_ops.batch_norm``: a cut of the samples, or of space, averages over the devices inside the op."""
 
     def groups(self, node: Node) -> int:
         """One per channel."""
         return _type(node).shape[1]
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "batch", "channel"."""
+        """ "batch", "channel", and "depth", "height", "width"."""
         shape, affine = _type(node).shape, len(tensor_operands(node)) - 1
         statistics = types_of(node)[1]
         internal = (
@@ -159,13 +160,22 @@ class BatchNormRule(NormRule):
             choices.append(cut(node, "batch", shape[0], inputs, [0, WHOLE, WHOLE], internal))
         if shape[1] > 1:
             choices.append(cut(node, "channel", shape[1], [1] + [0] * affine, [1, 0, 0]))
+        for label, dim in self._space(node).items():
+            if shape[dim] > 1:
+                choices.append(cut(node, label, shape[dim], [dim] + [None] * affine, [dim, WHOLE, WHOLE], internal))
         return tuple(choices)
+
+    @staticmethod
+    def _space(node: Node) -> dict[str, int]:
+        """The dims of space by label."""
+        rank = len(_type(node).shape)
+        return {label: rank - len(SPATIAL) + k for k, label in enumerate(SPATIAL) if rank - len(SPATIAL) + k >= 2}
 
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op which axes cut the batch."""
-        axes = axes_of(labels, "batch")
+        """Tells the op which axes cut what it averages over."""
+        axes = axes_of(labels, "batch", *SPATIAL)
         return replace_arguments(node, batch_axes=axes) if axes else super().localize(node, labels, mesh_shape)
 
 

@@ -1,8 +1,17 @@
-"""A mixture's experts: tokens are free, experts and the experts' inner dim contract."""
+"""A mixture's experts: tokens are free, experts and the experts' inner dim contract.
+
+Experts may be parallel in two ways. "expert": every device has all tokens and the rows of its own experts, and the
+results add up (around a cut of the tokens that is an all-gather and a reduce-scatter). "dispatch": tokens and experts
+are cut alike, each token goes to the devices of its experts and comes back, by all_to_all (GShard, arXiv:2006.16668);
+with K experts per token and p devices that moves K/p of the bytes. It is priced for an even router, and has no program
+yet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -10,7 +19,7 @@ from torch.fx import Node
 
 from ..graph import tensor_operands
 from . import register, whole
-from .base import AxisChoice, Rule
+from .base import AxisChoice, Internal, Rule
 from .named import argument, axes_of, cut, random_float, replace_arguments
 
 __all__ = ["ExpertsRule"]
@@ -32,7 +41,7 @@ class ExpertsRule(Rule):
         return index[0] * index[1], *down
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "token", "expert", "ffn"."""
+        """ "token", "expert", "ffn", "dispatch"."""
         _, experts, _, inner = self._sizes(node)
         tokens, gate_up = (tensor_operands(node)[i].meta["type"].shape for i in (0, 3))
         choices = [
@@ -42,7 +51,21 @@ class ExpertsRule(Rule):
         ]
         if len(gate_up) == 4 or not argument(node, "gated"):
             choices.append(cut(node, "ffn", inner, [None, None, None, len(gate_up) - 2, 2], [None]))
+        choices.append(self._dispatch(node))
         return tuple(choice for choice in choices if choice.label == "whole" or choice.extent > 1)
+
+    @staticmethod
+    def _dispatch(node: Node) -> AxisChoice:
+        """Tokens sent to their experts and back, in the forward and, as gradients, in the backward."""
+        x, index, _, _, down = (operand.meta["type"] for operand in tensor_operands(node))
+        messages = tuple(
+            Internal(phase, "all_to_all", ("input", 0), x.dtype.itemsize, float(index.shape[1]))
+            for phase in ("forward", "backward")
+            for _ in range(2)
+        )
+        extent = gcd(x.shape[0], down.shape[0])
+        choice = cut(node, "dispatch", extent, [0, 0, 0, 0, 0], [0], messages, executable=False)
+        return replace(choice, joins=("token",))
 
     def flops(self, node: Node) -> float:
         """2 per multiply-add of the two (three, if gated) matrices that each token meets in each of its experts."""
