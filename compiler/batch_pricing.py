@@ -1,11 +1,7 @@
 """The prices of ``pricing.MeshPricer`` for all variants at once: arrays with a leading axis [num] over the cases.
 
     op            the formulas of ``MeshPricer.op`` on arrays [num, choices]; exact measured ops one by one
-    conversion    seconds of ``MeshPricer.convert``. A step costs what its collective takes for n / divisor[mask] bytes
-                  along its axis, so a conversion is a sum of *terms* (kind, axis, mask), at most 4·axes·2^axes and one
-                  for copies. The terms of a spec pair depend on no tensor, their prices on no spec:
-                      seconds[v, s, t] = prices[v, terms] · counts[s, t, terms]
-    message       a Tariff: the pieces of the cases' axis prices side by side
+    conversion    ``MeshPricer.convert`` as terms with prices (``batch_messages``)
 
 Prices of one axis come from ``AxisPrice.pieces_of``, those of several together from ``MeshPricer.joint``.
 """
@@ -14,58 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from math import prod
+from functools import partial
 
 import numpy as np
 from torch.fx import Node
 
-from ..costmodel.collectives import p2p_pieces
 from ..costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ..costmodel.hardware import Device
 from ..costmodel.memory import parameter_bytes
+from .batch_messages import KINDS, Offers, Tariff, conversion_counts
 from .graph import TensorType, tensor_operands, types_of
 from .op_choices import OpChoices
 from .pricing import Facts, facts_of
-from .reshard import FREE, steps_between
 from .rules import MeshChoice, rule_for
 from .signature import signature, sum_signature
 from .spec import Spec, local_shape
 from .variants import Variants, cut_mask
 
-__all__ = ["BatchPricer", "OpPrices", "Tariff", "conversion_counts"]
-
-KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-
-
-class Tariff:
-    """Prices of one kind of message in every case: offers [num_offers, num_pieces, num] of (from_bytes, a, b)."""
-
-    def __init__(self, offers: Sequence[Sequence[Sequence[tuple[float, float, float]]] | None]) -> None:
-        """offers: per case its offers, each its pieces; None where messages cost nothing."""
-        most = max((len(one) for one in offers if one), default=1)
-        pieces = max((len(piece) for one in offers if one for piece in one), default=1)
-        self.parts = np.zeros((3, most, pieces, len(offers)))
-        self.parts[0, :, 1:], self.parts[1] = np.inf, np.inf
-        for v, one in enumerate(offers):
-            if one is None:
-                self.parts[1, :, :, v] = 0.0
-            for w, price in enumerate(one or ()):
-                for k, piece in enumerate(price):
-                    self.parts[:, w, k, v] = piece
-
-    def seconds(self, nbytes: np.ndarray) -> np.ndarray:
-        """Seconds for ``nbytes`` [num, …]; nothing for no bytes."""
-        shape = (-1,) + (1,) * (nbytes.ndim - 1)
-        best = None
-        for w in range(self.parts.shape[1]):
-            start, a, b = self.parts[:, w].reshape(3, self.parts.shape[2], *shape)
-            seconds = a[0] + b[0] * nbytes
-            for k in range(1, len(start)):
-                seconds = np.where(nbytes >= start[k], a[k] + b[k] * nbytes, seconds)
-            best = seconds if best is None else np.minimum(best, seconds)
-        assert best is not None
-        return np.where(nbytes == 0, 0.0, best)
+__all__ = ["BatchPricer", "OpPrices"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +72,8 @@ class BatchPricer:
         """Prices of one collective in the groups that the axes of ``mask`` (those of more than one device) form."""
         key = mask, kind
         if key not in self._tariffs:
-            variants, offers = self.variants, []
-            known: dict[int, Sequence[Sequence[tuple[float, float, float]]] | None] = {}
+            variants, offers = self.variants, list[Offers | None]()
+            known: dict[int, Offers | None] = {}
             for v in range(variants.num):
                 pricer = variants.pricer(v)
                 if id(pricer) not in known:
@@ -119,23 +81,6 @@ class BatchPricer:
                     joint = pricer.joint(axes) if axes else None
                     known[id(pricer)] = None if joint is None else joint.pieces_of(kind)
                 offers.append(known[id(pricer)])
-            self._tariffs[key] = Tariff(offers)
-        return self._tariffs[key]
-
-    def transfer(self) -> Tariff:
-        """Prices of a message between a stage and the one before: ``MeshPricer.transfer_seconds``."""
-        key = (0, "transfer")
-        if key not in self._tariffs:
-            offers = []
-            for v, case in enumerate(self.variants.cases):
-                cluster, count = self.variants.cluster, int(self.variants.num_devices[v])
-                last = case.offset + count - 1
-                neighbour = last + 1 if last + 1 < cluster.num_devices else case.offset - 1
-                if cluster.num_devices == 1 or neighbour < 0:
-                    offers.append(None)
-                    continue
-                here = last if neighbour == last + 1 else case.offset
-                offers.append((p2p_pieces(cluster, neighbour, here, count),))
             self._tariffs[key] = Tariff(offers)
         return self._tariffs[key]
 
@@ -147,11 +92,11 @@ class BatchPricer:
 
     def numel(self, kind: TensorType) -> np.ndarray:
         """[num] elements of a whole tensor."""
-        key = ("numel", kind.shape)
-        if key not in self.variants.cache:
-            counts = self.variants.shapes(kind).prod(axis=1).astype(np.float64)
-            self.variants.cache[key] = counts[self.variants.extent_of]
-        return self.variants.cache[key]
+
+        def make() -> np.ndarray:
+            return self.variants.shapes(kind).prod(axis=1).astype(np.float64)[self.variants.extent_of]
+
+        return self.variants.array(("numel", kind.shape), make)
 
     def local_bytes(self, kind: TensorType, specs: Sequence[Spec]) -> np.ndarray:
         """[num, specs] bytes of one tensor on one device."""
@@ -159,10 +104,8 @@ class BatchPricer:
 
     def by_mask(self, kind: TensorType) -> np.ndarray:
         """[num, 2^axes] bytes on one device by the mask of the axes that cut the tensor."""
-        key = ("bytes", kind)
-        if key not in self.variants.cache:
-            self.variants.cache[key] = self.whole_bytes(kind)[:, None] / self.variants.divisor
-        return self.variants.cache[key]
+        variants = self.variants
+        return variants.array(("bytes", kind), lambda: self.whole_bytes(kind)[:, None] / variants.divisor)
 
     # ---- ops
 
@@ -209,20 +152,22 @@ class BatchPricer:
         for device, rows in self.devices:
             sizes = work.sizes(rows) if device.surfaces and kind in TWO_SIDED else None
             scores = work.scores(rows) if kind == "attention" else None
-            here = flops[rows], work.traffic[rows]
-
-            def price(as_kind: str, direction: str) -> np.ndarray:
-                return op_price_many(
-                    as_kind, *here, facts.dtype, device, direction=direction, sizes=sizes, scores=scores
-                )
-
-            forward = price("pointwise" if facts.copies[0] else kind, "forward")
+            price = partial(
+                op_price_many,
+                flops=flops[rows],
+                nbytes=work.traffic[rows],
+                dtype=facts.dtype,
+                device=device,
+                sizes=sizes,
+                scores=scores,
+            )
+            forward = price("pointwise" if facts.copies[0] else kind)
             if not flows:
                 backward = np.zeros_like(forward)
             elif kind not in TWO_SIDED:
-                backward = price("pointwise" if facts.copies[1] else kind, "backward")
+                backward = price("pointwise" if facts.copies[1] else kind, direction="backward")
             elif measured_backward(kind, facts.dtype, device):
-                backward = price(kind, "backward") * facts.sides / facts.possible
+                backward = price(kind, direction="backward") * facts.sides / facts.possible
             else:
                 backward = facts.sides * forward
             weight = backward * facts.weight_share
@@ -267,15 +212,16 @@ class BatchPricer:
 
     def add_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> np.ndarray:
         """[num, specs] seconds to add one device's part of a tensor into another of its size."""
-        key = ("add", kind)
-        if key not in self.variants.cache:
+
+        def make() -> np.ndarray:
             elements = self.numel(kind)[:, None] / self.variants.divisor
             seconds = np.zeros_like(elements)
             for device, rows in self.devices:
                 here = elements[rows]
                 seconds[rows] = op_price_many("pointwise", here, 3 * here * kind.dtype.itemsize, kind.dtype, device)
-            self.variants.cache[key] = seconds
-        found = self.variants.cache[key][:, [cut_mask(spec) for spec in specs]]
+            return seconds
+
+        found = self.variants.array(("add", kind), make)[:, [cut_mask(spec) for spec in specs]]
         return self._measured_sums(kind, specs, found)
 
     def _measured_sums(self, kind: TensorType, specs: Sequence[Spec], found: np.ndarray) -> np.ndarray:
@@ -305,18 +251,16 @@ class BatchPricer:
 
     def divides(self, kind: TensorType, spec: Spec) -> np.ndarray:
         """bool [num]: where ``spec`` cuts a tensor evenly. Cached."""
-        key = ("divides", kind.shape, spec)
-        if key not in self.variants.cache:
-            self.variants.cache[key] = self.variants.divides(self.variants.shapes(kind), spec)
-        return self.variants.cache[key]
+        variants = self.variants
+        return variants.array(("divides", kind.shape, spec), lambda: variants.divides(variants.shapes(kind), spec))
 
     # ---- conversions
 
     def term_prices(self, kind: TensorType) -> np.ndarray:
         """[num, terms] seconds of every step that a conversion of a tensor may have."""
-        key = ("terms", kind)
-        if key not in self.variants.cache:
-            variants = self.variants
+        variants = self.variants
+
+        def make() -> np.ndarray:
             columns = [
                 self.tariff(1 << axis, name).seconds(self.by_mask(kind))
                 for name in KINDS
@@ -325,13 +269,14 @@ class BatchPricer:
             copied = np.zeros((variants.num, 1))
             for device, rows in self.devices:
                 copied[rows, 0] = self.by_mask(kind)[rows, -1] / device.memory_bytes_per_s
-            self.variants.cache[key] = np.concatenate([*columns, copied], axis=1)
-        return self.variants.cache[key]
+            return np.concatenate([*columns, copied], axis=1)
+
+        return variants.array(("terms", kind), make)
 
     def conversions(self, kind: TensorType, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
         """[num, sources, targets] seconds of conversions in one direction, inf where there is none."""
         counts, impossible = conversion_counts(sources, targets)
-        seconds = (self.term_prices(kind) @ counts).reshape(-1, len(sources), len(targets))
+        seconds: np.ndarray = (self.term_prices(kind) @ counts).reshape(-1, len(sources), len(targets))
         if impossible is not None:
             seconds[:, impossible] = np.inf
         return seconds
@@ -400,57 +345,3 @@ class _Work:
         count = self.pricer.local_bytes(queries, specs) / queries.dtype.itemsize
         count = count / self._extent(queries, specs, len(queries.shape) - 1)
         return (count * self._extent(keys, others, len(keys.shape) - 2))[rows]
-
-
-# ---- what conversions consist of
-
-
-def num_terms(axes: int) -> int:
-    """How many terms there are on a mesh: steps that communicate by kind, axis and cuts, and copies last."""
-    return len(KINDS) * axes * (1 << axes) + 1
-
-
-@lru_cache(maxsize=4096)
-def conversion_counts(sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-    """(how often each term stands in each conversion [terms, sources · targets], bool [sources, targets] of those that
-    do not exist, None if all do)."""
-    axes = len(sources[0])
-    counts = np.zeros((len(sources) * len(targets), num_terms(axes)))
-    missing = []
-    for row, (source, target) in enumerate((s, t) for s in sources for t in targets):
-        terms = _terms(source, target)
-        if terms is None:
-            missing.append(row)
-        else:
-            for term in terms:
-                counts[row, term] += 1
-    impossible = None
-    if missing:
-        impossible = np.zeros(len(counts), dtype=bool)
-        impossible[missing] = True
-        impossible = impossible.reshape(len(sources), len(targets))
-    return np.ascontiguousarray(counts.T), impossible
-
-
-@cache
-def _terms(source: Spec, target: Spec) -> tuple[int, ...] | None:
-    """The terms of one conversion: for each step (kind, axis, mask of the axes that cut what it moves)."""
-    if source == target:
-        return ()
-    try:
-        steps = steps_between(source, target)
-    except ValueError:
-        return None
-    axes, mask, out = len(source), cut_mask(source), []
-    for step in steps:
-        bit, before = 1 << step.axis, mask
-        if step.kind in ("slice", "reduce_scatter"):
-            mask |= bit
-        elif step.kind in ("all_gather", "pad"):
-            mask &= ~bit
-        if step.kind in FREE:
-            out.append(num_terms(axes) - 1)
-        else:
-            kind = KINDS.index(step.kind.removesuffix("_max"))
-            out.append(((kind * axes) + step.axis) * (1 << axes) + (before & mask))
-    return tuple(out)

@@ -3,140 +3,33 @@
 Operators, edges and their order are those of ``problem``. A choice that a case does not offer costs inf there; what is
 offered costs what the scalar section says, to rounding. Recompute modes share everything but four parts (``again``,
 ``saved`` and ``transient`` of operators, ``again``, ``bytes`` and ``transient`` of edges), which are given by mode.
-
-Arrays of edges are made when they are first asked for, and edges of equal tensors and states share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch.fx import Node
 
-from .batch_parameters import ParameterChoice, ParameterPrices, parameter_prices
+from .batch_parameters import ParameterPrices, parameter_prices
 from .batch_pricing import BatchPricer
-from .graph import TensorType, op_name, output_of, tensor_operands, types_of
+from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
+from .graph import op_name, output_of, tensor_operands, types_of
 from .op_choices import OpChoices, op_choices
-from .problem import Restriction, normalized, steady
+from .placeholders import placeholder_pairs, wanted_pairs
+from .problem import Restriction, normalized
 from .recompute import Recompute, recompute_of
-from .rules import MeshChoice, rule_for
+from .rules import rule_for
 from .saved import Saved, beside_outputs, saved_tensors
 from .sharing import Sharing
-from .spec import P, Pair, R, S, parse_pair
+from .spec import Pair, R, parse_pair
 from .variants import State, Variants, cut_mask
 
 __all__ = ["BatchEdge", "BatchSection", "Choice", "build_batch_section"]
 
-Choice = MeshChoice | ParameterChoice | Pair
-ByMode = dict[str, np.ndarray]
-
-
-class _Conversions:
-    """Seconds of all conversions of one tensor between its source and target pairs."""
-
-    def __init__(
-        self,
-        pricer: BatchPricer,
-        kind: TensorType,
-        sources: tuple[Pair, ...],
-        targets: tuple[Pair, ...],
-        grad: bool,
-        is_placeholder: bool,
-    ) -> None:
-        self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
-        self.grad, self.is_placeholder = grad, is_placeholder
-
-    @cached_property
-    def ahead(self) -> np.ndarray:
-        """[num, sources, targets] seconds in the forward."""
-        values = tuple(pair.value for pair in self.sources), tuple(pair.value for pair in self.targets)
-        seconds = self.pricer.conversions(self.kind, *values)
-        if self.is_placeholder:  # what every rank holds whole is cut for nothing
-            free = [
-                [all(v.kind == "R" or v == w for v, w in zip(source, target)) for target in values[1]]
-                for source in values[0]
-            ]
-            seconds[:, np.array(free)] = 0.0
-        return seconds
-
-    @cached_property
-    def back(self) -> np.ndarray:
-        """[num, sources, targets] seconds in the backward."""
-        if not (self.grad and self.kind.is_float):
-            return np.broadcast_to(0.0, self.ahead.shape)
-        cotangents = tuple(pair.cotangent for pair in self.targets), tuple(pair.cotangent for pair in self.sources)
-        return self.pricer.conversions(self.kind, *cotangents).swapaxes(1, 2)
-
-    @cached_property
-    def seconds(self) -> np.ndarray:
-        """[num, sources, targets] both ways."""
-        return self.ahead + self.back if self.grad and self.kind.is_float else self.ahead
-
-    @cached_property
-    def copies(self) -> np.ndarray:
-        """[num, sources, targets] bytes of the converted value, 0 where it stays as it is."""
-        nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
-        moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources])
-        found: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
-        return found
-
-
-@dataclass(frozen=True, eq=False)
-class BatchEdge:
-    """A tensor and its conversions. source: [producer's choices] → source state; consumers: (operator, [its choices] →
-    target state); states: the pairs behind source and target states. All arrays are [num, sources, targets].
-
-    ``floor``: the factor of the seconds that a stage of several layers is sure to pay (see ``BatchSection``).
-    """
-
-    name: str
-    producer: int
-    source: np.ndarray
-    consumers: tuple[tuple[int, np.ndarray], ...]
-    states: tuple[tuple[Pair, ...], tuple[Pair, ...]]
-    conversions: _Conversions
-    copied: bool  # whether some consumer keeps its copy for the backward
-    kept_in: frozenset[str]  # modes in which copies stay until the backward
-    again_in: frozenset[str]  # modes in which the backward converts again
-    modes: tuple[str, ...]
-    floor: float = 1.0
-
-    @property
-    def seconds(self) -> np.ndarray:
-        """Forward and backward, once."""
-        return self.conversions.seconds
-
-    @property
-    def backward(self) -> np.ndarray:
-        """Of these seconds the backward's."""
-        return self.conversions.back
-
-    @property
-    def again(self) -> Mapping[str, np.ndarray]:
-        """Seconds that each mode adds."""
-        return {mode: self.conversions.ahead if mode in self.again_in else self._nothing for mode in self.modes}
-
-    @property
-    def bytes(self) -> Mapping[str, np.ndarray]:
-        """Bytes per microbatch in flight of the converted copy, by mode."""
-        return {mode: self._copies if mode in self.kept_in else self._nothing for mode in self.modes}
-
-    @property
-    def transient(self) -> Mapping[str, np.ndarray]:
-        """Bytes of the copy while its layer is recomputed, by mode."""
-        return {mode: self._nothing if mode in self.kept_in else self._copies for mode in self.modes}
-
-    @property
-    def _copies(self) -> np.ndarray:
-        return self.conversions.copies if self.copied else self._nothing
-
-    @property
-    def _nothing(self) -> np.ndarray:
-        return np.broadcast_to(0.0, (len(self.seconds), len(self.states[0]), len(self.states[1])))
+_FREE = Restriction()
 
 
 class _Row(NamedTuple):
@@ -157,56 +50,12 @@ class _Row(NamedTuple):
     transient: ByMode
 
 
-@dataclass(frozen=True, eq=False)
-class BatchSection:
-    """One layer in all cases. Parallel tuples over operators, arrays [num, choices]; see ``problem.Section``.
-
-    choices: MeshChoice for ops (with the labels of some case: ``label`` knows every case's), ParameterChoice for
-    parameters, Pair for the rest; offered: bool, where a case has the choice. seconds: per microbatch, everything;
-    step_seconds: of these what is done once per step, over the number of microbatches (gradients' reduction and the
-    update; adding gradients up belongs to every microbatch); gradient_seconds: of these the reduction and gathers that
-    could hide behind compute; backward_seconds: of the seconds those in the backward of a microbatch. floor_seconds:
-    what a stage that holds several layers pays for this one at least: nothing for floating ops that more layers need,
-    a parameter's seconds shared among the layers that use it.
-    """
-
-    layer: int
-    modes: tuple[str, ...]
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
-    choices: tuple[tuple[Choice, ...], ...]
-    offered: tuple[np.ndarray, ...]
-    seconds: tuple[np.ndarray, ...]
-    step_seconds: tuple[np.ndarray, ...]
-    gradient_seconds: tuple[np.ndarray, ...]
-    backward_seconds: tuple[np.ndarray, ...]
-    floor_seconds: tuple[np.ndarray, ...]
-    resident: tuple[np.ndarray, ...]
-    again: tuple[ByMode, ...]
-    saved: tuple[ByMode, ...]
-    transient: tuple[ByMode, ...]
-    edges: tuple[BatchEdge, ...]
-    ops: Mapping[str, OpChoices] = field(repr=False)
-    extent_of: np.ndarray = field(repr=False)
-
-    def index(self, kind: str) -> dict[str, int]:
-        """Name → operator index of all operators of one kind."""
-        return {name: i for i, (name, k) in enumerate(zip(self.names, self.kinds)) if k == kind}
-
-    def label(self, operator: int, choice: int, v: int) -> str:
-        """The text by which a plan names a choice in case ``v``."""
-        if self.kinds[operator] == "op":
-            own = self.ops[self.names[operator]]
-            return own.texts[own.group_of[self.extent_of[v]]][choice]
-        return str(self.choices[operator][choice])
-
-
 def build_batch_section(
     variants: Variants,
     layer: int,
     into: Sequence[State],
     out: Sequence[State],
-    restriction: Restriction = Restriction(),
+    restriction: Restriction = _FREE,
     modes: Sequence[str] = ("none",),
 ) -> BatchSection:
     """Layer ``layer`` in all cases, its borders in these states (of ``Variants.states``), under these recompute
@@ -267,7 +116,7 @@ class _Builder:
             possible = np.ones(self.variants.num, dtype=bool)
             for name, pair in zip(tensors, state):
                 possible &= self.pricer.divides(self.nodes[name].meta["type"], pair.value)
-            found[state[t]] = found.get(state[t], False) | possible
+            found[state[t]] = found[state[t]] | possible if state[t] in found else possible
         return _States(tuple(found), np.stack(list(found.values()), axis=1))
 
     def build(self) -> BatchSection:
@@ -303,10 +152,27 @@ class _Builder:
                 gives[name] = self._add_placeholder(self.nodes[name], wanted)
             assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
         edges = tuple(self._edge(name, gives[name], wanted) for name, wanted in wants.items())
-        columns = list(zip(*self.rows))
+        rows = self.rows
         return BatchSection(
-            self.layer, self.modes, *columns, edges, self.op_choices, self.variants.extent_of  # type: ignore[arg-type]
-        )  # fmt: skip
+            layer=self.layer,
+            modes=self.modes,
+            names=tuple(row.name for row in rows),
+            kinds=tuple(row.kind for row in rows),
+            choices=tuple(row.choices for row in rows),
+            offered=tuple(row.offered for row in rows),
+            seconds=tuple(row.seconds for row in rows),
+            step_seconds=tuple(row.step for row in rows),
+            gradient_seconds=tuple(row.gradient for row in rows),
+            backward_seconds=tuple(row.backward for row in rows),
+            floor_seconds=tuple(row.floor for row in rows),
+            resident=tuple(row.resident for row in rows),
+            again=tuple(row.again for row in rows),
+            saved=tuple(row.saved for row in rows),
+            transient=tuple(row.transient for row in rows),
+            edges=edges,
+            ops=self.op_choices,
+            extent_of=self.variants.extent_of,
+        )
 
     def _outputs(self, node: Node) -> list[tuple[str, int]]:
         """The tensors that an op gives: (name, which output)."""
@@ -317,21 +183,50 @@ class _Builder:
     # ---- operators
 
     def _add(
-        self, name: str, kind: str, choices: tuple[Choice, ...], offered: np.ndarray, **arrays: np.ndarray | ByMode
+        self,
+        name: str,
+        kind: str,
+        choices: tuple[Choice, ...],
+        offered: np.ndarray,
+        seconds: np.ndarray | None = None,
+        step: np.ndarray | None = None,
+        gradient: np.ndarray | None = None,
+        backward: np.ndarray | None = None,
+        floor: np.ndarray | None = None,
+        resident: np.ndarray | None = None,
+        again: ByMode | None = None,
+        saved: ByMode | None = None,
+        transient: ByMode | None = None,
     ) -> int:
-        shape = offered.shape
-        nothing: Any = np.broadcast_to(0.0, shape)
-        seconds: Any = np.where(offered, arrays.pop("seconds", nothing), np.inf)
-        by_mode = [
-            {mode: arrays.get(part, {}).get(mode, nothing) for mode in self.modes}  # type: ignore[union-attr]
-            for part in ("again", "saved", "transient")
-        ]
-        floor: Any = np.where(offered, arrays.pop("floor", seconds), np.inf)
-        plain: list[Any] = [arrays.get(part, nothing) for part in ("step", "gradient", "backward")]
-        row = _Row(
-            name, kind, choices, offered, seconds, *plain, floor, arrays.get("resident", nothing), *by_mode
-        )  # type: ignore[arg-type]  # fmt: skip
-        self.rows.append(row)
+        """An operator; what is not given is 0."""
+        nothing = np.broadcast_to(0.0, offered.shape)
+
+        def filled(part: np.ndarray | None) -> np.ndarray:
+            return nothing if part is None else part
+
+        def by_mode(part: ByMode | None) -> ByMode:
+            return {mode: (part or {}).get(mode, nothing) for mode in self.modes}
+
+        total = np.where(offered, filled(seconds), np.inf)
+        least = total if floor is None else np.where(offered, floor, np.inf)
+        parts = [filled(part) for part in (step, gradient, backward)]
+        self.rows.append(
+            _Row(
+                name,
+                kind,
+                choices,
+                offered,
+                total,
+                parts[0],
+                parts[1],
+                parts[2],
+                least,
+                filled(resident),
+                by_mode(again),
+                by_mode(saved),
+                by_mode(transient),
+            )
+        )
         return len(self.rows) - 1
 
     def _add_entry(self, name: str, states: _States) -> int:
@@ -406,8 +301,11 @@ class _Builder:
     def _add_placeholder(self, node: Node, wanted: list[tuple[int, list[Pair], bool]]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
-        everywhere = np.ones(self.variants.num, dtype=bool)
-        found = {parse_pair(pinned): everywhere} if pinned else self._pairs(node, self._wanted(wanted))
+        if pinned:
+            found = {parse_pair(pinned): np.ones(self.variants.num, dtype=bool)}
+        else:
+            asked = wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
+            found = placeholder_pairs(self.variants, node, asked, self.restriction.roles)
         found = {pair: found[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(found, key=str)}
         found = {pair: where for pair, where in found.items() if where.any()}
         if not found:
@@ -421,10 +319,10 @@ class _Builder:
             )
             i = self._add_parameter(node.name, prices)
             return i, [normalized(choice.pair, node.name in self.grad) for choice in prices.choices]
-        arrays = {}
+        resident = None
         if source.kind == "buffer":
-            arrays["resident"] = self.pricer.local_bytes(kind, [pair.value for pair in found])
-        i = self._add(node.name, "source", tuple(found), offered, **arrays)
+            resident = self.pricer.local_bytes(kind, [pair.value for pair in found])
+        i = self._add(node.name, "source", tuple(found), offered, resident=resident)
         return i, [normalized(pair, node.name in self.grad) for pair in found]
 
     def _add_parameter(self, name: str, prices: ParameterPrices) -> int:
@@ -442,46 +340,6 @@ class _Builder:
             transient=dict.fromkeys(self.modes, prices.gathered),
         )
 
-    def _wanted(self, wanted: list[tuple[int, list[Pair], bool]]) -> dict[Pair, np.ndarray]:
-        """bool [num] by pair: where a consumer's offered choice wants it."""
-        found: dict[Pair, np.ndarray] = {}
-        for i, pairs, _ in wanted:
-            offered = self.rows[i].offered
-            for pair, columns in _by_value(pairs).items():
-                where = offered[:, columns].any(axis=1)
-                found[pair] = found[pair] | where if pair in found else where
-        return found
-
-    def _pairs(self, node: Node, wanted: dict[Pair, np.ndarray]) -> dict[Pair, np.ndarray]:
-        """The pairs in which a placeholder may lie, and where: ``problem._Builder._pairs`` for all cases."""
-        source, axes = node.meta["source"], self.variants.axes
-        everywhere, whole = np.ones(self.variants.num, dtype=bool), (R,) * axes
-        if source.kind == "parameter" and source.requires_grad and node.name in self.grad:
-            pairs = {p: w for p, w in wanted.items() if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
-            return pairs | {Pair(whole, whole): everywhere, Pair(whole, (P,) * axes): everywhere}
-        if any(r.kind == "buffer" and r.name == source.name for r in self.variants.source.results):
-            return {Pair(whole, whole): everywhere}
-        frozen, pairs = source.kind == "parameter", {Pair(whole, whole): everywhere}
-        for pair, where in wanted.items():
-            if not any(v.is_partial for v in pair.value):
-                own = Pair(pair.value, pair.value if frozen else whole)
-                pairs[own] = pairs[own] | where if own in pairs else where
-        if source.kind == "input" and source.batch_dim is not None:
-            return self._by_role(pairs, source.batch_dim)
-        return pairs
-
-    def _by_role(self, pairs: dict[Pair, np.ndarray], batch_dim: int) -> dict[Pair, np.ndarray]:
-        """Those that the roles allow where there are any, else all."""
-        allowed = [
-            all(
-                role is None or (v == S(batch_dim)) == (role == "data")
-                for role, v in zip(self.restriction.roles, p.value)
-            )
-            for p in pairs
-        ]
-        some = np.any([where for where, ok in zip(pairs.values(), allowed) if ok] or [False], axis=0)
-        return {p: where if ok else where & ~some for (p, where), ok in zip(pairs.items(), allowed)}
-
     # ---- edges
 
     def _edge(self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]) -> BatchEdge:
@@ -492,7 +350,7 @@ class _Builder:
         is_placeholder = node.op == "placeholder" and not grad
         key = ("edge", node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder)
         if key not in self.variants.cache:
-            self.variants.cache[key] = _Conversions(
+            self.variants.cache[key] = Conversions(
                 self.pricer, node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder
             )
         return BatchEdge(
@@ -521,24 +379,11 @@ class _States(NamedTuple):
     offered: np.ndarray
 
 
-def _by_value(pairs: Sequence[Pair]) -> dict[Pair, list[int]]:
-    found: dict[Pair, list[int]] = {}
-    for c, pair in enumerate(pairs):
-        found.setdefault(pair, []).append(c)
-    return found
-
-
-def _cached(variants: Variants, key: tuple[str, ...], make: Callable[[], Any]) -> Any:
-    if key not in variants.cache:
-        variants.cache[key] = make()
-    return variants.cache[key]
-
-
 def _recompute(variants: Variants, mode: str) -> Recompute:
-    def make() -> Recompute:
-        return recompute_of(variants.source, variants.layering, mode, variants.schedule)
-
-    found: Recompute = _cached(variants, ("recompute", mode), make)
+    key, cache = ("recompute", mode, variants.schedule), variants.samples.cache
+    if key not in cache:
+        cache[key] = recompute_of(variants.source, variants.layering, mode, variants.schedule)
+    found: Recompute = cache[key]
     return found
 
 

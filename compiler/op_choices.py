@@ -13,7 +13,7 @@ what the pruner keeps, what a restriction's roles allow, and no heavy work done 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
@@ -34,8 +34,8 @@ __all__ = ["Message", "OpChoices", "op_choices"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective inside an op: for the choices ``columns``, along ``axis``, ``grows`` (an axis mask) times larger than
-    its Internal says."""
+    """A collective inside an op under the choices ``columns``, along ``axis``; ``grows``: the mask of the axes by whose
+    sizes it is larger than its Internal says."""
 
     axis: int
     internal: Internal
@@ -47,8 +47,8 @@ class Message:
 class OpChoices:
     """Choices of one op, parallel tuples of C entries.
 
-    choices: with the labels of some case, and work_share 1 (``splits`` says what it is); texts: per group of extents
-    the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask; reads:
+    choices: with the labels of some case, and a work_share of 1 (``splits`` says what it is); texts: per group of
+    extents the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask; reads:
     per operand and choice its value spec as the work sees it; offered: bool [num, C].
     """
 
@@ -75,16 +75,16 @@ class _Union:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.singles: list[_Single] = []
-        found: dict[tuple, int] = {}
+        found: dict[Hashable, int] = {}
         self.group_of = np.zeros(len(nodes), dtype=np.int64)
         rows: list[tuple[list[int], list[int]]] = []  # per extent: (u, gcd)
-        groups: dict[tuple, int] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[str, ...], bool], int] = {}
         rule = rule_for(nodes[0])
         for e, node in enumerate(nodes):
             offered = rule.axis_choices(node)
             shapes = [types_of(operand)[0].shape for operand in tensor_operands(node)]
             shapes += [kind.shape for kind in types_of(node)]
-            counts: dict[tuple, int] = {}
+            counts: dict[Hashable, int] = {}
             ids, common = [], []
             for one in offered:
                 key = (one.inputs, one.outputs, one.splits_work, one.internal, one.reads, one.executable)
@@ -113,7 +113,7 @@ class _Union:
     def stands(self, variants: Variants, mask: int, thin: bool) -> np.ndarray:
         """bool [num, U]: whether all axes of ``mask`` may have this choice together. thin: axes of size 1 as well."""
         rows, divisor = variants.extent_of, variants.whole_divisor[:, mask]
-        ok = self.present[rows] & (self.divisible[rows] % divisor[:, None] == 0)
+        ok: np.ndarray = self.present[rows] & (self.divisible[rows] % divisor[:, None] == 0)
         if not thin:
             for axis in range(variants.axes):
                 if mask >> axis & 1:
@@ -224,7 +224,8 @@ def _filtered(
 
 def _first(mask: np.ndarray) -> np.ndarray:
     """Of every row of a bool matrix the first True alone."""
-    return mask & (np.cumsum(mask, axis=1) == 1)
+    first: np.ndarray = mask & (np.cumsum(mask, axis=1) == 1)
+    return first
 
 
 def _allowed(variants: Variants, restriction: Restriction, node: Node, choice: MeshChoice) -> bool:
@@ -253,15 +254,15 @@ class _Made:
         operands = [types_of(operand)[0] for operand in tensor_operands(node)]
         outputs = types_of(node)
         flows = any(kind.is_float for kind in outputs)
-        sides = [[] for _ in union.singles]  # per u: (operand pairs, output pairs) with gradients only where they flow
-        for u, single in enumerate(union.singles):
+        sides = []  # per u: (operand pairs, output pairs) with gradients only where they flow
+        for single in union.singles:
             ins = [p if flows and k.is_float else _no_gradient(p) for p, k in zip(single.choice.inputs, operands)]
             outs = [p if k.is_float else _no_gradient(p) for p, k in zip(single.choice.outputs, outputs)]
-            sides[u] = [tuple(ins), tuple(outs)]
+            sides.append((tuple(ins), tuple(outs)))
         inputs = [_pairs([side[0][k] for side in sides], combos) for k in range(len(operands))]
         results = [_pairs([side[1][k] for side in sides], combos) for k in range(len(outputs))]
         self.inputs, self.outputs = list(zip(*inputs)) or [()] * len(combos), list(zip(*results))
-        home = {u: next(group[u] for group in union.labels if group[u] is not None) for u in range(len(sides))}
+        home = [next(text for group in union.labels if (text := group[u]) is not None) for u in range(len(sides))]
         self.choices = [
             MeshChoice(tuple(home[u] for u in combo), ins, outs, 1.0, (), self._gathers(combo), self._runs(combo))
             for combo, ins, outs in zip(combos, self.inputs, self.outputs)
@@ -279,10 +280,10 @@ class _Made:
 
     def of_group(self, group: int) -> list[MeshChoice | None]:
         """The choices with the labels of a group of extents, None where it lacks one."""
-        labels, out = self.union.labels[group], []
+        labels, out = self.union.labels[group], list[MeshChoice | None]()
         for combo, choice in zip(self.combos, self.choices):
-            own = tuple(labels[u] for u in combo)
-            if any(label is None for label in own):
+            own = tuple(label for u in combo if (label := labels[u]) is not None)
+            if len(own) < len(combo):
                 out.append(None)
             elif own == choice.labels:
                 out.append(choice)
@@ -292,7 +293,7 @@ class _Made:
 
     def once(self, stands: np.ndarray) -> np.ndarray:
         """``stands`` without choices that do the same as an earlier one that stands."""
-        alike: dict[tuple, list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for c, (combo, ins, outs) in enumerate(zip(self.combos, self.inputs, self.outputs)):
             choices = [self.union.singles[u].choice for u in combo]
             key = (tuple(map(id, ins)), tuple(map(id, outs)), tuple((x.splits_work, x.internal) for x in choices))

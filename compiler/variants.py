@@ -15,7 +15,7 @@ extent is asked of a *sample*: the op's layer with its surroundings, instantiate
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -83,7 +83,7 @@ class Samples:
     def _instantiate(self, layer: int, batch: int) -> dict[str, Node]:
         if layer not in self._around:
             self._around[layer] = sorted(_surroundings(self.ops(layer)), key=lambda node: self._order[node.name])
-        copy, env = torch.fx.Graph(), {}
+        copy, env = torch.fx.Graph(), dict[Node, Node]()
         old = self.source.batch
         for node in self._around[layer]:
             for operand in node.all_input_nodes:
@@ -174,6 +174,13 @@ class Variants:
         """The ops of a layer with the floating ops that it needs, in the graph at the capture extent."""
         return self.samples.ops(layer)
 
+    def array(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The array of this key, made once."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: np.ndarray = self.cache[key]
+        return found
+
     @property
     def source(self) -> Graph:
         """The graph at the capture extent."""
@@ -183,12 +190,13 @@ class Variants:
 
     def shapes(self, kind: TensorType) -> np.ndarray:
         """int [extents, dims]: the global shape at every extent of a tensor that has ``kind`` at the capture extent."""
-        key = ("shapes", kind)
-        if key not in self.cache:
+
+        def make() -> np.ndarray:
             old = self.source.batch
             rows = [[rescale(extent, old, new) for extent in kind.shape] for new in self.extents]
-            self.cache[key] = np.array(rows, dtype=np.int64).reshape(len(self.extents), len(kind.shape))
-        return self.cache[key]
+            return np.array(rows, dtype=np.int64).reshape(len(self.extents), len(kind.shape))
+
+        return self.array(("shapes", kind), make)
 
     def divides(self, shapes: np.ndarray, spec: Spec) -> np.ndarray:
         """bool [num]: where ``spec`` cuts a tensor of ``shapes`` [extents, dims] evenly."""
@@ -212,7 +220,8 @@ class Variants:
             kinds = [nodes[name].meta["type"] for name in tensors]
             batch = [self.layering.batch_dims[name][0] for name in tensors]
             self.cache[key] = self._states(kinds, batch, roles)
-        return self.cache[key]
+        found: tuple[tuple[State, ...], np.ndarray] = self.cache[key]
+        return found
 
     def border_key(self, boundary: int) -> tuple[Any, ...]:
         """What the states of a border and their prices depend on."""
@@ -244,7 +253,7 @@ def split_by_axes(
     schedule: str = "1f1b",
 ) -> list[Variants]:  # fmt: skip
     """Cases of any meshes as Variants by number of axes, fewest first, that share their samples."""
-    samples, by_axes = Samples(graph, layering), {}
+    samples, by_axes = Samples(graph, layering), dict[int, list[Case]]()
     for case in cases:
         by_axes.setdefault(len(case.mesh_shape), []).append(case)
     return [

@@ -25,7 +25,6 @@ __all__ = [
     "AxisPrice",
     "Steps",
     "mesh_prices",
-    "p2p_pieces",
     "p2p_seconds",
     "p2p_source",
     "steps_of",
@@ -285,19 +284,6 @@ def p2p_seconds(cluster: Cluster, src_device: int, dst_device: int, nbytes: floa
         return 0.0
     line, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
     return measured.seconds(nbytes) if measured else line[0] + line[1] * nbytes
-
-
-def p2p_pieces(
-    cluster: Cluster, src_device: int, dst_device: int, concurrent: int = 1
-) -> tuple[tuple[float, float, float], ...]:
-    """``p2p_seconds`` as data: pieces (from_bytes, a, b) in rising from_bytes, the first at 0; seconds = a + b·nbytes of
-    more than 0 bytes."""
-    if src_device == dst_device:
-        return ((0.0, 0.0, 0.0),)
-    line, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
-    if measured is None:
-        return ((0.0, *line),)
-    return tuple((piece.from_bytes, piece.alpha_s, piece.beta_s_per_byte) for piece in measured.wire.pieces)
 
 
 def p2p_source(cluster: Cluster, src_device: int, dst_device: int, concurrent: int = 1) -> str:

@@ -144,7 +144,7 @@ def op_price_many(
 ) -> np.ndarray:
     """``op_price(…).seconds`` of every element of ``flops`` and ``nbytes``, which have one shape. sizes: what
     ``Surface.sizes`` gives, element by element, where local shapes are known; scores: of an attention, queries × keys
-    over all batch entries and heads of one device. Work that is negative or of an unknown kind is the caller's fault."""
+    over all batch entries and heads of one device. Negative work or an unknown kind is the caller's fault."""
     if kind in ("view", "free"):
         return np.full(np.shape(flops), device.view_s)
     how = _reading(kind, str(dtype).removeprefix("torch."), device, direction)

@@ -11,8 +11,7 @@ from math import isclose, prod
 import numpy as np
 import pytest
 from meshwright.architectures import Llama
-from meshwright.compiler.batch_borders import entry_seconds, exit_seconds, largest_op_bytes
-from meshwright.compiler.batch_section import BatchSection, build_batch_section, pricer_of
+from meshwright.compiler.batch_section import BatchSection, build_batch_section
 from meshwright.compiler.capture import capture
 from meshwright.compiler.compose import Composer
 from meshwright.compiler.graph import Graph, op_name, types_of
@@ -27,10 +26,11 @@ from meshwright.compiler.signature import signature
 from meshwright.compiler.variants import Case, Variants, split_by_axes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.curves import Curve, Surface
-from meshwright.costmodel.measured import OptimizerRate, OpTime, Piece, Wire
+from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
 from zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels
 
 BATCH = 64
+FREE = Restriction()
 
 
 @cache
@@ -147,7 +147,7 @@ def check(
     name: str,
     cluster: Cluster,
     rng: random.Random,
-    restriction: Restriction = Restriction(),
+    restriction: Restriction = FREE,
     modes: Sequence[str] = ("none",),
     cases: Sequence[Case] | None = None,
     probes: int = 1,
@@ -290,22 +290,3 @@ def test_states_are_those_of_the_composer():
             for v in range(variants.num):
                 composer = Composer(variants.graph_at(v), layering, variants.pricer(v), 1, Restriction(roles))
                 assert [s for s, ok in zip(states, mask[v]) if ok] == composer.states(boundary)
-
-
-def test_borders_cost_what_the_composer_says():
-    graph, layering = model("gpt")
-    for cluster in (profiled(random.Random(2)), uneven()):
-        cases = cases_of(cluster, random.Random(2), 2, 5)
-        (variants,) = split_by_axes(graph, layering, cluster, "AdamW", BATCH, cases)
-        pricer = pricer_of(variants)
-        for v in range(variants.num):
-            composer = Composer(variants.graph_at(v), layering, variants.pricer(v), 1)
-            largest = largest_op_bytes(pricer)[v]
-            np.testing.assert_allclose(largest, composer.transient_bytes(), rtol=1e-12)
-            for boundary in range(len(layering.layers) + 1):
-                states, mask = variants.states(boundary)
-                for ours, theirs in (
-                    (entry_seconds(pricer, boundary, states), composer.entry_seconds(boundary)),
-                    (exit_seconds(pricer, boundary, states), composer.exit_seconds(boundary)),
-                ):
-                    np.testing.assert_allclose(ours[v, mask[v]], theirs, rtol=1e-9)
