@@ -1,0 +1,437 @@
+"""The best plan of a tiny instance by looking at every plan document, with no code of the search.
+
+    document ::= microbatches, schedule, stage+
+    stage    ::= layers [first, end), submesh, state of what enters and leaves, recompute mode per layer,
+                 label per op, residency per parameter, pair per input
+
+Documents are those of the printed space (docs/search.md): labels that ``rules`` and ``prune`` offer, cuts between
+layers, submeshes of ``space``, border states of equal S or R placements. A document is priced as ``reprice`` prices it;
+``Exhaustive.best`` checks this for the one that it returns. Devices hide nothing of a reduction (``overlap`` is 0).
+
+Nothing is left out of this but what cannot matter:
+
+1. A stage's seconds and bytes depend on its own part of a document alone, messages on the states at both of their ends,
+   and the makespan grows with every stage's forward, backward and end of step (a fixed order of actions is a system of
+   maxima and sums). So of a stage's parts with equal border states and equal placement of shared weights only those
+   matter whose (forward, backward, step, bytes) no other undercuts.
+2. The same holds while the ops of a stage are gone through in program order: two beginnings with equal placements of
+   all that is still to be read, and equal gradients to reduce, have the same continuations at the same further price
+   (seconds and bytes add up; the peak of a layer is a sum that only grows until the layer ends).
+3. A stage is busy m(f + b) + step, so no makespan is below this; and with messages between all neighbours none is below
+   Σ_{j<k} (f_j + b_j) + m (f_k + b_k) + step_0. Pipelines whose bound is not below a makespan at hand are not timed.
+
+A tensor that crosses a border between layers inside a stage is in some border state there: documents are those in which
+this costs nothing, that is, where every reader's conversion takes as long by way of that state as directly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import unified_diff
+from math import inf
+from typing import Any
+
+import numpy as np
+from meshwright.compiler.assemble import Assembled
+from meshwright.compiler.capture import capture
+from meshwright.compiler.graph import Graph, op_name
+from meshwright.compiler.layers import Layering, cluster_layers
+from meshwright.compiler.plan import Chunk, Plan, Prediction, Stage, StagePrediction
+from meshwright.compiler.predict import predict
+from meshwright.compiler.reprice import reprice
+from meshwright.compiler.residency import residency_text
+from meshwright.compiler.rules import MeshChoice
+from meshwright.compiler.schedule import generate, in_flight_formula
+from meshwright.compiler.simulate import simulate
+from meshwright.compiler.space import Space, Submesh, submeshes, usable_bytes
+from meshwright.compiler.spec import spec_text
+from meshwright.compiler.strategy import InfeasibleError
+from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.memory import FRAMEWORK_BYTES
+from random_cases import RandomCase, with_memory
+from stage_documents import StageDocuments, StagePart, TooLarge
+
+__all__ = ["Exhaustive", "Found", "TooLarge", "Verdict", "difference", "judge", "text"]
+
+MAX_TIMED = 60_000
+MAX_ASKED = 300
+EPS = 1e-9
+PLAIN = Space()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best document, priced by ``reprice``; None where nothing fits. timed: pipelines that were simulated."""
+
+    plan: Plan | None
+    step_s: float
+    documents: int
+    timed: int
+
+
+Pipeline = tuple[tuple[tuple[int, int], Submesh, int], ...]  # per stage: layers, submesh, first device
+
+
+class Exhaustive:
+    """All documents of one instance. limited: whether memory counts at all."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cluster: Cluster,
+        global_batch: int,
+        space: Space = PLAIN,
+        optimizer: str = "AdamW",
+        limited: bool = False,
+    ) -> None:
+        assert not any(host.device.overlap for host in cluster.hosts), "devices hide nothing of a reduction here"
+        self.graph, self.cluster, self.global_batch, self.space = graph, cluster, global_batch, space
+        self.optimizer, self.limited = optimizer, limited
+        self.layering = cluster_layers(graph)
+        self.graphs: dict[int, Graph] = {}
+        for m in (m for m in range(1, global_batch + 1) if global_batch % m == 0):
+            try:
+                self.graphs[m] = graph.with_batch(global_batch // m)
+            except ValueError:
+                continue
+        self.shared = self._shared()
+        self.submeshes = submeshes(cluster, space)
+        self._stages: dict[tuple, StageDocuments] = {}
+        self._orders: dict[tuple[str, int, int], Any] = {}
+        self.documents = self.timed = self.asked = 0
+        self._accept: Callable[[Plan], bool] | None = None
+
+    def offered(self, layering: Layering, node: Any, batch: int, mesh: tuple[int, ...]) -> list[MeshChoice]:
+        """What ``prune`` keeps of an op's choices."""
+        return layering.pruner.choices(node, batch, mesh)
+
+    def _shared(self) -> frozenset[str]:
+        """Parameters that several layers read."""
+        layer_of = {name: k for k, layer in enumerate(self.layering.layers) for name in layer.ops}
+        return frozenset(
+            node.name
+            for node in self.graph.placeholders("parameter")
+            if len({layer_of[user.name] for user in node.users if user.name in layer_of}) > 1
+        )
+
+    # ---- pipelines
+
+    def pipelines(self) -> Iterator[Pipeline]:
+        """Every way to cut the layers and to give the parts devices in their order, some of which may stay idle."""
+        total = len(self.layering.layers)
+
+        def rest(layer: int, device: int) -> Iterator[Pipeline]:
+            if layer == total:
+                yield ()
+                return
+            for end, mesh in itertools.product(range(layer + 1, total + 1), self.submeshes):
+                for offset in mesh.offsets:
+                    if offset >= device:
+                        for others in rest(end, offset + mesh.num_devices):
+                            yield (((layer, end), mesh, offset), *others)
+
+        return rest(0, 0)
+
+    def parts(self, m: int, schedule: str, layers: tuple[int, int], mesh: Submesh) -> list[StagePart]:
+        """All parts of a stage, in every recompute mode."""
+        out = []
+        offered = self.space.recompute if self.limited else ("none",)  # it saves bytes and costs seconds
+        for modes in itertools.product(offered, repeat=layers[1] - layers[0]):
+            plain = all(mode == "none" for mode in modes)
+            key = m, "" if plain else schedule, layers, mesh.shape, mesh.site, modes
+            if key not in self._stages:
+                self._stages[key] = StageDocuments(self, m, layers, mesh, modes, schedule)
+                self.documents += len(self._stages[key].parts)
+            out += self._stages[key].parts
+        return out
+
+    def best(self, accept: Callable[[Plan], bool] | None = None) -> Found:
+        """The document of the least makespan that fits; accept: what else it must pass."""
+        self._accept = accept
+        jobs = []
+        for pipeline in self.pipelines():
+            for m, schedule in itertools.product(self.graphs, self.space.schedules):
+                stages = [self._fitting(m, schedule, pipeline, k) for k in range(len(pipeline))]
+                if all(stages):
+                    bound = max(min(part.busy_s(m) for part in parts) for parts in stages)
+                    jobs.append((bound, len(jobs), m, schedule, pipeline, stages))
+        jobs.sort(key=lambda job: job[:2])
+        best: tuple[float, int, str, Pipeline, tuple[StagePart, ...]] | None = None
+        for bound, _, m, schedule, pipeline, stages in jobs:
+            if best is not None and bound >= best[0]:
+                break
+            best = self._pipeline(m, schedule, pipeline, stages, best)
+        if best is None:
+            return Found(None, inf, self.documents, self.timed)
+        return Found(self._plan(*best), best[0], self.documents, self.timed)
+
+    def _fitting(self, m: int, schedule: str, pipeline: Pipeline, index: int) -> list[StagePart]:
+        layers, mesh, offset = pipeline[index]
+        parts = self.parts(m, schedule, layers, mesh)
+        if not self.limited:
+            return parts
+        limit = min(usable_bytes(self.cluster)[offset : offset + mesh.num_devices])
+        flight = in_flight_formula(schedule, index, len(pipeline), m)
+        return [part for part in parts if part.bytes(flight) <= limit]
+
+    def _pipeline(
+        self, m: int, schedule: str, pipeline: Pipeline, stages: Sequence[Sequence[StagePart]], best: Any
+    ) -> Any:
+        """The best of ``best`` and all documents of this pipeline."""
+        groups: list[list[list[StagePart]]] = []
+        for parts in stages:
+            found: dict[tuple, list[StagePart]] = defaultdict(list)
+            for part in parts:
+                found[part.receives, part.sends, part.shared].append(part)
+            groups.append([_quickest(group) for group in found.values()])
+        bounds = [[min(part.busy_s(m) for part in group) for group in stage] for stage in groups]
+        chains = sorted(
+            (max(bounds[k][g] for k, g in enumerate(chain)), chain)
+            for chain in itertools.product(*(range(len(stage)) for stage in groups))
+        )
+        for bound, chain in chains:
+            if best is not None and bound >= best[0]:
+                break
+            best = self._chain(m, schedule, pipeline, [stage[g] for stage, g in zip(groups, chain)], best)
+        return best
+
+    def _chain(
+        self, m: int, schedule: str, pipeline: Pipeline, stages: Sequence[Sequence[StagePart]], best: Any
+    ) -> Any:
+        """Documents whose messages and shared weights are all alike."""
+        extra = self._together(m, schedule, pipeline, [parts[0] for parts in stages])
+        num = len(stages)
+        shapes = [tuple(len(parts) if k == j else 1 for j in range(num)) for k, parts in enumerate(stages)]
+        forward, backward, once = (
+            [
+                np.array([getattr(part, name) for part in parts]).reshape(shape) + getattr(extra.stages[k], name)
+                for k, (parts, shape) in enumerate(zip(stages, shapes))
+            ]
+            for name in ("forward_s", "backward_s", "step_s")
+        )
+        ahead: dict[tuple[int, int], float] = defaultdict(float)
+        back: dict[tuple[int, int], float] = defaultdict(float)
+        for transfer in extra.transfers:
+            ahead[transfer.source, transfer.target] += transfer.forward_s
+            back[transfer.source, transfer.target] += transfer.backward_s
+        linked = all((k, k + 1) in ahead and back[k, k + 1] > 0 for k in range(num - 1))
+        bound, before = np.zeros(tuple(map(len, stages))), np.zeros(())
+        for k in range(num):
+            busy = m * (forward[k] + backward[k])
+            bound = np.maximum(bound, busy + once[k])
+            if linked:
+                bound = np.maximum(bound, before + busy + once[0])
+                before = before + forward[k] + backward[k]
+                before = before + (ahead[k, k + 1] + back[k, k + 1] if k + 1 < num else 0.0)
+        order = self._order(schedule, num, m)
+        for flat in np.argsort(bound, axis=None):
+            cell = np.unravel_index(flat, bound.shape)
+            if best is not None and bound[cell] >= best[0]:
+                break
+            self.timed += 1
+            if self.timed > MAX_TIMED:
+                raise TooLarge(f"more than {MAX_TIMED:,} pipelines to time")
+            seconds = ([float(a.reshape(-1)[i]) for a, i in zip(arrays, cell)] for arrays in (forward, backward, once))
+            f, b, s = seconds
+            step = simulate(order, f, b, dict(ahead) or None, s, dict(back) if ahead else None)
+            if best is None or step.makespan_s < best[0]:
+                parts = tuple(options[i] for options, i in zip(stages, cell))
+                found = step.makespan_s, m, schedule, pipeline, parts
+                best = found if self._accepted(found) else best
+        return best
+
+    def _accepted(self, found: tuple[float, int, str, Pipeline, tuple[StagePart, ...]]) -> bool:
+        if self._accept is None:
+            return True
+        self.asked += 1
+        if self.asked > MAX_ASKED:
+            raise TooLarge(f"more than {MAX_ASKED} documents fit by estimate and not by a run without data")
+        return self._accept(self._plan(*found))
+
+    def _order(self, schedule: str, num: int, m: int) -> Any:
+        key = schedule, num, m
+        if key not in self._orders:
+            self._orders[key] = generate(schedule, num, m)
+        return self._orders[key]
+
+    def _together(self, m: int, schedule: str, pipeline: Pipeline, parts: Sequence[StagePart]) -> Any:
+        """What stages cost each other: a prediction of stages that themselves cost nothing."""
+        graph, assembled = self.graphs[m], []
+        losses = {result.node for result in graph.results if result.kind == "loss"}
+        nodes = graph.by_name()
+        for part, (layers, mesh, offset) in zip(parts, pipeline):
+            here = dict.fromkeys(losses & part.stage.members, ())
+            held = {nodes[name].meta["source"].name: residency for name, residency in part.shared}
+            sends = {name: pair.value for name, pair in part.sends}
+            chunk = Chunk(layers, here, held, {}, dict(part.receives), sends)
+            stage = Stage(tuple(range(offset, offset + mesh.num_devices)), mesh.shape, (chunk,))
+            nothing = StagePrediction(0.0, 0.0, 0.0, {}, {}, {})
+            assembled.append(Assembled(stage, nothing, {}, 0.0))
+        grad = self.layering.needs_grad
+        return predict(graph, self.cluster, grad, schedule, m, self.optimizer, assembled)
+
+    def priced(self, m: int, schedule: str, pipeline: Pipeline, parts: Sequence[StagePart]) -> Plan:
+        """The document that these parts make, by ``reprice``; AssertionError if that is not what it costs here."""
+        best = self._chain(m, schedule, pipeline, [[part] for part in parts], None)
+        return self._plan(*best)
+
+    def _plan(self, step_s: float, m: int, schedule: str, pipeline: Pipeline, parts: Sequence[StagePart]) -> Plan:
+        stages = tuple(part.stage.document(part, offset) for part, (_, _, offset) in zip(parts, pipeline))
+        plan = Plan(
+            model=self.graph.fingerprint(),
+            model_ops=dict(Counter(op_name(node) for node in self.graph.ops())),
+            cluster=json.loads(self.cluster.to_json()),
+            global_batch=self.global_batch,
+            microbatches=m,
+            schedule=schedule,
+            optimizer=self.optimizer,
+            layers=tuple(layer.name for layer in self.layering.layers),
+            stages=stages,
+            transfers=(),
+            prediction=Prediction(0.0, 0.0, (), 0.0, 0.0),
+        )
+        priced = reprice(plan, self.graph, self.cluster)
+        assert abs(priced.prediction.step_s - step_s) <= EPS * step_s, (
+            f"a document costs {priced.prediction.step_s!r} s by reprice and {step_s!r} s here: {text(priced)}"
+        )
+        return priced
+
+
+def _quickest(parts: Sequence[StagePart]) -> list[StagePart]:
+    """Those whose (forward, backward, step) no other undercuts."""
+    kept: list[StagePart] = []
+    for part in sorted(parts, key=lambda p: (p.forward_s + p.backward_s + p.step_s, p.forward_s)):
+        if not any(
+            k.forward_s <= part.forward_s and k.backward_s <= part.backward_s and k.step_s <= part.step_s for k in kept
+        ):
+            kept.append(part)
+    return kept
+
+
+def text(plan: Plan) -> str:
+    """A document in a few lines, to hold two against each other."""
+    found = plan.prediction
+    lines = [f"{found.step_s:.9g} s, {plan.microbatches} microbatches, {plan.schedule}, bound {found.bound_s:.9g} s"]
+    for stage, price in zip(plan.stages, plan.prediction.stages):
+        mesh = "x".join(map(str, stage.mesh_shape)) or "1"
+        lines.append(
+            f"  devices {stage.devices[0]}-{stage.devices[-1]} as {mesh}: forward {price.forward_s:.6g} backward "
+            f"{price.backward_s:.6g} step {price.step_s:.6g}; {sum(price.memory_bytes.values()) / 2**20:.1f} MiB"
+        )
+        for chunk in stage.chunks:
+            lines.append(
+                f"    layers {chunk.layers[0]}-{chunk.layers[1]}: "
+                + ", ".join(f"{name} {'/'.join(labels) or '-'}" for name, labels in chunk.ops.items())
+            )
+            lines.append("    " + ", ".join(f"{name} {residency_text(r)}" for name, r in chunk.parameters.items()))
+            lines.append(
+                "    receives "
+                + ", ".join(f"{n} {p}" for n, p in chunk.receives.items())
+                + "; sends "
+                + ", ".join(f"{n} {spec_text(p)}" for n, p in chunk.sends.items())
+            )
+    return "\n".join(lines)
+
+
+def difference(ours: Plan, theirs: Plan) -> str:
+    """What two plans do differently: lines of the first with -, of the second with +."""
+    return "\n".join(
+        unified_diff(text(ours).splitlines(), text(theirs).splitlines(), "ours", "exhaustive", lineterm="", n=1)
+    )
+
+
+# ---- a plan of ours against the best document
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one case. problems: what must not be; notes: what is worth counting."""
+
+    seed: int
+    kind: str
+    case: str
+    ours_s: float | None
+    bound_s: float | None
+    best_s: float | None
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    documents: int
+    plan_s: float  # seconds that planning took
+    exhaustive_s: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether our plan costs what the best document does (or neither exists)."""
+        if self.ours_s is None or self.best_s is None:
+            return self.ours_s is self.best_s
+        return abs(self.ours_s - self.best_s) <= EPS * self.best_s
+
+
+def judge(case: RandomCase, plan_of: Callable[[Graph, Cluster, int, Space], Plan]) -> Verdict:
+    """Hold the plan that ``plan_of`` finds against all documents. Raises TooLarge.
+
+    With a memory limit documents must fit by the estimate op by op and also by a run without data, as every plan of
+    ours does."""
+    graph = capture(case.model, case.inputs)
+    cluster = case.cluster
+    begin = time.perf_counter()
+    exhaustive = Exhaustive(graph, cluster, case.global_batch, case.space)
+    found = exhaustive.best()
+    if case.memory is not None:
+        assert found.plan is not None
+        framework = FRAMEWORK_BYTES[cluster.hosts[0].device.kind]
+        needed = max(stage.peak_bytes for stage in found.plan.prediction.stages) - framework
+        cluster = with_memory(cluster, int(framework + case.memory * needed))
+        exhaustive = Exhaustive(graph, cluster, case.global_batch, case.space, limited=True)
+        found = exhaustive.best(lambda plan: _fits(plan, cluster))
+    exhaustive_s, begin = time.perf_counter() - begin, time.perf_counter()
+    ours: Plan | None = None
+    problems: list[str] = []
+    try:
+        ours = plan_of(graph, cluster, case.global_batch, case.space)
+    except InfeasibleError:
+        pass
+    except Exception as error:
+        problems.append(f"planning raised {type(error).__name__}: {error}")
+    plan_s = time.perf_counter() - begin
+    notes: list[str] = []
+    if not problems:
+        problems, notes = _faults(ours, found, graph, cluster)
+    return Verdict(
+        case.seed, case.kind, str(case), ours and ours.prediction.step_s, ours and ours.prediction.bound_s,
+        None if found.plan is None else found.step_s, tuple(problems), tuple(notes), found.documents, plan_s,
+        exhaustive_s,
+    )  # fmt: skip
+
+
+def _faults(ours: Plan | None, found: Found, graph: Graph, cluster: Cluster) -> tuple[list[str], list[str]]:
+    theirs, problems, notes = found.plan, [], []
+    if ours is None:
+        return ([f"infeasible, but this fits:\n{text(theirs)}"] if theirs is not None else []), notes
+    again = reprice(ours, graph, cluster)
+    if abs(again.prediction.step_s - ours.prediction.step_s) > EPS * ours.prediction.step_s:
+        problems.append(f"step_s is {ours.prediction.step_s!r}, but {again.prediction.step_s!r} by reprice")
+    if theirs is None:
+        return problems, [*notes, "ours fits by a run without data, no document by estimate"]
+    step_s, bound_s = ours.prediction.step_s, ours.prediction.bound_s
+    if bound_s > found.step_s * (1 + EPS):
+        over = f"the bound {bound_s:.9g} s is {bound_s / found.step_s - 1:.3%} above a document"
+        problems.append(f"{over}\n{difference(ours, theirs)}")
+    if step_s * (1 - ours.prediction.bound_gap) > found.step_s * (1 + EPS) and not problems:
+        problems.append(f"{step_s:.9g} s, with its gap above a document\n{difference(ours, theirs)}")
+    if step_s < found.step_s * (1 - EPS):
+        notes.append("faster than every document")
+    return problems, notes
+
+
+def _fits(plan: Plan, cluster: Cluster) -> bool:
+    limits = usable_bytes(cluster)
+    return all(
+        price.peak_bytes - price.memory_bytes["framework"] <= 1.02 * min(limits[d] for d in stage.devices)
+        for stage, price in zip(plan.stages, plan.prediction.stages)
+    )

@@ -1,0 +1,59 @@
+"""The search against every plan document of tiny random instances (``benchmarks/bruteforce.py`` takes hundreds)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from exhaustive import Exhaustive, difference, judge
+from meshwright.compiler.capture import capture
+from meshwright.compiler.driver import make_plan
+from meshwright.compiler.plan import Plan
+from random_cases import random_case
+from stage_documents import StageDocuments
+
+MOST_DEVICES = 3
+SEEDS = (1, 2, 5, 7, 9, 12, 15, 17)
+
+
+def _plan_of(graph, cluster, global_batch, space):
+    return make_plan(graph, cluster, global_batch, alternatives=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_document_is_below_the_bound_or_better_than_the_plan_and_its_gap(seed):
+    verdict = judge(random_case(seed, MOST_DEVICES, wide=False), _plan_of)
+    assert not verdict.problems, verdict.case + "\n" + "\n".join(verdict.problems)
+
+
+@pytest.mark.parametrize("seed", [3, 12, 13, 16, 20])
+def test_documents_cost_what_reprice_says(seed):
+    case = random_case(seed, MOST_DEVICES)
+    exhaustive = Exhaustive(capture(case.model, case.inputs), case.cluster, case.global_batch, case.space, limited=True)
+    draw = random.Random(seed)
+    pipelines = list(exhaustive.pipelines())
+    for pipeline in draw.sample(pipelines, min(6, len(pipelines))):
+        m = draw.choice(list(exhaustive.graphs))
+        stages = [exhaustive.parts(m, "1f1b", layers, mesh) for layers, mesh, _ in pipeline]
+        if all(stages):
+            exhaustive.priced(m, "1f1b", pipeline, [draw.choice(parts) for parts in stages])
+
+
+@pytest.mark.parametrize("seed", [4, 27, 32, 49])
+def test_what_others_undercut_is_left_out_at_no_loss(seed, monkeypatch):
+    case = random_case(seed, 2)
+    graph = capture(case.model, case.inputs)
+    pruned = Exhaustive(graph, case.cluster, case.global_batch, case.space).best()
+    monkeypatch.setattr(StageDocuments, "_prune", lambda self: None)
+    whole = Exhaustive(graph, case.cluster, case.global_batch, case.space).best()
+    assert whole.documents > pruned.documents
+    assert whole.step_s == pytest.approx(pruned.step_s, rel=1e-12)
+
+
+def test_a_difference_names_what_two_plans_do_differently():
+    case = random_case(15, 2, wide=False)
+    plan = _plan_of(capture(case.model, case.inputs), case.cluster, case.global_batch, case.space)
+    data = plan.to_json()
+    data["microbatches"] = 1 if plan.microbatches > 1 else 2
+    assert difference(plan, plan) == ""
+    assert "microbatches" in difference(plan, Plan.from_json(data))
