@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import local_ops
 from .attention_room import attention_of
 from .convolution_room import room_of_convolution
+from .interpret import Segment, runner
 from .program import ChunkProgram
 
 __all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
@@ -245,18 +246,15 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
     return experts
 
 
-def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The program's module as a function of meta tensors. Changes the program: lower it for this alone."""
-    swaps: dict[Any, Callable[..., torch.Tensor]] = {
+def with_stand_ins(
+    program: ChunkProgram, tracker: Tracker, segments: Sequence[Segment] = ()
+) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The program's module as a function of meta tensors, which runs ``segments`` so that the backward repeats them."""
+    swaps: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: attention_of(tracker.writes_scores),
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
-    for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.target in swaps:
-            node.target = swaps[node.target]
-    program.module.recompile()
-    forward: Callable[..., tuple[torch.Tensor, ...]] = program.module.forward
-    return forward
+    return runner(program.module.graph, swaps, segments)
 
 
 class AbstractComm:

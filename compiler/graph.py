@@ -113,6 +113,7 @@ class Graph:
     training: bool = True
     origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
     _names: dict[str, Node] | None = field(default=None, repr=False)
+    _differentiable: frozenset[str] | None = field(default=None, repr=False)  # see ``layers.differentiable``
 
     # ---- reading
 

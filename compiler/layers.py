@@ -86,8 +86,8 @@ class Layering:
         return [node for node in graph.ops() if node.name in wanted]
 
 
-def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
-    """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers."""
+def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) -> Layering:
+    """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``."""
     floating, static, needs_grad = _classify(graph)
     fixed = [node for node in graph.ops() if node.name not in floating]
     if not fixed:
@@ -115,7 +115,7 @@ def cluster_layers(graph: Graph, max_layers: int = 128) -> Layering:
         order,
         static,
         needs_grad,
-        Pruner(_small(capture)),
+        Pruner(_small(capture), sequence),
         _batch_dims(capture),
         graph.batch,
     )
@@ -132,8 +132,12 @@ def _small(capture: Graph) -> Graph:
 
 
 def differentiable(graph: Graph) -> frozenset[str]:
-    """The nodes through which a gradient flows from the loss to some parameter, those parameters included."""
-    return _classify(graph)[2]
+    """The nodes through which a gradient flows from the loss to some parameter, those parameters included. Found once
+    for all batch extents of a graph."""
+    first = graph.origin or graph
+    if first._differentiable is None:
+        first._differentiable = _classify(first)[2]
+    return first._differentiable
 
 
 def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
