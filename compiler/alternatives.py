@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from .explore import Search, nearest_misses
+from .infeasible import nearest
 from .plan import Plan
-from .search import Candidate, Search, find_candidates, microbatch_counts, nearest, usable_counts
+from .space import microbatch_counts
 from .stage_price import STEP_CAUSES
-from .strategy import Strategy
+from .strategy import InfeasibleError, Strategy
 
 __all__ = ["find_alternatives"]
 
-Assemble = Callable[[Search, Sequence[Candidate]], Plan]
+COUNTS = 4  # microbatch counts that are tried, beside the plan's
 
 
-def find_alternatives(search: Search, plan: Plan, assemble: Assemble) -> list[dict[str, Any]]:
+def find_alternatives(search: Search, plan: Plan, best_plans: Callable[[Search], list[Plan]]) -> list[dict[str, Any]]:
     """The best plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
-    out = []
-    for name, strategy in kinds.items():
-        row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
-        if strategy.pp > len(search.layering.layers):
-            row["why"] = f"the model has {len(search.layering.layers)} layers, fewer than {total} stages"
-            out.append(row)
-            continue
-        inner = replace(search, passes={}, misses=[], bounds={})
-        inner.layering = search.layering
-        usable = usable_counts(search.global_batch, strategy)
-        counts = sorted(
-            {m for m in usable if m == plan.microbatches} | set(microbatch_counts(search.global_batch, strategy)[:4])
-        )
-        try:
-            found = find_candidates(inner, counts, strategy, refine=False)
-            if found:
-                other = assemble(inner, found)
-                row |= {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
-            elif inner.misses:
-                row["why"] = f"does not fit: {nearest(inner.misses).missing_bytes / 2**30:.2f} GiB per device missing"
-            else:
-                row["why"] = f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
-        except ValueError as error:
-            row["why"] = str(error)
-        out.append(row)
-    return out
+    return [_alternative(search, plan, name, strategy, best_plans) for name, strategy in kinds.items()]
+
+
+def _alternative(
+    search: Search, plan: Plan, name: str, strategy: Strategy, best_plans: Callable[[Search], list[Plan]]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
+    if strategy.pp > len(search.layering.layers):
+        return row | {"why": f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"}
+    usable = microbatch_counts(search.global_batch, strategy)
+    if not usable or search.global_batch // usable[0] % strategy.dp:
+        return row | {
+            "why": f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
+        }
+    thinned = usable[:: max(1, len(usable) // COUNTS)]
+    counts = {*thinned, *(m for m in usable if m == plan.microbatches)}
+    inner = replace(
+        search, strategy=strategy, counts=tuple(sorted(counts)), passes={}, bounds={}, tables=None, headroom=1.0
+    )
+    try:
+        other = best_plans(inner)[0]
+    except InfeasibleError:
+        missing = nearest(nearest_misses(inner)).missing_bytes
+        return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
+    except ValueError as error:
+        return row | {"why": str(error)}
+    return row | {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
 
 
 _WORDS = {

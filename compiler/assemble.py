@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .compose import Composer, State
 from .eliminate import TooWide, eliminate
 from .graph import Graph, tensor_operands, types_of
 from .intra_op import Infeasible, Problem, evaluate
@@ -21,13 +20,14 @@ from .lagrange import solve
 from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction, Wire
 from .pricing import MeshPricer, partial_axes
-from .problem import Section
+from .problem import Restriction, Section, build_section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .residency import residency_bytes
 from .rules import MeshChoice
 from .spec import Pair, Spec
 from .stage_price import price_stage
+from .variants import State
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
 
@@ -47,33 +47,73 @@ class Assembled:
 
 
 def assemble_stage(
-    composer: Composer,
+    graph: Graph,
+    layering: Layering,
+    pricer: MeshPricer,
+    microbatches: int,
     layers: tuple[int, int],
     labels: Mapping[str, str],
-    into: State,
-    out: State,
+    restriction: Restriction,
+    recompute: Recompute,
+    states: tuple[State, State],
     in_flight: int,
     limit_bytes: float,
     framework: float,
 ) -> Assembled:
-    """The stage of ``layers`` [first, end) whose ops carry ``labels``, entering and leaving in these boundary
-    states."""
-    first, end = layers
-    labelled = composer.afresh(restriction=replace(composer.restriction, pinned=dict(labels)))
-    pinned = labelled.section(first, end, [into], [out])
-    chosen_section, chosen = pinned, solve_section(pinned, in_flight)
-    problem = chosen_section.problem(in_flight)
-    seconds, size = evaluate(problem, chosen)
-    if len(pinned.names) <= FREE_SOLVE_OPERATORS and composer.pricer.num_devices > 1:
-        free = composer.section(first, end, [into], [out])
-        held = transient_bytes(pinned, chosen, composer.layering)
+    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states."""
+
+    def section(pinned: Mapping[str, str] | None) -> Section:
+        mine = replace(restriction, pinned=pinned)
+        return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
+
+    chosen_section = section(labels)
+    chosen = _within(chosen_section, in_flight, limit_bytes, layering)
+    seconds, size = evaluate(chosen_section.problem(in_flight), chosen)
+    if len(chosen_section.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
+        free = section(None)
+        held = transient_bytes(chosen_section, chosen, layering)
         better = solve(free.problem(in_flight), limit_bytes - held, FREE_SOLVE_S)
         if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes - held):
             chosen_section, chosen = free, better.choice
     return describe_stage(
-        composer.graph, composer.pricer, composer.layering, layers, chosen_section, chosen, in_flight, framework,
-        composer.microbatches, composer.recompute,
-    )  # fmt: skip
+        graph, pricer, layering, layers, chosen_section, chosen, in_flight, framework, microbatches, recompute
+    )
+
+
+def stage_section(
+    graph: Graph,
+    layering: Layering,
+    pricer: MeshPricer,
+    microbatches: int,
+    layers: tuple[int, int],
+    states: tuple[State, State],
+    restriction: Restriction,
+    recompute: Recompute,
+) -> Section:
+    """Layers [first, end) as one section whose borders are in these states."""
+    first, end = layers
+    ops = layering.ops_of(graph, first, end)
+    used = {operand.name for node in ops for operand in node.all_input_nodes}
+    entering, leaving = layering.crossing[first], layering.crossing[end]
+    results = {result.node for result in graph.results if result.kind in ("loss", "output")}
+    entries = {
+        name: [pair]
+        for name, pair in zip(entering, states[0])
+        if name in used or (name in results and name not in leaving)
+    }
+    exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
+    return build_section(graph, layering, ops, pricer, microbatches, entries, exits, restriction, recompute)
+
+
+def _within(section: Section, in_flight: int, limit_bytes: float, layering: Layering) -> tuple[int, ...]:
+    """The fastest choice per operator that fits; the fastest of all where none does."""
+    chosen = solve_section(section, in_flight)
+    problem = section.problem(in_flight)
+    room = limit_bytes - transient_bytes(section, chosen, layering)
+    if evaluate(problem, chosen)[1] <= room:
+        return chosen
+    leaner = solve(problem, room, FREE_SOLVE_S)
+    return chosen if isinstance(leaner, Infeasible) else leaner.choice
 
 
 def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:

@@ -21,7 +21,7 @@ __all__ = ["names_between", "renamed"]
 def names_between(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
     """Node → its counterpart, from layers [first, first + num_layers) to those from ``other`` on; None where some node
     has two counterparts (a weight that layers share in one run only)."""
-    nodes = graph.by_name()
+    nodes, floating = graph.by_name(), set(layering.floating)
     names: dict[str, str] = {}
     for k in range(num_layers):
         here, there = layering.layers[first + k], layering.layers[other + k]
@@ -33,12 +33,12 @@ def names_between(graph: Graph, layering: Layering, first: int, other: int, num_
             if names.setdefault(mine, theirs) != theirs:
                 return None
             operands = zip(nodes[mine].all_input_nodes, nodes[theirs].all_input_nodes, strict=True)
-            waiting += [(a.name, b.name) for a, b in operands if names.get(a.name) != b.name]
-            if any(names.get(a) not in (None, b) for a, b in waiting):
-                return None
-    if len(set(names.values())) != len(names):
-        return None
-    return names
+            for one, another in operands:
+                if names.setdefault(one.name, another.name) != another.name:
+                    return None
+                if one.name in floating:
+                    waiting.append((one.name, another.name))
+    return names if len(set(names.values())) == len(names) else None
 
 
 def renamed(part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int) -> Assembled:

@@ -1,0 +1,415 @@
+"""The search over microbatch counts, submeshes, shardings, residencies, recompute and schedules, best first.
+
+1. *Floors.* For every microbatch count and submesh at once, two levels of ``batch_compose``: the least seconds per
+   microbatch of every run of layers, whatever its bytes (``PACE``), and the least at a middling price of a byte. From
+   the second a first pipeline for every count, and from both a bound of each count that knows the memory limit
+   (``pipeline_bound``), which nothing with that count undercuts.
+2. *Candidates.* Counts in the order of their bounds, until the next bound is no less than the best plan found. For
+   each, tables without a price on bytes; if the best pipeline that fits is farther than ε above the bound, tables at a
+   ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
+   The prices of a byte are those at which a stage's whole time would pay for its whole memory, times powers of a
+   constant; that of a saved byte, which counts once per microbatch in flight, is the same times how many there may be.
+3. *The bound* of a count that was looked at is lifted by the ladder's own Lagrangian values. The bound of the search is
+   the least of all counts'.
+
+Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with an estimate of the makespan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf, isfinite
+
+import numpy as np
+
+from ..costmodel.cluster import Cluster
+from .batch_compose import BatchComposer, BatchIntervals
+from .batch_section import build_batch_section
+from .batch_tables import Level
+from .constraints import Constraints, Resolved
+from .graph import Graph, rescale, types_of
+from .layers import Layering
+from .pipeline_dp import bound_of, solve
+from .pipeline_table import Constraints as Cuts
+from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, StageOption
+from .problem import Restriction
+from .space import Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
+from .strategy import Strategy, divide
+from .variants import Case, Samples, Variants
+
+__all__ = ["Candidate", "Search", "StageRow", "explore", "nearest_misses"]
+
+EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
+LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per its memory
+FLIGHTS = (1.0, 6.0)  # microbatches in flight that a saved byte is priced for
+MIDDLE = (1.0, 3.0)
+LEANEST = (1e4, 1.0)
+PACE = Level(step_share=0.0)
+PLAIN = Level()
+CHUNKED = ("interleaved", "zb-v")
+
+
+@dataclass(frozen=True, eq=False)
+class StageRow:
+    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
+
+    composer: BatchComposer
+    row: tuple[int, int]
+    submesh: Submesh
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A pipeline with the rows of its stages, in stage order."""
+
+    microbatches: int
+    schedule: str
+    pipeline: Pipeline
+    rows: tuple[StageRow, ...]
+
+    @property
+    def estimate_s(self) -> float:
+        """What to rank by: of the makespan, not yet simulated."""
+        return self.pipeline.estimate_s
+
+
+@dataclass
+class Search:
+    """What is asked, and what all passes share."""
+
+    graph: Graph
+    cluster: Cluster
+    global_batch: int
+    optimizer: str
+    space: Space
+    layering: Layering
+    strategy: Strategy | None = None
+    microbatches: int | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    resolved: Resolved = field(default_factory=Resolved)
+    progress: Callable[[str, float], None] = lambda name, fraction: None
+    stop: float = inf  # on time.perf_counter's clock
+    passes: dict[str, float] = field(default_factory=dict)
+    bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
+    samples: Samples | None = None
+    cut_short: str = ""  # why the search ended before it was done
+    headroom: float = 1.0  # of the memory, what estimates may fill
+    counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
+    tables: _Tables | None = None
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the pass of this name."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def bound_s(self) -> float:
+        """What no plan of the space undercuts; 0 before the floors are known."""
+        return min(self.bounds.values(), default=0.0)
+
+
+def explore(search: Search) -> Iterator[Candidate]:
+    """Candidates as they are found, the pipelines of one microbatch count together; ``search.bounds`` and ``misses``
+    fill along the way. The caller says when to stop by closing, and what the best plan so far takes by ``send``."""
+    if search.tables is None:
+        search.tables = _Tables(search)
+    tables = search.tables
+    best = inf
+    for candidate in tables.floors():
+        told = yield candidate
+        best = min(best, candidate.estimate_s if told is None else told)
+    order = tables.order()
+    for place, m in enumerate(order):
+        search.progress("search", place / len(order))
+        if tables.bound(m) >= best * (1 - EPSILON):
+            return
+        if time.perf_counter() > search.stop:
+            search.cut_short = "the time limit passed"
+            return
+        for candidate in tables.candidates(m, best):
+            told = yield candidate
+            best = min(best, candidate.estimate_s if told is None else told)
+
+
+def nearest_misses(search: Search) -> list[Infeasible]:
+    """Why nothing fits, for every microbatch count."""
+    return search.tables.misses() if search.tables is not None else []
+
+
+class _Tables:
+    """Intervals by (submesh, microbatches, level), made for as many cases at once as are asked for."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        layering, cluster = search.layering, search.cluster
+        bounds = None
+        if search.strategy and search.strategy.stages:
+            keys = [layer.class_key for layer in layering.layers]
+            bounds = divide(keys, [stage.share for stage in search.strategy.stages])
+        self.submeshes = (
+            forced_submeshes(cluster, search.strategy, bounds) if search.strategy else submeshes(cluster, search.space)
+        )
+        asked = (
+            [search.microbatches] if search.microbatches else microbatch_counts(search.global_batch, search.strategy)
+        )
+        self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
+        self.levels: list[Level] = [PACE, PLAIN]
+        self.usable = np.array(usable_bytes(cluster))
+        self.groups = _groups(search, self.submeshes, self.counts, self.levels)
+        self.cuts = Cuts(
+            frozenset(search.resolved.cuts),
+            frozenset(search.resolved.no_cuts) - {0},
+            _stage_counts(search),
+        )
+
+    # ---- floors
+
+    def floors(self) -> Iterator[Candidate]:
+        """Bound every microbatch count, and offer a pipeline of each."""
+        search = self.search
+        for m in self.counts:
+            search.bounds |= {(m, schedule): 0.0 for schedule in search.space.schedules}
+        with search.timed("floors"):
+            self._compose([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+            middle = {m: self._level(m, *MIDDLE) for m in self.counts}
+            self._compose([(sub, m, middle[m]) for m in self.counts for sub in self.submeshes])
+        for m in self.counts:
+            yield from self._solve(m, [(sub, middle[m]) for sub in self.submeshes], [middle[m]], top_k=1)[:1]
+
+    def order(self) -> list[int]:
+        """The microbatch counts, least bound first."""
+        return sorted(self.counts, key=self.bound)
+
+    def bound(self, m: int) -> float:
+        """What nothing with m microbatches undercuts."""
+        return min(self.search.bounds[m, schedule] for schedule in self.search.space.schedules)
+
+    def _floors(self, m: int, priced: Sequence[int]) -> Floors:
+        """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
+        shape = len(self.submeshes), *self._shape
+        rows = []
+        for number in priced:
+            value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
+            for o, sub in enumerate(self.submeshes):
+                if self._group(sub).knows(sub, m, number):
+                    value[o] = self._group(sub).array("floor_s", sub, m, number)
+            level = self.levels[number]
+            rows.append(Lagrange(level.byte, level.saved_byte, value, whole=True))
+        pace = np.stack([self._group(sub).array("floor_s", sub, m, 0) for sub in self.submeshes])
+        options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
+        return Floors(options, pace, transfer_s=self._messages(m), rows=tuple(rows))
+
+    def _messages(self, m: int) -> np.ndarray:
+        """[submeshes, L, L + 1] the least seconds of the messages across the border behind a stage, there and back."""
+        ends = [self._group(sub).least_messages(sub, m) for sub in self.submeshes]
+        enter = np.min([into for into, _ in ends], axis=0)  # whoever comes next
+        behind = np.stack([enter + back for _, back in ends])
+        behind[:, -1] = 0.0
+        return np.broadcast_to(behind[:, None, :], (len(self.submeshes), *self._shape))
+
+    # ---- candidates
+
+    def candidates(self, m: int, best: float) -> list[Candidate]:
+        """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
+        with self.search.timed("compose"):
+            self._compose([(sub, m, 1) for sub in self.submeshes])
+        pairs = [(sub, 1) for sub in self.submeshes]
+        found = self._solve(m, pairs, [1])
+        if found and found[0].pipeline.path_s <= self.bound(m) * (1 + EPSILON):
+            return found  # memory costs nothing
+        chosen = self._worthwhile(m, best)
+        ladder = [self._level(m, factor, flight) for factor in LADDER for flight in FLIGHTS if flight <= m]
+        with self.search.timed("compose"):
+            self._compose([(sub, m, number) for number in ladder for sub in chosen])
+        return self._solve(m, pairs + [(sub, number) for number in ladder for sub in chosen], [1, *ladder])
+
+    def _solve(
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 8
+    ) -> list[Candidate]:
+        """Pipelines of these (submesh, level) options, of every schedule, best first."""
+        search, found = self.search, []
+        with search.timed("stages"):
+            table = self._table(m, pairs, self._floors(m, priced))
+            for schedule in search.space.schedules if table is not None else ():
+                if schedule in CHUNKED:
+                    continue
+                answer = solve(table, m, schedule, self.cuts, top_k=top_k, explain=False)
+                if isinstance(answer, Infeasible):
+                    bound = bound_of(table, m, schedule, self.cuts)
+                    search.bounds[m, schedule] = max(search.bounds[m, schedule], bound)
+                    continue
+                search.bounds[m, schedule] = max(search.bounds[m, schedule], answer.bound_s)
+                found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
+        return sorted(found, key=lambda candidate: candidate.estimate_s)
+
+    def _candidate(self, m: int, schedule: str, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> Candidate:
+        rows = []
+        for stage in pipeline.stages:
+            sub, number = pairs[stage.option]
+            group = self._group(sub)
+            rows.append(StageRow(group.composer, (group.variant(sub, m), number), sub))
+        return Candidate(m, schedule, pipeline, tuple(rows))
+
+    def misses(self) -> list[Infeasible]:
+        """What is missing where, with the leanest tables there are, for every microbatch count."""
+        out = []
+        for m in self.counts:
+            level = self._level(m, *LEANEST)
+            self._compose([(sub, m, level) for sub in self.submeshes])
+            table = self._table(m, [(sub, level) for sub in self.submeshes], self._floors(m, []))
+            family = next((s for s in self.search.space.schedules if s not in CHUNKED), "1f1b")
+            answer = solve(table, m, family, self.cuts, top_k=1) if table is not None else None
+            if isinstance(answer, Infeasible):
+                out.append(answer)
+        return out
+
+    def _level(self, m: int, factor: float, flight: float) -> int:
+        """The number of a new level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
+        whole = [self._group(sub).array("floor_s", sub, m, 0)[0, -1] * sub.num_devices for sub in self.submeshes]
+        unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
+        if not isfinite(unit):
+            unit = 0.0
+        self.levels.append(Level(byte=unit, saved_byte=unit * min(flight, m)))
+        return len(self.levels) - 1
+
+    def _worthwhile(self, m: int, best: float) -> list[Submesh]:
+        """Submeshes that some stage faster than the best plan could have."""
+        return [sub for sub in self.submeshes if m * self._group(sub).array("floor_s", sub, m, 0).min() < best]
+
+    # ---- tables
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        num = len(self.search.layering.layers)
+        return num, num + 1
+
+    def _compose(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the intervals of these (submesh, microbatches, level)."""
+        for group in self.groups:
+            group.compose([row for row in rows if row[0] in group.places])
+
+    def _group(self, sub: Submesh) -> _Group:
+        return next(group for group in self.groups if sub in group.places)
+
+    def _option(self, sub: Submesh, number: int, level: int, limited: bool = True) -> StageOption:
+        part = self.search.headroom if limited else 1e9
+        limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) for d in sub.offsets)
+        return StageOption(sub.num_devices, sub.offsets, limits, number, level)
+
+    def _table(
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors, limited: bool = True
+    ) -> PipelineTable | None:
+        """What stages cost under these options; None if no option can run anything."""
+        arrays: dict[str, list[np.ndarray]] = {
+            name: [] for name in ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient")
+        }
+        numbers = {sub: number for number, sub in enumerate(self.submeshes)}
+        for sub, level in pairs:
+            group = self._group(sub)
+            possible = np.isfinite(group.array("cost", sub, m, level))
+            if sub.place is not None:
+                only = np.zeros_like(possible)
+                only[sub.place] = True
+                possible &= only
+            for name, values in arrays.items():
+                array = group.array(name, sub, m, level)
+                if name == "pace_s":
+                    array = np.where(possible, array, inf)
+                elif name == "step_s":
+                    array = array * m
+                values.append(array)
+        stacked = {name: np.stack(values) for name, values in arrays.items()}
+        if not np.isfinite(stacked["pace_s"]).any():
+            return None
+        if not limited:
+            floors = replace(floors, options=tuple(self._option(s, n, 0, False) for n, s in enumerate(self.submeshes)))
+        options = tuple(self._option(sub, numbers[sub], level, limited) for sub, level in pairs)
+        return PipelineTable(
+            self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
+        )  # fmt: skip
+
+
+class _Group:
+    """Submeshes with equally many axes of equal roles: one composer for all their cases."""
+
+    def __init__(self, search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]) -> None:
+        self.submeshes = list(subs)
+        self.places = {sub: index for index, sub in enumerate(subs)}
+        self.counts = {m: index for index, m in enumerate(counts)}
+        cases = tuple(Case(sub.shape, sub.site, m) for m in counts for sub in subs)
+        space = search.space
+        variants = Variants(
+            search.graph, search.layering, search.cluster, search.optimizer, search.global_batch, cases,
+            space.schedules[0], search.samples,
+        )  # fmt: skip
+        restriction = Restriction(
+            roles=subs[0].roles, executable_only=space.executable_only, residencies=space.residencies
+        )
+        self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
+        self._at: dict[tuple[int, int], tuple[BatchIntervals, int]] = {}
+
+    def variant(self, sub: Submesh, m: int) -> int:
+        """The case's number."""
+        return self.counts[m] * len(self.submeshes) + self.places[sub]
+
+    def compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the intervals of these (submesh, microbatches, level), as far as they are not there."""
+        rows = [(self.variant(sub, m), level) for sub, m, level in cases]
+        rows = [row for row in rows if row not in self._at]
+        if rows:
+            made = self.composer.intervals(rows)
+            self._at |= {row: (made, place) for place, row in enumerate(rows)}
+
+    def least_messages(self, sub: Submesh, m: int) -> tuple[np.ndarray, np.ndarray]:
+        """[borders] the least seconds to receive what crosses each border, and to get its gradients back."""
+        v, num = self.variant(sub, m), len(self.composer.variants.layering.crossing)
+        both = np.zeros((2, num))
+        for border in range(1, num - 1):
+            possible = self.composer.states(border)[1][v]
+            if possible.any():
+                both[:, border] = [seconds[possible, v].min() for seconds in self.composer.border_seconds(border)]
+        return both[0], both[1]
+
+    def knows(self, sub: Submesh, m: int, level: int) -> bool:
+        """Whether these intervals were made."""
+        return (self.variant(sub, m), level) in self._at
+
+    def array(self, name: str, sub: Submesh, m: int, level: int) -> np.ndarray:
+        """One array [L, L + 1] of the intervals."""
+        made, place = self._at[self.variant(sub, m), level]
+        found: np.ndarray = made.of(name, [place])[0]
+        return found
+
+
+def _groups(search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]) -> list[_Group]:
+    by_kind: dict[tuple[int, tuple[str | None, ...]], list[Submesh]] = {}
+    for sub in subs:
+        by_kind.setdefault((len(sub.shape), sub.roles), []).append(sub)
+    if search.samples is None:
+        search.samples = Samples(search.graph, search.layering)
+    return [_Group(search, members, counts, levels) for members in by_kind.values()] if counts else []
+
+
+def _fits(search: Search, m: int) -> bool:
+    """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
+    graph = search.graph.origin or search.graph
+    extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
+    try:
+        for extent in extents:
+            rescale(extent, graph.batch, search.global_batch // m)
+    except ValueError:
+        return False
+    return True
+
+
+def _stage_counts(search: Search) -> tuple[int, int | None]:
+    if search.strategy is not None:
+        return search.strategy.num_stages, search.strategy.num_stages
+    return search.constraints.stages.low, search.constraints.stages.high
