@@ -1,15 +1,15 @@
 """The recurrence of the inter-operator pass on any costs: a pipeline is a path, a stage an arc of it.
 
-State (i, p): layers i.. are left, and the devices from ``positions[p]`` on. An arc (i, p) → (j, p′) is a stage of layers
-[i, j) under one *row* (an option at one memory limit) at the leftmost of its offsets from p on; p′ is behind it. A row's
-price is the same at all its offsets and more room is never worse, so further to the right it need not start: exact with
-idle devices, uneven hosts and several pools. With a *head* and a *fill* per arc, both ≥ 0, a path is worth
+State (i, p): layers i.. are left, and the devices from ``positions[p]`` on. An arc (i, p) → (j, p′) is a stage of
+layers [i, j) under one *row* (an option at one memory limit) at the leftmost of its offsets from p on; p′ is behind it.
+A row's price is the same at all its offsets and more room is never worse, so further to the right it need not start:
+exact with idle devices, uneven hosts and several pools. With a *head* and a *fill* per arc, both ≥ 0, a path is worth
 
     W = max over its arcs of (the fills of the arcs before + the arc's head)
     W(i, p, s) = min over arcs:  max(head, fill + W(j, p′, s − 1)),      W(L, ·, 0) = 0            (``Arcs.values``)
 
-s counts the stages left. The right side grows with W(j, p′, s − 1), so a best suffix stays best under every prefix:
-by induction on s one value per state is exact, the bottleneck and the sum together (no Pareto front is needed). Heads of
+s counts the stages left. The right side grows with W(j, p′, s − 1), so a best suffix stays best under every prefix: by
+induction on s one value per state is exact, the bottleneck and the sum together (no Pareto front is needed). Heads of
 zero make it a plain sum, fills of zero a bottleneck.
 
 Costs may depend on s, through the microbatches in flight (memory). ``Search.suffix`` solves the recurrence on the least
@@ -75,10 +75,10 @@ class Rows:
         self.after = np.full((len(groups), none), none, dtype=np.intp)  # the position behind it; none: no room
         for index, (n, offsets) in enumerate(groups):
             starts = np.array(offsets, dtype=np.intp)
-            at = np.searchsorted(starts, self.positions)
-            fits = at < len(starts)
-            self.offset[index, fits] = starts[at[fits]]
-            self.after[index, fits] = np.searchsorted(self.positions, starts[at[fits]] + n)
+            nearest = np.searchsorted(starts, self.positions)
+            fits = nearest < len(starts)
+            self.offset[index, fits] = starts[nearest[fits]]
+            self.after[index, fits] = np.searchsorted(self.positions, starts[nearest[fits]] + n)
 
     def packed(self, array: Floats) -> Floats:
         """[options, L, L + 1] as [rows, pairs]."""

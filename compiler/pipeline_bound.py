@@ -9,16 +9,17 @@ Claim. Under every sound schedule (``schedule.problems``) in which all stages do
     V′(k) = Σ_{j<k} (f_j + i_j + x_j) + m (f_k + i_k) + σ_0,   V′(0) = m t_0 + σ_0
     H(k)  = Σ_{j<k} (f_j + x_j^forward) + m t_k + σ_k
 
-are at most the makespan, for each k. Proof. The first action of stage k that is not preceded by another is an F, of some
-microbatch a. It waits for the message of stage k − 1's F of a, that for the F of a on stage k − 2, and so on: it begins
-after Σ_{j<k} (f_j + x_j^forward). From then on stage k does all its actions, one at a time: they take m t_k, so its end
-of step is over after H(k). Its last action that sends a gradient is a B (an I) of some microbatch c, and ends after m t_k
-(after at least the m F and the m I, m (f_k + i_k)). Stage k − 1 does B (I) of c after that message, stage k − 2 after
-it, down to stage 0; each takes b_j (i_j) and x_j^backward, and stage 0's end of step follows all its actions. ∎
+are at most the makespan, for each k. Proof. The first action of stage k that is not preceded by another is an F, of
+some microbatch a. It waits for the message of stage k − 1's F of a, that for the F of a on stage k − 2, and so on: it
+begins after Σ_{j<k} (f_j + x_j^forward). From then on stage k does all its actions, one at a time: they take m t_k, so
+its end of step is over after H(k). Its last action that sends a gradient is a B (an I) of some microbatch c, and ends
+after m t_k (after at least the m F and the m I, m (f_k + i_k)). Stage k − 1 does B (I) of c after that message, stage k
+− 2 after it, down to stage 0; each takes b_j (i_j) and x_j^backward, and stage 0's end of step follows all its actions.
+∎
 
 So max_k V(k) = W of ``pipeline_dp``, and its least value over all pipelines is a bound, also if t, x, σ are replaced by
-*floors* that no choice of the stage undercuts: V and H ascend with each of them. Under zb-h1 m t_k with f + i fills is no
-bound: the weights' gradients of stage k may run while the last gradients flow back.
+*floors* that no choice of the stage undercuts: V and H ascend with each of them. Under zb-h1 m t_k with f + i fills is
+no bound: the weights' gradients of stage k may run while the last gradients flow back.
 
 Floors with memory. If (t, resident r, saved s) is a choice that fits with q microbatches in flight, r + q s + transient
 ≤ M, and value ≤ t + λ r + μ s is known for all choices, then λ r + μ s ≤ max(λ, μ/q) (r + q s), so
@@ -29,15 +30,16 @@ for each pair (λ, μ): Lagrangian duality, with the bytes' limit relaxed. The f
 pair whose values count the per-step work, divided by m, bounds t + σ/m: m times that is at most m t_0 + σ_0 = V(0), and
 m t_k + σ_k in H(k).
 
-One pipeline (``candidate_makespan``). At most q_k microbatches are in flight on stage k; R_k = x_k + Σ_{j>k} (t_j + x_j)
-is the way from its F to its B. By counting, the n-th B ends D_k = t_k + R_k after the (n − q_k)-th at the earliest, and
-if m > q_k at least m − q_k microbatches' F and B lie between the first B's beginning and the last F's end. With
-A_k = Σ_{j<k} (t_j + x_j) before and behind, the makespan is at least
+One pipeline (``candidate_makespan``). At most q_k microbatches are in flight on stage k; R_k = x_k + Σ_{j>k} (t_j +
+x_j) is the way from its F to its B. By counting, the n-th B ends D_k = t_k + R_k after the (n − q_k)-th at the
+earliest, and if m > q_k at least m − q_k microbatches' F and B lie between the first B's beginning and the last F's
+end. With A_k = Σ_{j<k} (t_j + x_j) before and behind, the makespan is at least
 
     A_k + ⌈m / q_k⌉ D_k + σ_0,    A_k + (m − q_k + 1) t_k + 2 R_k + σ_0  (m > q_k)
 
-(zb-h1: f + i for t, with the at least m − q_k − k W that come before the last F in the second), which is how messages slow 1F1B down though they overlap; and under GPipe, whose last stage does all F before any B, the
-longest way of the forwards and that of the backwards together.
+(zb-h1: f + i for t, with the at least m − q_k − k W that come before the last F in the second), which is how messages
+slow 1F1B down though they overlap; and under GPipe, whose last stage does all F before any B, the longest way of the
+forwards and that of the backwards together.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class _FloorCosts:
 def lower_bound(
     table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: Constraints, most: float = inf
 ) -> float:
-    """Seconds that the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
+    """Seconds that the makespan of no pipeline undercuts, by the floors; ``most`` where they allow none so fast."""
     floors = table.floors
     if floors is None:
         return 0.0

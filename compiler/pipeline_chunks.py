@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import inf, isfinite
 
 import numpy as np
@@ -119,9 +120,7 @@ def chunked(
 
 def _allowed(pace: Floats, constraints: Constraints) -> Floats:
     first, end = np.indices(pace.shape)
-    upper = first < end
-    upper[upper] = constraints.allowed(first[upper], end[upper])
-    return np.where(upper, pace, inf)
+    return np.where((first < end) & constraints.allowed(first, end), pace, inf)
 
 
 def _counts(
@@ -143,7 +142,7 @@ def _offsets(option: StageOption) -> list[int]:
 
 
 def _tables(pace: Floats, most: int, combine: np.ufunc) -> Floats:
-    """Per number of chunks 0 … most, the least sum (``np.add``) or the least largest (``np.maximum``) of their paces."""
+    """Per number of chunks 0 … most, their least sum of paces (``np.add``) or least largest pace (``np.maximum``)."""
     value, out = np.full(len(pace) + 1, inf), np.full(most + 1, inf)
     value[0] = 0.0
     for count in range(1, most + 1):
@@ -177,7 +176,7 @@ def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constrai
     p, v, option = case.p, case.v, table.options[case.option]
     cuts = _divided(_allowed(table.pace_s[case.option], constraints), p * v)
     offsets, places = _offsets(option)[:p], virtual_order(schedule, p, v)
-    at = [(case.option, first, end) for first, end in zip(cuts, cuts[1:])]
+    at = [(case.option, first, end) for first, end in pairwise(cuts)]
     pace = [float(table.pace_s[one]) for one in at]
     entries = [0.0 if table.entry_s is None else float(table.entry_s[one]) for one in at]
     messages = [float(table.transfer_s[one]) + entry for one, entry in zip(at, entries[1:])]
@@ -216,7 +215,7 @@ def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constrai
 @lru_cache(maxsize=1024)
 def _at_once(schedule: str, p: int, m: int, v: int) -> tuple[int, ...]:
     """Per device group, how many microbatches each of its chunks holds at some time: one while its last chunk runs the
-    first; interleaved, at the end of the warm-up, a group of them but for the last chunk, which has 2(p − k − 1) + 1."""
+    first; interleaved, at the end of the warm-up, a group of them, but the last chunk at most 2(p − k − 1) + 1."""
     if schedule != "interleaved":
         return (1,) * p
     size = min(m, (in_flight_formula(schedule, p - 1, p, m, v) - 1) // (v - 1))

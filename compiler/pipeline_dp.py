@@ -1,11 +1,11 @@
 """The inter-operator pass: layers × devices → pipeline stages, by dynamic programming. It knows tables, no graph.
 
 Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
-(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤ d_{k+1}:
-stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``Constraints``).
+(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
+d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``Constraints``).
 
-Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one to
-the end), GPipe m)::
+Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one
+to the end), GPipe m)::
 
     resident[o,i,j] + transient[o,i,j] + q · saved[o,i,j] ≤ limit of the option at its offset
 
@@ -17,14 +17,14 @@ Objectives, with t the pace, x the messages behind a stage and e those before it
 W is the longest of these paths: the first microbatch to stage k and the last one's gradient back from it, with all of
 stage k's work between: what every sound schedule takes at least (``pipeline_bound`` has the proof). T lets every stage
 add its fill (Alpa, OSDI'22, equation 2), W ≤ T; both are the makespan of equal stages. Under zb-h1 a stage delays the
-others by φ = max(f, f + b_input − b_weight) alone, as the weights' gradients wait (Qi et al. 2023, section 2.2): φ is in
-place of the second t in W and of t in T's sum, and T's last term is max (m t − φ). That W is an objective, no bound.
+others by φ = max(f, f + b_input − b_weight) alone, as the weights' gradients wait (Qi et al. 2023, section 2.2): φ is
+in place of the second t in W and of t in T's sum, and T's last term is max (m t − φ). That W is an objective, no bound.
 
 W is solved exactly by ``pipeline_arcs`` (it is monotone, so one value per state is enough), with its ``top_k`` best
 pipelines: a search over the same states, most promising first, where the recurrence's own values say exactly what is
-left (``pipeline_ranked``). T is solved by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If the pipeline at c has
-slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b] takes at least
-V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
+left (``pipeline_ranked``). T is solved by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
+the pipeline at c has slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b]
+takes at least V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
 
 Infeasible. The same recurrence on bytes over the limit, as heads, finds the pipeline that misses by least.
 """

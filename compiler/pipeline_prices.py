@@ -1,4 +1,4 @@
-"""What the recurrences of ``pipeline_arcs`` add up: the numbers of a table per (row, pair of layers), as heads and fills.
+"""What the recurrences of ``pipeline_arcs`` add up: a table's numbers per (row, pair of layers) as heads and fills.
 
 ``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``pipeline_dp`` says what these are).
 """

@@ -85,13 +85,11 @@ def fastest(search: Search, of: Sequence[Mode], best: float, epsilon: float, swe
         queue.append((search.low, least, len(caps) - 1, search.low - search.least_head))
     while queue and sweeps > 0 and queue[0][0] < best * (1.0 - epsilon):
         _, low, high, total = heapq.heappop(queue)
-        if isfinite(best):  # what has a slower stage than this cannot win
-            high = min(high, int(np.searchsorted(caps, best - total, "right")) - 1)
+        high = min(high, int(np.searchsorted(caps, best - total, "right")) - 1)  # slower stages than this cannot win
         if low > high:
             continue
         sweeps -= 1
-        middle = int(np.searchsorted(caps, (caps[low] + caps[high]) / 2, "right")) - 1 if isfinite(best) else high
-        middle = min(max(middle, low), high)
+        middle = min(max(int(np.searchsorted(caps, (caps[low] + caps[high]) / 2, "right")) - 1, low), high)
         reached, slowest, stages = _sweep(found, float(caps[middle]), best)
         if middle < high:
             heapq.heappush(queue, (total + float(caps[middle + 1]), middle + 1, high, total))
@@ -101,7 +99,7 @@ def fastest(search: Search, of: Sequence[Mode], best: float, epsilon: float, swe
             below = int(np.searchsorted(caps, slowest)) - 1
             if below >= low:
                 heapq.heappush(queue, (reached + float(caps[low]), low, below, reached))
-    return [stages for _, stages in sorted(passed, key=lambda item: item[0])]
+    return [stages for _, stages in sorted(passed)]
 
 
 def _sweep(found: Found, cap: float, most: float) -> tuple[float, float, _Stages]:
@@ -109,7 +107,7 @@ def _sweep(found: Found, cap: float, most: float) -> tuple[float, float, _Stages
     the pipelines worth at most ``most``."""
     swept = []
     for one in found.solved:
-        slow = (one.head > cap).all(axis=1)
+        slow = one.head.min(axis=1) > cap
         arcs = one.arcs.only(~slow[one.arcs.entry] & (one.arcs.worth <= most))
         fill = np.where(one.head <= cap, one.fill, inf)
         value = arcs.values(None, fill, one.counted)

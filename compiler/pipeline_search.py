@@ -3,8 +3,9 @@
 Where the in-flight counts depend on the stages left alone (1F1B, GPipe) one pass serves all numbers of stages (a
 ``Mode``); else there is a pass for each number. A pass drops the count of stages where no cost depends on it.
 
-``minimise`` first looks at pipelines near the lower bound of ``Search.suffix``, where few arcs survive, and widens until
-it has the optimum: ``Search.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the best.
+``minimise`` first looks at pipelines near the lower bound of ``Search.suffix``, where few arcs survive, and widens
+until it has the optimum: ``Search.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
+best.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Constraints:
 
     def allowed(self, first: Ints, end: Ints) -> NDArray[np.bool_]:
         """Which ranges of layers [first, end) may be stages."""
-        ok = np.ones(len(first), dtype=bool)
+        ok = np.ones(first.shape, dtype=bool)
         for cut in self.boundaries:
             ok &= (cut <= first) | (end <= cut)
         for cut in self.forbidden:

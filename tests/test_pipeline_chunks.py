@@ -1,7 +1,7 @@
 """Pipelines with several chunks per device group: against the clock, the schedules' own memory, and every division."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import inf, isfinite
 
 import numpy as np
@@ -65,7 +65,7 @@ def every_division(table: PipelineTable, index: int, count: int, constraints: Co
     for inner in combinations(layers, count - 1):
         if set(inner) >= constraints.boundaries and not set(inner) & constraints.forbidden:
             cuts = [0, *inner, table.num_layers]
-            if all(isfinite(table.pace_s[index, i, j]) for i, j in zip(cuts, cuts[1:])):
+            if all(isfinite(table.pace_s[index, i, j]) for i, j in pairwise(cuts)):
                 yield cuts
 
 
