@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Audit", "State", "UnprovableError", "canonical", "describe"]
+__all__ = ["Audit", "State", "Tensors", "UnprovableError", "canonical", "describe"]
 
 TRUSTED = frozenset(
     {"torch", "transformers", "builtins", "_operator", "math", "operator", "functools", "typing", "itertools", "enum"}
@@ -83,9 +83,14 @@ class State:
     __hash__ = None  # type: ignore[assignment]
 
 
-def describe(members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]]) -> State:
+Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and buffers of a module, by name
+
+
+def describe(
+    members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]], tensors_of: Mapping[int, Tensors]
+) -> State:
     """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out:
-    attributes to keep apart, by class.
+    attributes to keep apart, by class; tensors_of: by the id of a module's ``vars``.
 
     UnprovableError where a module has hooks or its own ``forward``, or an attribute that cannot be compared.
     """
@@ -99,7 +104,7 @@ def describe(members: list[tuple[str, nn.Module]], left_out: Mapping[type, froze
         if "forward" in table or any(table.get(name) for name in _HOOKS):
             raise UnprovableError(f"hooks of a {kind.__name__}")
         core.append((path, kind, module.training, tensors.setdefault(id(module), len(tensors))))
-        for held in (table["_parameters"], table["_buffers"]):
+        for held in tensors_of[id(table)]:
             for name, tensor in held.items():
                 core.append((name, None if tensor is None else _tensor(tensor, tensors)))
         apart = left_out.get(kind, frozenset())
@@ -136,8 +141,8 @@ class Audit:
         self.kept: list[Any] = []
 
     def require(self, code: list[Any]) -> None:
-        """UnprovableError unless none of these classes and functions can carry state between calls, but for attributes of
-        ``self``."""
+        """UnprovableError unless none of these classes and functions can carry state between calls, but for attributes
+        of ``self``."""
         for one in code:
             if id(one) not in self.verdicts:
                 self.verdicts[id(one)] = ""

@@ -35,7 +35,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .block_state import Audit, State, UnprovableError, canonical, describe
+from .block_state import Audit, State, Tensors, UnprovableError, canonical, describe
 
 __all__ = ["BLOCK", "Blocks", "Record", "UnsoundError"]
 
@@ -59,6 +59,10 @@ class UnsoundError(Exception):
     def __init__(self, kind: int, why: str) -> None:
         super().__init__(why)
         self.kind = kind
+
+
+class HiddenError(Exception):
+    """Something read a tensor that ``Blocks.hide`` has taken away."""
 
 
 @dataclass
@@ -110,12 +114,19 @@ class Blocks:
         self.current: tuple[Record, dict[int, list[str]]] | None = None
         self.undo: list[tuple[type, str, Any]] = []
         self.left_out: dict[type, frozenset[str]] = {}
+        self.original: dict[int, Tensors] = {}  # the model's own tensors, by the id of a module's vars
+        self.present: dict[int, Tensors] = {}  # those that stand for them
+        self.hidden: dict[int, tuple[nn.Module, Tensors]] = {}
+        self.armed = False
+        self.model = model
         groups = [] if banned is None else _repeated(model)
         for kind, group in enumerate(groups):
             if banned is not None and kind not in banned:
                 for candidate in group:
                     candidate.kind = kind
                     self.candidates[id(vars(candidate.module))] = candidate
+                    for _, module in candidate.members:
+                        self.original[id(vars(module))] = dict(module._parameters), dict(module._buffers)
                 self._leave_out(group)
 
     # ---- while it is active
@@ -134,6 +145,34 @@ class Blocks:
             delattr(kind, name) if before is None else setattr(kind, name, before)
         for number in self.calls:
             _TYPES.pop(number, None)
+        for module, (parameters, buffers) in self.hidden.values():
+            vars(module)["_parameters"], vars(module)["_buffers"] = parameters, buffers
+
+    def hide(self) -> None:
+        """Take the tensors away from blocks that look like copies: export takes a millisecond for each of them.
+
+        What reads them nevertheless, while ``forward`` runs, raises ``HiddenError``."""
+        paths = Counter(id(module) for _, module in self.model.named_modules(remove_duplicate=False))
+        first: dict[int, list[Any]] = defaultdict(list)
+        for candidate in self.candidates.values():
+            try:
+                core = describe(candidate.members, self.left_out, self.original).core
+            except UnprovableError:
+                continue
+            if core not in first[candidate.kind]:
+                first[candidate.kind].append(core)
+            elif all(paths[id(module)] == 1 for _, module in candidate.members):
+                for _, module in candidate.members:
+                    self.hidden[id(vars(module))] = module, (module._parameters, module._buffers)
+                    vars(module)["_parameters"], vars(module)["_buffers"] = _Hidden(self), _Hidden(self)
+
+    def arm(self) -> None:
+        """``forward`` begins: from now on all tensors stay what they are."""
+        for candidate in self.candidates.values():
+            for _, module in candidate.members:
+                if id(vars(module)) not in self.hidden:
+                    self.present[id(vars(module))] = dict(module._parameters), dict(module._buffers)
+        self.armed = True
 
     def _set(self, kind: type, name: str, value: Any) -> None:
         self.undo.append((kind, name, vars(kind).get(name)))
@@ -159,10 +198,15 @@ class Blocks:
             candidate = self.candidates.get(id(module.__dict__))
             if candidate is None or self.current is not None:
                 return forward(module, *args, **kwargs)
-            return self._run(candidate, lambda: forward(module, *args, **kwargs), args, kwargs)
+            return self._run(candidate, lambda: self._forward(module, forward, args, kwargs), args, kwargs)
 
         led.__wrapped__ = forward  # type: ignore[attr-defined]
         return led
+
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if id(module.__dict__) in self.hidden:
+            raise HiddenError("a block that looked like a copy is none")
+        return forward(module, *args, **kwargs)
 
     def _run(self, candidate: _Candidate, forward: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -187,7 +231,12 @@ class Blocks:
             return returned
 
     def _call(self, candidate: _Candidate, args: Any, kwargs: Any) -> _Call:
-        state = describe(candidate.members, self.left_out)
+        for _, module in candidate.members:
+            table = vars(module)
+            now = table["_parameters"], table["_buffers"]
+            if id(table) not in self.hidden and not _identical(now, self.present.get(id(table))):
+                raise UnprovableError("another tensor than at first")
+        state = describe(candidate.members, self.left_out, self.original)
         self.audit.require(state.code)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         described, inputs = _described(leaves)
@@ -244,6 +293,43 @@ class Blocks:
         return results if [t.requires_grad for t in results] == record.grads else None
 
 
+class _Hidden(dict[str, Any]):
+    """Stands for the tensors of a module, and has none; nobody may look while ``forward`` runs."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def _look(self, name: str) -> Callable[..., Any]:
+        if self.blocks.armed:
+            raise HiddenError("the tensors of a block that looked like a copy are read from outside of it")
+        return getattr(super(), name)  # type: ignore[no-any-return]
+
+    def __contains__(self, key: object) -> bool:
+        return bool(self._look("__contains__")(key))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._look("__getitem__")(key)
+
+    def __iter__(self) -> Any:
+        return self._look("__iter__")()
+
+    def __len__(self) -> int:
+        return int(self._look("__len__")())
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._look("get")(key, default)
+
+    def keys(self) -> Any:
+        return self._look("keys")()
+
+    def values(self) -> Any:
+        return self._look("values")()
+
+    def items(self) -> Any:
+        return self._look("items")()
+
+
 class _Watched:
     """A class attribute that stands before the instances' own of that name and reports its reads."""
 
@@ -297,6 +383,14 @@ def _described(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, isinstance(leaf, nn.Parameter)
         described.append((order[id(leaf)], where, kind))
     return described, inputs
+
+
+def _identical(now: Tensors, before: Tensors | None) -> bool:
+    """Whether the same names stand for the same tensors."""
+    return before is not None and all(
+        a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
+        for a, b in zip(now, before, strict=True)
+    )
 
 
 def _storage(tensor: torch.Tensor | None) -> Any:

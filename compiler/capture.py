@@ -17,7 +17,9 @@ No weight is touched: models on the meta device and real ones give the same grap
 
 from __future__ import annotations
 
+import gc
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -36,7 +38,7 @@ from .example import Inputs, fake_inputs
 from .experts import experts
 from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from .rewrite import rewrite
-from .swap import Names, model_settings, modes, quiet, swapped
+from .swap import Names, model_settings, modes, quiet, swapped, tensor_names
 
 __all__ = ["CaptureError", "capture", "experts"]
 
@@ -83,19 +85,32 @@ def capture(
     )
     wrapper = _Wrapper(model, loss_fn, wants_loss)
     with ExitStack() as stack:
+        if gc.isenabled():  # a capture makes many objects and little garbage
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(quiet())
         stack.enter_context(modes(model, training))
         stack.enter_context(model_settings(model))
-        names = stack.enter_context(swapped(model, fake_mode))
+        names = tensor_names(model)
         banned: frozenset[int] | None = frozenset() if share_blocks else None
+        hide = True
         while True:
             with Blocks(model, banned) as blocks:
+                if hide:
+                    blocks.hide()
                 try:
-                    program = torch.export.export(wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False)
-                    _inline_regions(program.graph_module, detach=training)
-                    program = program.run_decompositions({})
+                    with swapped(model, fake_mode):
+                        wrapper.blocks = [blocks]
+                        program = torch.export.export(
+                            wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
+                        )
+                        _inline_regions(program.graph_module, detach=training)
+                        program = program.run_decompositions({})
                 except Exception as error:
-                    raise blame(error) from error
+                    if not blocks.hidden:
+                        raise blame(error) from error
+                    hide = False
+                    continue
             try:
                 graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks).graph()
                 break
@@ -114,8 +129,18 @@ class _Wrapper(nn.Module):
         self.model = model
         self.loss_fn = [loss_fn]  # in a list, so that a loss_fn that is a module is not registered beside the model
         self.wants_loss = wants_loss
+        self.blocks: list[Blocks] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
+        for blocks in self.blocks:
+            blocks.arm()
+        try:
+            return self._result(args, kwargs, targets)
+        finally:
+            for blocks in self.blocks:
+                blocks.armed = False
+
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> Any:
         output = self.model(*args, **kwargs)
         if not self.wants_loss:
             return output
@@ -248,13 +273,15 @@ class _Translator:
         for kind, table in (("parameter", self.names.parameters), ("buffer", self.names.buffers)):
             for name, aliases in table.items():
                 found = [specs[alias] for alias in aliases if alias in specs]
-                assert found, f"{name} is missing from the exported program"
-                persistent = kind == "parameter" or any(spec.persistent for spec in found)
-                node = self.nodes[found[0].arg.name]
-                grad = kind == "parameter" and bool(node.meta["val"].requires_grad)
-                new = self._placeholder(node, Source(kind, name, tuple(aliases[1:]), None, grad, persistent))
-                self.tensors[name] = new
-                for spec in found[1:]:
+                persistent = kind == "parameter" or not self.names.transient.issuperset(aliases)
+                tensor = self.names.tensors[name]
+                grad = kind == "parameter" and tensor.requires_grad
+                self.tensors[name] = new = self.fx.placeholder(f"{kind[0]}_model_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}")
+                new.meta = {
+                    "type": _type_of(tensor),
+                    "source": Source(kind, name, tuple(aliases[1:]), None, grad, persistent),
+                }
+                for spec in found:
                     self.env[self.nodes[spec.arg.name]] = new
         for spec in constants:
             self._constant(spec)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .blame import CaptureError
 from .experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "model_settings", "modes", "quiet", "swapped"]
+__all__ = ["Names", "model_settings", "modes", "quiet", "swapped", "tensor_names"]
 
 
 @contextmanager
@@ -82,19 +82,24 @@ def model_settings(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Names:
-    """Qualified names of the model's tensors, grouped by identity: name → (first name, …)."""
+    """Qualified names of the model's tensors, grouped by identity: first name → all names, first first. first: name →
+    first name; tensors: by first name; transient: names of buffers that no state dict has."""
 
     parameters: dict[str, list[str]]
     buffers: dict[str, list[str]]
     first: dict[str, str]
+    tensors: dict[str, torch.Tensor]
+    transient: frozenset[str]
 
 
-@contextmanager
-def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
-    """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    fakes: dict[int, torch.Tensor] = {}
-    names = Names({}, {}, {})
+def tensor_names(model: nn.Module) -> Names:
+    """The names of all parameters and buffers of ``model``."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    names = Names({}, {}, {}, {}, frozenset(transient))
     for table, named in (
         (names.parameters, model.named_parameters(remove_duplicate=False)),
         (names.buffers, model.named_buffers(remove_duplicate=False)),
@@ -103,6 +108,15 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
         for name, tensor in named:
             names.first[name] = first.setdefault(id(tensor), name)
             table.setdefault(first[id(tensor)], []).append(name)
+            names.tensors[first[id(tensor)]] = tensor
+    return names
+
+
+@contextmanager
+def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
@@ -130,7 +144,7 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[Names]:
                 elif type(value) is list and any(id(item) in fakes for item in value):
                     swap(vars(module), key, [fakes.get(id(item), item) for item in value])
             _refuse_unregistered(module, fakes)
-        yield names
+        yield
     finally:
         for place, key, value in reversed(undo):
             place[key] = value
