@@ -115,17 +115,16 @@ class BatchComposer:
                 u = leaving.index(name)
                 possible &= np.array([[a[t] == b[u] for b in out] for a in into]).reshape(possible.shape)
         entry, leave = section.index("entry"), section.index("exit")
-        keep, positions = [], []
-        for t, name in enumerate(entering):
-            if name in entry:
-                keep.append(entry[name])
-                positions.append(_positions(section, entry[name], into, t)[:, None])
-        for t, name in enumerate(leaving):
-            if name in leave and name not in entering:
-                keep.append(leave[name])
-                positions.append(_positions(section, leave[name], out, t)[None, :])
+        arriving = {
+            entry[name]: _positions(section, entry[name], into, t) for t, name in enumerate(entering) if name in entry
+        }
+        going = {
+            leave[name]: _positions(section, leave[name], out, t)
+            for t, name in enumerate(leaving)
+            if name in leave and name not in entering
+        }
         mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
-        return Template.of(section, layer, self.modes, keep, positions, mask)
+        return Template.of(section, layer, self.modes, arriving, going, mask)
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""

@@ -29,7 +29,7 @@ from .elimination_recipe import Fixed, Joined, Minimum, Part, Recipe, Scatter, S
 
 __all__ = ["BatchTable", "Chunk", "EdgeCosts", "Running", "chunk_rows", "eliminate_batch", "follow", "in_chunks"]
 
-MAX_CELLS = 4_000_000  # of one table, per row
+MAX_CELLS = 20_000_000  # of one table, per row
 _TEMPORARY_BYTES = 2**22  # of the widest temporary of a chunk, where it can be had
 _LEAST_ROWS = 32  # fewer make numpy's inner loops too short …
 _MOST_BYTES = 2**26  # … but no temporary gets larger than this

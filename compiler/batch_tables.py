@@ -17,16 +17,16 @@ each resharded copy once per (tensor, target state). All arrays have the rows as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from .batch_eliminate import MAX_CELLS, Chunk, chunk_rows, follow, in_chunks
+from .batch_eliminate import MAX_CELLS, Chunk, Running, chunk_rows, follow, in_chunks
 from .batch_presolve import Link, simplify_links
 from .batch_section import BatchEdge, BatchSection
 from .elimination_recipe import Recipe, plan_elimination
 
-__all__ = ["TIE", "Cells", "LayerTables", "Level", "Template", "Weights"]
+__all__ = ["TIE", "LayerTables", "Level", "Template", "Weights"]
 
 TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
 
@@ -112,22 +112,37 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """Sums over the choices behind cells: flat arrays."""
+class Border:
+    """The operators of one border (entries, or exits) as one: a choice for every combination of theirs that some border
+    state has.
 
-    pace_s: np.ndarray
-    step_s: np.ndarray
-    resident: np.ndarray
-    saved: np.ndarray
-    transient: np.ndarray
+    operators: which these are; choices: [combinations, operators]; of_state: [border states] which combination.
+    """
+
+    operators: tuple[int, ...]
+    choices: np.ndarray
+    of_state: np.ndarray
+
+    @staticmethod
+    def of(positions: Mapping[int, np.ndarray], num_states: int) -> Border:
+        """positions: operator → [border states], its choice in each."""
+        if not positions:
+            return Border((), np.zeros((1, 0), dtype=np.intp), np.zeros(num_states, dtype=np.intp))
+        choices, of_state = np.unique(np.stack([*positions.values()], axis=1), axis=0, return_inverse=True)
+        return Border(tuple(positions), choices, of_state.reshape(-1))
+
+    def joined(self, costs: Sequence[np.ndarray]) -> np.ndarray:
+        """[combinations, N] from [choices, N] per operator of the section: their sum, and 0 in the place of theirs."""
+        return np.asarray(sum((costs[i][c] for i, c in zip(self.operators, self.choices.T)), np.zeros(1)))
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
     """One layer class, ready for any rows: its terms, and the recipe of its elimination.
 
-    layer: whose names the section uses; kept: the operator of each axis of the eliminated table; into, out: per such
-    axis its choice by border state [in states, 1] or [1, out states]; possible: [in states, out states, variants].
+    layer: whose names the section uses. The recipe has two operators after those of the section, one per border, which
+    it keeps; those of the section that they stand for are left with one choice and no cost. possible: [in states, out
+    states, variants].
     """
 
     section: BatchSection
@@ -137,7 +152,7 @@ class Template:
     tensors: tuple[Terms, ...]
     links: tuple[int, ...]  # which edges the recipe's links are
     recipe: Recipe
-    positions: tuple[np.ndarray, ...]
+    borders: tuple[Border, Border]
     possible: np.ndarray
 
     @staticmethod
@@ -145,64 +160,72 @@ class Template:
         section: BatchSection,
         layer: int,
         modes: Sequence[str],
-        keep: Sequence[int],
-        positions: Sequence[np.ndarray],
+        into: Mapping[int, np.ndarray],
+        out: Mapping[int, np.ndarray],
         possible: np.ndarray,
     ) -> Template:
-        """Presolve the section and plan its elimination. Raises TooWide."""
+        """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border.
+        Raises TooWide."""
         operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
         known: dict[tuple[int, ...], np.ndarray] = {}
         tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
-        links = [
-            Link.of(e.producer, e.source, e.consumers, _different([t.seconds, *t.again, *t.saved]))
-            for e, t in zip(section.edges, tensors)
-            if e.consumers
-        ]
+        borders = Border.of(into, possible.shape[0]), Border.of(out, possible.shape[1])
         numbers = tuple(i for i, e in enumerate(section.edges) if e.consumers)
-        alive, reduced = simplify_links([_corners(terms) for terms in operators], links, frozenset(keep))
+        links = [_link(section.edges[i], tensors[i], borders, len(operators)) for i in numbers]
+        keep = len(operators), len(operators) + 1
+        corners = [np.zeros((1, 1)) if i in into or i in out else _corners(terms) for i, terms in enumerate(operators)]
+        corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
+        alive, reduced = simplify_links(corners, links, frozenset(keep))
         recipe = plan_elimination(alive, reduced, keep, MAX_CELLS)
-        return Template(section, layer, tuple(modes), operators, tensors, numbers, recipe, tuple(positions), possible)
+        return Template(section, layer, tuple(modes), operators, tensors, numbers, recipe, borders, possible)
 
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
+        shape = (*self.possible.shape[:2], len(weights.variant))
+        cost, mode = np.full(shape, np.inf), np.zeros(shape, np.uint8)
+        pace_s, step_s, resident, saved, transient = (np.zeros(shape) for _ in range(5))
+        tables = LayerTables(self, cost, mode, pace_s, step_s, resident, saved, transient, weights.variant, ())
         most = max(1, chunk_rows(self.recipe) // len(self.modes))
-        parts = in_chunks(lambda rows: self._chunk(weights.part(rows)), len(weights.variant), most)
-        joined = [np.concatenate(arrays, axis=-1) for arrays in zip(*(arrays for arrays, _ in parts))]
-        cost, mode, pace_s, step_s, resident, saved, transient = joined
-        chunks = tuple(chunk for _, chunk in parts)
-        return LayerTables(self, cost, mode, pace_s, step_s, resident, saved, transient, weights.variant, chunks)
+        cells = np.nonzero(self.possible.any(axis=2))
+        chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
+        return replace(tables, chunks=tuple(chunks))
 
-    def _chunk(self, weights: Weights) -> tuple[tuple[np.ndarray, ...], Chunk]:
-        variant = weights.variant
+    def _chunk(self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables) -> Chunk:
+        """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
+        variant, (into, out) = weights.variant, cells
         cases = _as_slice(variant)
         costs = [terms.objective(weights, cases) for terms in self.operators]
-        links = [self.tensors[i].objective(weights, cases) for i in self.links]
-        chunk = follow(self.recipe, costs, links)
-        shape = self.possible.shape[:2]
-        by_mode = chunk.cost[tuple(np.broadcast_to(p, shape) for p in self.positions)]
-        if not self.positions:
-            by_mode = np.broadcast_to(by_mode, (*shape, by_mode.shape[-1]))
-        by_mode = by_mode.reshape(*shape, len(self.modes), len(variant))
-        mode, cost = np.zeros(shape + variant.shape, dtype=np.uint8), np.array(by_mode[:, :, 0])
-        for other in range(1, len(self.modes)):
-            better = by_mode[:, :, other] < cost
-            np.copyto(cost, by_mode[:, :, other], where=better)
-            mode[better] = other
-        cost[~self.possible[..., cases]] = np.inf
-        found = np.isfinite(cost)
-        sums = self._sums(chunk, variant, mode, found)
-        arrays = [np.zeros(cost.shape) for _ in sums]
-        for array, values in zip(arrays, sums):
-            array[found] = values
-        return (cost, mode, *arrays), chunk
+        costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
+        for operator in (i for border in self.borders for i in border.operators):
+            costs[operator] = np.zeros((1, costs[0].shape[1]))
+        chunk = follow(self.recipe, costs, [self.tensors[i].objective(weights, cases) for i in self.links])
+        by_mode = chunk.cost[self.borders[0].of_state[into], self.borders[1].of_state[out]]
+        by_mode = by_mode.reshape(len(into), len(self.modes), len(variant))
+        running = Running(np.array(by_mode[:, 0]), len(self.modes))
+        better = np.empty(running.cost.shape, dtype=bool)
+        for mode in range(1, len(self.modes)):
+            running.offer(by_mode[:, mode], mode, None, better)
+        cost = np.where(self.possible[into, out][:, cases], running.cost, np.inf)
+        tables.cost[into, out, rows] = cost
+        tables.mode[into, out, rows] = running.best
+        cell, row = np.nonzero(np.isfinite(cost))
+        modes = running.best[cell, row].astype(np.intp)
+        chosen = self.walk(chunk, into.take(cell), out.take(cell), modes * len(variant) + row)
+        sums = self.add_up(chosen, modes, variant.take(row))
+        for array, values in zip((tables.pace_s, tables.step_s, tables.resident, tables.saved, tables.transient), sums):
+            part = np.zeros(cost.shape)
+            part[cell, row] = values
+            array[into, out, rows] = part
+        return chunk
 
-    def _sums(self, chunk: Chunk, variant: np.ndarray, mode: np.ndarray, found: np.ndarray) -> list[np.ndarray]:
-        """Per field of ``Cells`` the sums over the choices behind the cells that are found."""
-        into, out, row = np.nonzero(found)
-        modes = mode[found].astype(np.intp)
-        kept = [np.broadcast_to(p, found.shape[:2])[into, out] for p in self.positions]
-        chosen = chunk.walk(kept, modes * len(variant) + row)
-        return self.add_up(chosen, modes, variant.take(row))
+    def walk(self, chunk: Chunk, into: np.ndarray, out: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Choices per operator of the section behind cells, given by border states and rows of the chunk."""
+        kept = [border.of_state.take(states) for border, states in zip(self.borders, (into, out))]
+        chosen = chunk.walk(kept, rows)[: len(self.operators)]
+        for border, combination in zip(self.borders, kept):
+            for operator, choices in zip(border.operators, border.choices.T):
+                chosen[operator] = choices.take(combination)
+        return chosen
 
     def add_up(self, chosen: Sequence[np.ndarray], modes: np.ndarray, variant: np.ndarray) -> list[np.ndarray]:
         """pace_s, step_s, resident, saved, transient of assignments: choices per operator, modes and cases, all flat.
@@ -259,9 +282,8 @@ class LayerTables:
             if row < rows:
                 break
             row -= rows
-        shape = self.cost.shape[:2]
-        kept = [np.broadcast_to(p, shape)[into, out].reshape(1) for p in self.template.positions]
-        return [int(c[0]) for c in chunk.walk(kept, np.array([mode * rows + row]))], mode
+        cell = (np.array([index]) for index in (into, out, mode * rows + row))
+        return [int(c[0]) for c in self.template.walk(chunk, *cell)], mode
 
 
 # ---- terms of a section
@@ -320,6 +342,21 @@ def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, 
         total = np.zeros((*seconds.shape[1:], len(seconds)))
     sure = None if edge.floor == 1.0 else np.where(np.isfinite(total), edge.floor, 1.0)
     return Terms(total, sure, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
+
+
+def _link(edge: BatchEdge, terms: Terms, borders: Sequence[Border], number: int) -> Link:
+    """The edge between operators of the recipe: those of the borders are ``number`` and the one after."""
+    place = {i: (number + k, c) for k, border in enumerate(borders) for i, c in zip(border.operators, border.choices.T)}
+
+    def at(operator: int, states: np.ndarray) -> tuple[int, np.ndarray]:
+        if operator not in place:
+            return operator, states
+        new, choices = place[operator]
+        return new, states[choices]
+
+    source = at(edge.producer, edge.source)
+    consumers = tuple(at(k, target) for k, target in edge.consumers)
+    return Link.of(*source, consumers, _different([terms.seconds, *terms.again, *terms.saved]))
 
 
 def _is_nothing(array: np.ndarray) -> bool:

@@ -269,7 +269,9 @@ class _Planner:
         """Eliminate every variable that is not kept, in greedy order."""
         kept = set(self.keep)
         todo = {v for v in range(len(self.size)) if v not in kept}
+        # a kept operator with one state takes its place at the end; several would be a product until then
         last = {v for v in todo if v in self.owner and self.owner[v][0] in kept}
+        last = {v for v in last if len(self.states[self.owner[v][0]]) == 1}
         for group in (todo - last, last):
             self._run(group)
         assert all(set(scope) <= kept for scope in self.scopes.values())
