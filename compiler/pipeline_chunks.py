@@ -119,8 +119,8 @@ def chunked(
 
 
 def _allowed(pace: Floats, constraints: Constraints) -> Floats:
-    first, end = np.indices(pace.shape)
-    return np.where((first < end) & constraints.allowed(first, end), pace, inf)
+    at = np.indices(pace.shape)
+    return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
 
 
 def _counts(

@@ -37,12 +37,17 @@ class Mode:
 
 @lru_cache(maxsize=256)
 def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mode, ...]:
-    """One mode where the family's in-flight counts depend on the stages left alone, else one for each count."""
-    held = {p: tuple(in_flight_formula(schedule, p - s, p, m) for s in range(1, p + 1)) for p in range(least, most + 1)}
-    longest = held[most]
-    if all(flights == longest[:p] for p, flights in held.items()):
-        return (Mode(tuple(held), longest, every),)
-    return tuple(Mode((p,), flights, every) for p, flights in held.items())
+    """One mode where the family's in-flight counts depend on the stages left alone (they do if they do so for the first
+    stage, the last and one between), else one for each count."""
+
+    def flight(left: int, p: int) -> int:
+        return in_flight_formula(schedule, p - left, p, m)
+
+    counts = range(least, most + 1)
+    longest = tuple(flight(left, most) for left in range(1, most + 1))
+    if all(flight(left, p) == longest[left - 1] for p in counts for left in (1, (p + 1) // 2, p)):
+        return (Mode(tuple(counts), longest, every),)
+    return tuple(Mode((p,), tuple(flight(left, p) for left in range(1, p + 1)), every) for p in counts)
 
 
 @dataclass(frozen=True, eq=False)
