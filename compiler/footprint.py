@@ -13,9 +13,11 @@ Stages with equal programs share one run.
 from __future__ import annotations
 
 import json
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -28,11 +30,13 @@ from ..costmodel.compute import writes_scores
 from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
 from .buckets import gradient_buckets
 from .context import Context, use
-from .graph import Graph
-from .layers import differentiable
+from .graph import Graph, op_name
+from .interpret import Segment
+from .layers import Layering, cluster_layers, differentiable
 from .lower import lower
-from .plan import BUCKET_BYTES, Plan, parameter_stages
+from .plan import BUCKET_BYTES, Chunk, Plan, parameter_stages
 from .program import Exit, Slot
+from .recompute import NOTHING, Recompute, modes_in, recompute_of
 from .reshard import apply_steps, steps_between
 from .schedule import generate, in_flight_formula
 from .spec import Spec, local_shape, without_partials
@@ -52,16 +56,16 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     forwards keep for backwards), "temporary", "buffers" (of messages between stages and of tied weights), "inputs" (the
     whole batch, as every rank passes it). Raises what the program raises if it cannot run on meta tensors.
     """
-    return _Stage(graph.with_batch(plan.microbatch_size), plan, stage).memory({}, {})
+    return _Stage(_Shared(graph.with_batch(plan.microbatch_size), plan), stage).memory(stage)
 
 
 def with_footprints(graph: Graph, plan: Plan) -> Plan:
     """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
     each stage whose program cannot run on meta tensors: its estimate from the rules stays.
 
-    A plan that recomputes keeps its estimates: programs do not say what is kept and what is made again.
+    A plan in several chunks per stage keeps its estimates.
     """
-    if plan.recompute != "none":
+    if plan.num_chunks > 1:
         return plan
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
     for index, found in enumerate(footprints(graph, plan)):
@@ -76,16 +80,105 @@ def with_footprints(graph: Graph, plan: Plan) -> Plan:
 
 def footprints(graph: Graph, plan: Plan) -> list[Bytes | Exception]:
     """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so."""
-    small = graph.with_batch(plan.microbatch_size)
-    known: dict[str, _Run] = {}
-    memo: Memo = {}
+    shared = _Shared(graph.with_batch(plan.microbatch_size), plan)
+    known: dict[Hashable, _Stage | Exception] = {}
     found: list[Bytes | Exception] = []
     for index in range(len(plan.stages)):
         try:
-            found.append(_Stage(small, plan, index).memory(known, memo))
+            key = shared.structure(index)
+            if key not in known:
+                known[key] = _Stage(shared, index)
+            stage = known[key]
+            found.append(stage if isinstance(stage, Exception) else stage.memory(index))
         except Exception as error:
+            known[key] = error
             found.append(error)
     return found
+
+
+class _Shared:
+    """What all stages of a plan look up."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+        self.cluster = Cluster.from_json(json.dumps(plan.cluster))
+        self.grad = differentiable(graph)
+        self.holders = parameter_stages(plan.stages)
+        self.sent = Counter((transfer.source, transfer.node) for transfer in plan.transfers)
+        self.memo: Memo = {}
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        """Of all layers; nothing where none is recomputed, and found only if a plan needs it."""
+        modes = modes_in(self.plan.stages)
+        return recompute_of(self.graph, self.layering, modes, self.plan.schedule) if modes else NOTHING
+
+    @cached_property
+    def layering(self) -> Layering:
+        """The layers that the plan counts."""
+        return cluster_layers(self.graph)
+
+    @cached_property
+    def layer_of(self) -> dict[str, int]:
+        """Op → its layer."""
+        return {name: index for index, layer in enumerate(self.layering.layers) for name in layer.ops}
+
+    def structure(self, stage: int) -> Hashable:
+        """Equal for stages that run alike: what their programs are made from, with the nodes numbered."""
+        here, nodes = self.plan.stages[stage], self.graph.by_name()
+        (chunk,) = here.chunks
+        number: dict[str, int] = {}
+        rows: list[Hashable] = []
+        results = {(r.node, r.kind) for r in self.graph.results}
+        layered = any(chunk.recompute) or any(home.pattern == "zero3" for home in chunk.parameters.values())
+        first = chunk.layers[0]
+
+        def look(x: Any) -> Hashable:
+            if isinstance(x, torch.fx.Node):
+                if x.name not in number:
+                    number[x.name] = len(number)
+                    rows.append(self._outside(x, chunk, stage))
+                return _Number(number[x.name])
+            if isinstance(x, list | tuple):
+                return tuple([look(item) for item in x])
+            return x if isinstance(x, int | float | str | None) else repr(x)
+
+        for name, labels in chunk.ops.items():
+            node = nodes[name]
+            args = look(node.args), look(tuple(node.kwargs.items()))
+            number[name] = len(number)
+            layer = self.layer_of.get(name, first) - first if layered else 0
+            kinds = tuple(kind for where, kind in sorted(results) if where == name)
+            rows.append((op_name(node), args, labels, str(node.meta["type"]), name in self.grad, layer, kinds))
+            for user in node.users:
+                if op_name(user) == "getitem":
+                    number[user.name] = len(number)
+                    rows.append((number[name], look(user.args[1]), user.name in self.grad))
+        sends = [(number.get(name), spec, self.sent[stage, name]) for name, spec in chunk.sends.items()]
+        device = self.cluster.device(here.devices[0])
+        modes = self.recompute.modes[slice(*chunk.layers)]
+        return device.kind, writes_scores(device), here.mesh_shape, tuple(rows), tuple(sends), modes
+
+    def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
+        """What a tensor is that the chunk does not make."""
+        if node.name in chunk.receives:
+            return "receive", chunk.receives[node.name], str(node.meta["type"]), node.name in self.grad
+        source, kind = node.meta["source"], str(node.meta["type"])
+        if source.kind != "parameter":
+            return source.kind, chunk.sources.get(node.name), kind, source.batch_dim
+        holders = self.holders[source.name]
+        home = chunk.parameters[source.name]
+        return "parameter", home, kind, source.requires_grad, node.name in self.grad, holders[0] == stage, len(holders)
+
+
+class _Number(int):
+    """The number of a tensor, unlike an integer argument."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Number) and int(self) == int(other)
+
+    def __hash__(self) -> int:
+        return hash(("number", int(self)))
 
 
 @dataclass
@@ -97,26 +190,29 @@ class _Run:
 
 
 class _Stage:
-    def __init__(self, graph: Graph, plan: Plan, stage: int) -> None:
-        self.graph, self.plan, self.stage = graph, plan, stage
-        here = plan.stages[stage]
+    def __init__(self, shared: _Shared, stage: int) -> None:
+        self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
+        here = self.plan.stages[stage]
+        (self.chunk,) = here.chunks
         self.mesh = here.mesh_shape
-        device = Cluster.from_json(json.dumps(plan.cluster)).device(here.devices[0])
+        device = shared.cluster.device(here.devices[0])
         self.kind, self.writes_scores = device.kind, writes_scores(device)
-        self.grad = differentiable(graph)
-        self.program = lower(graph, plan, stage)
-        holders = parameter_stages(plan.stages)
+        self.program = lower(self.graph, self.plan, stage)
         names = [slot.name for slot in self.program.slots if slot.kind == "parameter"]
+        holders = shared.holders
         self.copies = {name for name in names if holders[name][0] != stage}
-        self.shared = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
+        self.shared_with = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
+        self.homes = self.chunk.parameters
         self.received = [slot for slot in self.program.slots if slot.kind == "receive"]
         self.returned = [slot for slot in self.received if slot.node in self.grad]
-        sent = Counter(transfer.node for transfer in plan.transfers if transfer.source == stage)
         exits = enumerate(self.program.exits)
         self.arriving = [
-            (i, exit, sent[exit.name]) for i, exit in exits if exit.kind == "send" and exit.node in self.grad
+            (i, exit, shared.sent[stage, exit.name])
+            for i, exit in exits
+            if exit.kind == "send" and exit.node in self.grad
         ]
         self.flat = self._flat()
+        self.run: _Run | None = None
 
     def _bytes(self, slot: Slot) -> int:
         return _bytes(self._local(slot), slot)
@@ -130,54 +226,39 @@ class _Stage:
         keys: list[tuple[Any, int]] = []
         for slot in slots:
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and self.mesh[a] > 1)
+            axes = axes if self.homes[slot.name].optimizer == slot.pair.value else ()
             keys.append(((axes, slot.type.dtype) if axes and slot.requires_grad else None, self._bytes(slot)))
         groups = gradient_buckets(keys, BUCKET_BYTES)
         return {slots[i].name: keys[i][1] for group in groups if len(group) > 1 for i in group}
 
     # ---- composition
 
-    def memory(self, known: dict[str, _Run], memo: Memo) -> Bytes:
-        key = self._key()
-        if key not in known:
-            known[key] = self._run(memo)
-        run = known[key]
-        moments = [self._at(run, *moment) for moment in self._moments()]
-        moments += self._step()
-        resident = self._resident()
-        worst = max(moments, key=lambda moment: sum(moment.values()))
-        total = Counter(resident) + Counter(worst)
+    def memory(self, stage: int) -> Bytes:
+        """Bytes by cause if this is the program of ``stage``."""
+        if self.run is None:
+            self.run = self._run()
+        run, gathered = self.run, self._gathered()
+        moments = [self._at(run, *moment) for moment in self._moments(stage)]
+        for moment in moments:
+            moment["temporary"] += gathered
+        worst = max([*moments, *self._step()], key=lambda moment: sum(moment.values()))
+        total = Counter(self._resident()) + Counter(worst)
         causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
         return {cause: float(total[cause]) for cause in causes}
 
-    def _key(self) -> str:
-        """Equal for stages that run alike: the program with its nodes numbered, and the types of its slots."""
-        number = {node: f"%{i}" for i, node in enumerate(self.program.module.graph.nodes)}
-        lines = [
-            f"{node.op} {getattr(node.target, '__qualname__', node.target) if node.op == 'call_function' else ''} "
-            f"{torch.fx.map_arg(node.args, lambda n: _Name(number[n]))} "
-            f"{torch.fx.map_arg(dict(node.kwargs), lambda n: _Name(number[n]))}"
-            for node in self.program.module.graph.nodes
-        ]
-        slots = [
-            f"{s.kind} {s.pair} {s.type} {s.batch_dim} {s.requires_grad} {s.name in self.flat} {s.node in self.grad}"
-            for s in self.program.slots
-        ]
-        exits = [f"{e.kind} {e.pair} {e.type} {e.node in self.grad}" for e in self.program.exits]
-        arriving = [(position, count) for position, _, count in self.arriving]
-        return "\n".join([f"{self.kind} {self.writes_scores} {self.mesh} {arriving}", *lines, *slots, *exits])
-
-    def _moments(self) -> list[tuple[str, int, int]]:
+    def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
         p, m = len(self.plan.stages), self.plan.microbatches
         few = min(m, max(_MOST_ACTIONS, 2 * p))
-        more = in_flight_formula(self.plan.schedule, self.stage, p, m)
-        more -= in_flight_formula(self.plan.schedule, self.stage, p, few)
-        row = generate(self.plan.schedule, p, few).actions[self.stage]
+        more = in_flight_formula(self.plan.schedule, stage, p, m)
+        more -= in_flight_formula(self.plan.schedule, stage, p, few)
+        row = generate(self.plan.schedule, p, few).actions[stage]
         back = sum(_bytes(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned)
         incoming = {
             "F": sum(self._bytes(slot) for slot in self.received),
             "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
         }
+        incoming |= {"I": incoming["B"], "W": 0}
         out: list[tuple[str, int, int]] = []
         flying = backwards = 0
         recent: list[int] = []  # of each message sent back that may still be on its way: forwards since
@@ -187,19 +268,21 @@ class _Stage:
                 recent = [age + 1 for age in recent if not age]  # the second forward proves that it has arrived
                 out.append(("F later" if backwards else "F", flying + more, posted + back * len(recent)))
                 flying += 1
-            else:
-                flying -= 1
-                last = index + 1 == len(row)
-                kind = "B last" if last else "B" if backwards else "B first"
-                out.append((kind, flying if last else flying + more, posted + back * len(recent)))
-                backwards += 1
+                continue
+            last = index + 1 == len(row)
+            kind = "B last" if last else "B" if backwards else "B first"
+            others = flying - 1
+            out.append((kind, others if last else others + more, posted + back * len(recent)))
+            if action.kind != "I":  # what the backward of weights still reads is not told apart
+                flying, backwards = flying - 1, backwards + 1
+            if action.kind != "W":
                 recent.append(0)
         return out
 
     def _cotangent(self, exit: Exit) -> tuple[int, ...]:
         return local_shape(exit.type.shape, without_partials(exit.pair.cotangent), self.mesh)
 
-    def _at(self, run: _Run, kind: str, others: int, messages: int) -> Bytes:
+    def _at(self, run: _Run, kind: str, others: int, messages: int) -> Counter[str]:
         found = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
         found["activations"] += others * run.saved
         found["buffers"] += messages
@@ -211,11 +294,13 @@ class _Stage:
         """What lives through the whole step."""
         found: Counter[str] = Counter()
         for slot in self.program.slots:
-            if slot.kind in ("parameter", "buffer"):
+            if slot.kind == "buffer":
                 found["parameters"] += _bytes(self._local(slot), slot)
+            if slot.kind == "parameter":
+                found["parameters"] += _bytes(self._local(slot, self.homes[slot.name].stored), slot)
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
                 found["optimizer"] += self._update(slot)[0]
-        found["gradients"] += sum(self.flat.values())
+        found["gradients"] += sum(self.flat.values()) + sum(self._in_parts().values())
         found["parameters"] += sum(
             {x.data_ptr(): x.untyped_storage().nbytes() for x in self.graph.constants.values()}.values()
         )
@@ -232,10 +317,11 @@ class _Stage:
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
-        loose = sum(size for name, size in grads.items() if name not in self.flat and name not in self.copies)
-        tied = sum(grads.get(name, 0) for name, others in self.shared.items() if others)
-        arriving = sum(grads.get(name, 0) * others for name, others in self.shared.items())
-        sums = sum(grads.get(name, 0) for name, others in self.shared.items() if others and name in self.flat)
+        counted = {**self.flat, **self._in_parts()}
+        loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
+        tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
+        arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
+        sums = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others and name in self.flat)
         gather = {"gradients": loose + tied, "buffers": arriving}
         temporary = [
             self._update(slot)[1]
@@ -246,19 +332,50 @@ class _Stage:
         return [gather, {"gradients": loose + sums, "temporary": worst}]
 
     def _update(self, slot: Slot) -> tuple[int, int]:
-        return update_bytes(self._local(slot), slot.type.dtype, self.plan.optimizer, self.kind)
+        shape = self._local(slot, self.homes[slot.name].optimizer)
+        return update_bytes(shape, slot.type.dtype, self.plan.optimizer, self.kind)
+
+    # ---- parameters that are cut further than ops read them
+
+    def _in_parts(self) -> dict[str, int]:
+        """Parameters whose gradients every microbatch reduces → the bytes that stay of them."""
+        return {
+            slot.name: _bytes(self._local(slot, self.homes[slot.name].gradient), slot)
+            for slot in self.program.slots
+            if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
+            and self.homes[slot.name].reduce == "microbatch"
+        }  # fmt: skip
+
+    def _gathered(self) -> int:
+        """The most bytes of gathered values that one layer reads."""
+        gathered = {
+            slot.node: self._bytes(slot)
+            for slot in self.program.slots
+            if slot.kind == "parameter" and self.homes[slot.name].gather == "microbatch"
+        }
+        if not gathered:
+            return 0
+        nodes, sums = self.graph.by_name(), Counter[int | None]()
+        for layer, name in {
+            (self.shared.layer_of.get(op), operand.name)
+            for op in self.chunk.ops
+            for operand in nodes[op].all_input_nodes
+            if operand.name in gathered
+        }:
+            sums[layer] += gathered[name]
+        return max(sums.values())
 
     # ---- one run of each kind of action
 
-    def _run(self, memo: Memo) -> _Run:
-        tracker = Tracker(self.kind, memo=memo, writes_scores=self.writes_scores)
+    def _run(self) -> _Run:
+        tracker = Tracker(self.kind, memo=self.shared.memo, writes_scores=self.writes_scores)
         run = _Run()
-        forward = with_stand_ins(self.program, tracker)
+        forward = with_stand_ins(self.program, tracker, self._segments())
         native = self.kind == "cuda"
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
         template = self._template()
-        count = min(self.plan.microbatches, 3)
+        count = min(self.plan.microbatches, 3 if self.flat else 2)  # without buckets all later backwards are alike
         last = [False]
         for position, slot in enumerate(self.program.slots):
             if slot.kind == "parameter" and slot.requires_grad:
@@ -281,19 +398,45 @@ class _Stage:
                 run.peaks[kind] = dict(tracker.peak)
                 del arguments, exits
         run.peaks.setdefault("B first", run.peaks["B last"])
-        run.peaks.setdefault("B", run.peaks["B first"])
+        run.peaks.setdefault("B", run.peaks["B last" if not self.flat else "B first"])
         run.peaks.setdefault("F later", run.peaks["F"])
         return run
 
     def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, last: list[bool]) -> None:
+        in_parts = self._in_parts()
+
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if last[0] and name in self.flat:
-                parameter.grad = None  # copied into the bucket, which is counted already
+            if name in in_parts or (last[0] and name in self.flat):
+                parameter.grad = None  # copied into the bucket, or summed into the part, which is counted already
             else:
                 tracker.relabel(parameter.grad, "gradients")
 
         leaf.register_post_accumulate_grad_hook(hook)
+
+    def _segments(self) -> list[Segment]:
+        """The layers that the backward runs again, as nodes of the program: their ops, outputs of several taken apart,
+        and the conversions that are repeated with them."""
+        found = []
+        recompute, modes = self.shared.recompute, self.chunk.recompute
+        for layer, mode in zip(range(*self.chunk.layers), modes):
+            ops = set(self.shared.layering.layers[layer].ops) & set(self.chunk.ops)
+            if mode == "none" or not ops:
+                continue
+            members: set[str] = set()
+            heavy: set[str] = set()
+            for node in self.program.module.graph.nodes:
+                name = node.name
+                if name not in ops and node.op == "call_function" and isinstance(node.args[0], torch.fx.Node):
+                    maker = node.args[0].name
+                    inside = maker not in recompute.kept or any(user.name in ops for user in node.users)
+                    if maker in members and (node.target is operator.getitem or inside):
+                        members.add(name)
+                elif name in ops:
+                    members.add(name)
+                    heavy |= {name} & recompute.heavy
+            found.append(Segment(frozenset(members), frozenset(heavy)))
+        return found
 
     def _template(self) -> list[Any]:
         out: list[Any] = [None] * len(self.program.slots)
@@ -351,13 +494,6 @@ class _Stage:
         for slot, leaf in zip(self.program.slots, arguments, strict=True):
             if slot.kind == "receive" and slot.node in self.grad and leaf.grad is not None:
                 apply_steps(leaf.grad, steps_between(slot.pair.cotangent, without_partials(slot.pair.cotangent)), comm)
-
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:

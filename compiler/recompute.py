@@ -25,10 +25,10 @@ from torch.fx import Node
 
 from .graph import Graph, op_name, output_of
 from .layers import Layering
-from .plan import RECOMPUTE_MODES
+from .plan import RECOMPUTE_MODES, Stage
 from .rules import rule_for
 
-__all__ = ["HEAVY_KINDS", "NOTHING", "Recompute", "layer_modes", "recompute_of"]
+__all__ = ["HEAVY_KINDS", "NOTHING", "Recompute", "layer_modes", "modes_in", "recompute_of"]
 
 HEAVY_KINDS = frozenset({"matmul", "attention", "convolution", "routing", "embedding"})
 ALIASES = {"layer": "full"}
@@ -122,3 +122,13 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
             )
         found |= dict.fromkeys(fits, _known(mode))
     return found
+
+
+def modes_in(stages: Sequence[Stage]) -> dict[int, str]:
+    """The mode of each layer that some chunk of a plan recomputes."""
+    return {
+        layer: mode
+        for stage in stages
+        for chunk in stage.chunks
+        for layer, mode in zip(range(*chunk.layers), chunk.recompute)
+    }

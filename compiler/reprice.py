@@ -21,7 +21,7 @@ from .plan import Plan, Prediction, Stage
 from .predict import predict
 from .pricing import MeshPricer
 from .problem import Restriction, build_section
-from .recompute import Recompute, recompute_of
+from .recompute import Recompute, modes_in, recompute_of
 from .residency import residency_text
 from .schedule import in_flight_formula
 from .spec import Pair
@@ -46,7 +46,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     if any(host.device.op_times for host in cluster.hosts):
         note_layouts(small)
     layering = cluster_layers(graph)
-    recompute = recompute_of(graph, layering, _modes(plan), plan.schedule)
+    recompute = recompute_of(graph, layering, modes_in(plan.stages), plan.schedule)
     parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
     step = predict(small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts)
     prediction = Prediction(
@@ -67,16 +67,6 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         provenance=provenance,
     )
     return with_footprints(small, priced)
-
-
-def _modes(plan: Plan) -> dict[int, str]:
-    """The mode of each layer that some chunk recomputes."""
-    return {
-        layer: mode
-        for stage in plan.stages
-        for chunk in stage.chunks
-        for layer, mode in zip(range(*chunk.layers), chunk.recompute)
-    }
 
 
 def _stage(
