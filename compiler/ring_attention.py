@@ -72,7 +72,8 @@ class _Ring:
         if isinstance(saved, Tensor):
             return saved
         which, size, stride, offset = saved
-        return self.gathered[which].as_strided(size, stride, offset)
+        view: Tensor = self.gathered[which].as_strided(size, stride, offset)
+        return view
 
 
 class _Inner(torch.autograd.Function):
@@ -85,6 +86,12 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         raise AssertionError("gradients are taken at this node")
+
+
+def _inner(anchor: Tensor, x: Tensor) -> Tensor:
+    """``x`` where the graph inside the op begins."""
+    made: Tensor = _Inner.apply(anchor, x)  # type: ignore[no-untyped-call]
+    return made
 
 
 class _RingAttention(torch.autograd.Function):
@@ -104,16 +111,16 @@ class _RingAttention(torch.autograd.Function):
         ctx.save_for_backward(key, value)
         with torch.enable_grad(), saved_tensors_hooks(ring.pack, ring.unpack):
             anchor = query.new_empty(0, requires_grad=True)
-            inner = [x if x is None else _Inner.apply(anchor, x) for x in (query, *ring.gathered, mask)]
+            inner = [_inner(anchor, x) for x in (query, *ring.gathered)]
+            inner += [] if mask is None else [_inner(anchor, mask) if mask.is_floating_point() else mask]
             ring.storages = [x.untyped_storage()._cdata for x in ring.gathered]
-            q, k, v, m = inner
+            q, k, v = inner[:3]
+            seen = None if mask is None else inner[3]
             if causal:
                 end = ring.end(q.shape[_SEQUENCE])
                 k, v = k.narrow(_SEQUENCE, 0, end), v.narrow(_SEQUENCE, 0, end)
-                m = causal_lower_right(q.shape[_SEQUENCE], end)
-            elif m is not None and not mask.is_floating_point():  # type: ignore[union-attr]
-                m = mask
-            out = F.scaled_dot_product_attention(q, k, v, m, **options)
+                seen = causal_lower_right(q.shape[_SEQUENCE], end)
+            out = F.scaled_dot_product_attention(q, k, v, seen, **options)
         wanted = [k for k in range(4) if ctx.needs_input_grad[k]]
         ctx.inner = get_gradient_edge(out), {k: get_gradient_edge(inner[k]) for k in wanted}
         ring.gathered = []
@@ -153,4 +160,5 @@ def ring_attention(
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
     options = {"scale": scale, "enable_gqa": enable_gqa}
     ring = _Ring(current().comm, tuple(ring_axes))
-    return _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, options)
+    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, options)  # type: ignore[no-untyped-call]
+    return out
