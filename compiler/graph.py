@@ -22,7 +22,8 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -112,8 +113,12 @@ class Graph:
     output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, where there are "output" results
     training: bool = True
     origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
-    _names: dict[str, Node] | None = field(default=None, repr=False)
-    _differentiable: frozenset[str] | None = field(default=None, repr=False)  # see ``layers.differentiable``
+    _names: dict[str, Node] | None = field(default=None, init=False, repr=False)
+    _ops: list[Node] | None = field(default=None, init=False, repr=False)
+    _placeholders: dict[tuple[str, ...], list[Node]] = field(default_factory=dict, init=False, repr=False)
+    _differentiable: frozenset[str] | None = field(
+        default=None, init=False, repr=False
+    )  # see ``layers.differentiable``
 
     # ---- reading
 
@@ -132,13 +137,17 @@ class Graph:
         return self._names
 
     def placeholders(self, *kinds: str) -> list[Node]:
-        """Placeholders of these source kinds (all, without arguments), in order."""
-        found = [node for node in self if node.op == "placeholder"]
-        return [node for node in found if not kinds or node.meta["source"].kind in kinds]
+        """Placeholders of these source kinds (all, without arguments), in order. Found once."""
+        if kinds not in self._placeholders:
+            found = self.fx.find_nodes(op="placeholder")
+            self._placeholders[kinds] = [n for n in found if not kinds or n.meta["source"].kind in kinds]
+        return list(self._placeholders[kinds])
 
     def ops(self) -> list[Node]:
-        """Every call_function node, in order."""
-        return [node for node in self if node.op == "call_function"]
+        """Every call_function node, in order. Found once."""
+        if self._ops is None:
+            self._ops = [node for node in self if node.op == "call_function"]
+        return list(self._ops)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -211,21 +220,37 @@ def copy_at(copy: torch.fx.Graph, node: Node, env: Mapping[Node, Node] | None, o
     """``node``, of a graph at batch ``old``, in ``copy`` at batch ``new``. env: where its operands are there; None makes
     a placeholder of its name and type instead."""
 
-    def scale(value: Any) -> Any:
-        return rescale(value, old, new)
+    def scaled(value: Any) -> Any:
+        kind = type(value)
+        if kind is Node:
+            return operands[value]
+        if kind is int:
+            return rescale(value, old, new) if value % PRIME == 0 else value
+        if isinstance(value, list | tuple):
+            return [scaled(item) for item in value]
+        return rescale(value, old, new) if kind is float else value
 
     if env is None:
         made = copy.placeholder(node.name)
     else:
-        made = copy.node_copy(node, lambda n: env[n])
-        made.args = _map_literals(made.args, scale)
-        made.kwargs = _map_literals(made.kwargs, scale)
-    made.name = node.name
+        operands = env
+        made = copy.create_node(node.op, node.target, name=node.name)  # arguments given here are looked through first
+        made.args = tuple([scaled(value) for value in node.args])
+        if node.kwargs:
+            made.kwargs = {key: scaled(value) for key, value in node.kwargs.items()}
+    if made.name != node.name:
+        made.name = node.name
     made.meta = dict(node.meta)
     kind = node.meta["type"]
-    retype = [replace(t, shape=tuple(scale(d) for d in t.shape)) for t in types_of(node)]
-    made.meta["type"] = tuple(retype) if isinstance(kind, tuple) else retype[0]
+    several = isinstance(kind, tuple)
+    made.meta["type"] = tuple([_retyped(t, old, new) for t in kind]) if several else _retyped(kind, old, new)
     return made
+
+
+@lru_cache(maxsize=1 << 16)
+def _retyped(kind: TensorType, old: int, new: int) -> TensorType:
+    shape = tuple([rescale(extent, old, new) for extent in kind.shape])
+    return kind if shape == kind.shape else TensorType(shape, kind.dtype)
 
 
 def rescale(value: Any, old: int, new: int) -> Any:
@@ -247,16 +272,6 @@ def rescale(value: Any, old: int, new: int) -> Any:
         if nearest and nearest % PRIME == 0 and abs(number - nearest) <= 1e-9 * abs(nearest):
             return 1 / (nearest * new / old) if invert else nearest * new / old
     return value
-
-
-def _map_literals(value: Any, fn: Any) -> Any:
-    if isinstance(value, Node):
-        return value
-    if isinstance(value, dict):
-        return {key: _map_literals(item, fn) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_literals(item, fn) for item in value)
-    return fn(value)
 
 
 def types_of(node: Node) -> tuple[TensorType, ...]:
