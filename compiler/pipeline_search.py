@@ -38,7 +38,7 @@ class Mode:
 @lru_cache(maxsize=256)
 def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mode, ...]:
     """One mode where the family's in-flight counts depend on the stages left alone (they do if they do so for the first
-    stage, the last and one between), else one for each count."""
+    stage, the last and one between), else one for each range of counts in which they do."""
 
     def flight(left: int, p: int) -> int:
         return in_flight_formula(schedule, p - left, p, m)
@@ -47,7 +47,14 @@ def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mo
     longest = tuple(flight(left, most) for left in range(1, most + 1))
     if all(flight(left, p) == longest[left - 1] for p in counts for left in (1, (p + 1) // 2, p)):
         return (Mode(tuple(counts), longest, every),)
-    return tuple(Mode((p,), tuple(flight(left, p) for left in range(1, p + 1)), every) for p in counts)
+    out: list[Mode] = []
+    for p in counts:
+        flights = tuple(flight(left, p) for left in range(1, p + 1))
+        if out and flights[: len(out[-1].flights)] == out[-1].flights:
+            out[-1] = Mode((*out[-1].counts, p), flights, every)
+        else:
+            out.append(Mode((p,), flights, every))
+    return tuple(out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,11 +120,22 @@ def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
         head, fill = arcs.priced(search.costs, of[0].flights[:1])
         return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False),))
     longest, out = arcs.longest(), []
-    for mode in of:
+    for mode in of if len(of) == 1 else _possible(search, arcs, of, most):
         if counts := tuple(count for count in mode.counts if count <= longest):
             head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]])
             out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True))
     return Found(tuple(out))
+
+
+def _possible(search: Search, arcs: Arcs, of: Sequence[Mode], most: float) -> list[Mode]:
+    """The modes that may have a pipeline worth at most ``most``: solved with any number of stages, each holding the
+    fewest microbatches that a stage of the mode does."""
+    head, fill = arcs.priced(search.costs, [min(mode.flights) for mode in of])
+    if search.additive:
+        worth = arcs.values(None, np.where(np.isfinite(head), fill, inf), False)[0] + search.least_head
+    else:
+        worth = arcs.values(head, fill, False)[0]
+    return [mode for mode, least in zip(of, worth) if least <= most]
 
 
 def solved(found: Found) -> Found:
