@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from meshwright.compiler.batch_compose import BatchComposer
 from meshwright.compiler.batch_tables import Level
 from meshwright.compiler.capture import capture
@@ -13,6 +14,7 @@ from meshwright.compiler.problem import Restriction
 from meshwright.compiler.variants import Case, Variants
 from meshwright.costmodel.cluster import Cluster
 from stacked import scalar_composers, stacked_section
+from torch import nn
 from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
@@ -34,13 +36,7 @@ def variants_of(graph, axes):
     return Variants(graph, cluster_layers(graph), V100, "AdamW", 64, cases)
 
 
-@pytest.mark.parametrize("axes", [0, 1, 2])
-@pytest.mark.parametrize("byte_weight", [0.0, 1e-9])
-def test_intervals_equal_the_scalar_composer(graph, axes, byte_weight):
-    variants = variants_of(graph, axes)
-    composer = BatchComposer(variants, FREE, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section)
-    rows = [(v, 1) for v in range(variants.num)]
-    found = composer.intervals(rows)
+def assert_equal_to_scalar(found, variants, byte_weight=0.0):
     for row, scalar in enumerate(scalar_composers(variants, FREE, ["none"])):
         one = scalar["none"]
         one.byte_weight = byte_weight
@@ -54,6 +50,52 @@ def test_intervals_equal_the_scalar_composer(graph, axes, byte_weight):
             np.testing.assert_allclose(values[possible], theirs[possible], rtol=1e-9, err_msg=name)
         floor = found.of("floor_s", [row])[0]
         assert (floor[possible] <= found.of("cost", [row])[0][possible] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("axes", [0, 1, 2])
+@pytest.mark.parametrize("byte_weight", [0.0, 1e-9])
+def test_intervals_equal_the_scalar_composer(graph, axes, byte_weight):
+    variants = variants_of(graph, axes)
+    composer = BatchComposer(variants, FREE, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section)
+    found = composer.intervals([(v, 1) for v in range(variants.num)])
+    assert_equal_to_scalar(found, variants, byte_weight)
+
+
+class Skip(nn.Module):
+    """A tensor that passes by two layers and joins the third; another is made in between and does so too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.wide, self.narrow, self.last = (nn.Linear(16, 16) for _ in range(4))
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x, y):
+        skip = self.first(x)
+        here = self.narrow(torch.relu(self.down(torch.relu(self.up(skip)))))
+        there = self.wide(torch.relu(self.down(torch.relu(self.up(here)))))
+        return nn.functional.mse_loss(self.last(torch.relu(there * skip + here)), y)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_borders_of_several_tensors(axes):
+    with torch.device("meta"):
+        variants = variants_of(capture(Skip(), (torch.empty(64, 16), torch.empty(64, 16)), {}), axes)
+    crossing = variants.layering.crossing
+    assert any(len(after) > 1 and set(before) & set(after) for before, after in pairwise(crossing))
+    composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
+
+
+def test_intervals_of_templates_equal_the_scalar_composer(graph):
+    """The same with sections that are priced for all cases at once, which is how a search has them."""
+    variants = variants_of(graph, 2)
+    composer = BatchComposer(variants, FREE, [Level()], ["none"])
+    assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
+    labels, modes, _ = composer.choices((0, 0), 1, 3)
+    nodes = variants.source.by_name()
+    assert {nodes[name].op for name in labels} == {"call_function", "placeholder"}
+    assert modes == ("none", "none")
 
 
 @pytest.mark.parametrize("axes", [0, 1, 2])
