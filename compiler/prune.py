@@ -94,15 +94,16 @@ class Pruner:
         return self._kept[key]
 
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
-        """Those of ``choices`` that are worth offering."""
-        kept = self._worthwhile(node, choices)
+        """Those of ``choices`` that are worth offering, at most ``MOST``."""
+        kept = self.worthwhile(node, choices)
         if len(kept) <= MOST:
             return kept
         ranked = sorted(kept[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
         best = set(ranked[: MOST - 1])
         return kept[:1] + [choice for choice in kept[1:] if choice in best]
 
-    def _worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
+    def worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
+        """Those of ``choices`` that follow rules 1 to 4, however many."""
         if rule_for(node).cost_kind in DEEP:
             return [c for c in choices if all(self._searched(label) for label in c.labels)]
         small = types_of(node)[0].numel <= SMALL

@@ -10,6 +10,7 @@ from math import isclose, prod
 
 import numpy as np
 import pytest
+import torch
 from meshwright.architectures import Llama
 from meshwright.compiler.batch_section import BatchSection, build_batch_section
 from meshwright.compiler.capture import capture
@@ -34,9 +35,7 @@ FREE = Restriction()
 
 
 @cache
-def model(name: str) -> tuple[Graph, Layering]:
-    import torch
-
+def captured(name: str) -> Graph:
     if name == "rope":
         with torch.device("meta"):
             net = Llama(VOCAB, 2, 64, 128, 8, 4)
@@ -44,7 +43,12 @@ def model(name: str) -> tuple[Graph, Layering]:
     else:
         graph = capture(*ZOO[name](BATCH, device="meta"))
     note_layouts(graph)
-    return graph, cluster_layers(graph)
+    return graph
+
+
+@cache
+def model(name: str, sequence: bool = False) -> tuple[Graph, Layering]:
+    return captured(name), cluster_layers(captured(name), sequence=sequence)
 
 
 # ---- clusters
@@ -152,8 +156,9 @@ def check(
     cases: Sequence[Case] | None = None,
     probes: int = 1,
     layers: int = 3,
+    sequence: bool = False,
 ) -> None:
-    graph, layering = model(name)
+    graph, layering = model(name, sequence)
     if cases is None:
         cases = [case for axes in range(3) for case in cases_of(cluster, rng, axes, 1 if axes == 0 else 6)]
     for variants in split_by_axes(graph, layering, cluster, "AdamW", BATCH, cases):
@@ -211,6 +216,13 @@ def test_roles(roles):
     cluster = Cluster.parse("p3.16xlarge:2")
     for name in ("gpt", "llama", "convnet"):
         check(name, cluster, rng, Restriction(roles), cases=cases_of(cluster, rng, len(roles), 6))
+
+
+@pytest.mark.parametrize("name", ["rope", "convnet", "moe"])
+def test_sequence_splits(name):
+    rng = random.Random(name)
+    check(name, Cluster.parse("dgx-h100:2"), rng, modes=("none", "selective"), probes=2, sequence=True)
+    check(name, Cluster.parse("dgx-h100:2"), rng, Restriction(executable_only=True), sequence=True)
 
 
 @pytest.mark.parametrize("name", ["gpt", "t5", "convnet"])
