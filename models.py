@@ -9,7 +9,8 @@ Wide-ResNets as in Alpa (OSDI'22, table 4), Llama 3 as in arXiv:2407.21783. ``bu
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -171,6 +172,21 @@ def names() -> dict[str, str]:
     return {name: recipe.description for name, recipe in _recipes().items()}
 
 
+@contextmanager
+def _idle_initializers(device: str) -> Iterator[None]:
+    """On the meta device ``torch.nn.init`` does nothing: there is nothing to fill, and its kernels there are Python."""
+    names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    before = {name: getattr(nn.init, name) for name in names}
+    try:
+        if torch.device(device).type == "meta":
+            for name in names:
+                setattr(nn.init, name, lambda tensor, *args, **kwargs: tensor)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(nn.init, name, function)
+
+
 def build(name: str, device: str = "meta") -> Target:
     """The built-in target of that name on ``device`` (meta: no weights); ValueError for another name."""
     recipes = _recipes()
@@ -182,7 +198,7 @@ def build(name: str, device: str = "meta") -> Target:
         )
     recipe = recipes[name]
     try:
-        with torch.device(device):
+        with torch.device(device), _idle_initializers(device):
             model = recipe.make().to(recipe.dtype).train()
             args, kwargs = recipe.inputs(recipe.global_batch)
     except ImportError as error:
