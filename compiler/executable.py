@@ -21,7 +21,10 @@ from .schedule import executable_schedules
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["not_executable", "require_executable"]
+__all__ = ["RECOMPUTES", "RESIDENCIES", "not_executable", "require_executable"]
+
+RECOMPUTES = ("none",)  # modes of layers that the runtime can run
+RESIDENCIES = ("replicated",)  # patterns of parameters that it can
 
 
 def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
@@ -51,14 +54,14 @@ def _schedule(plan: Plan) -> Iterator[str]:
 
 def _recompute(plan: Plan) -> Iterator[str]:
     counts = Counter(mode for stage in plan.stages for chunk in stage.chunks for mode in chunk.recompute)
-    yield from (f"recompute {mode!r} ({n} layers)" for mode, n in sorted(counts.items()) if mode != "none")
+    yield from (f"recompute {mode!r} ({n} layers)" for mode, n in sorted(counts.items()) if mode not in RECOMPUTES)
 
 
 def _residency(plan: Plan) -> Iterator[str]:
     counts = Counter(
         home.pattern for stage in plan.stages for chunk in stage.chunks for home in chunk.parameters.values()
     )
-    yield from (f"parameters in {name} ({n})" for name, n in sorted(counts.items()) if name != "replicated")
+    yield from (f"parameters in {name} ({n})" for name, n in sorted(counts.items()) if name not in RESIDENCIES)
 
 
 def _labels(plan: Plan, graph: Graph) -> Iterator[str]:

@@ -36,7 +36,7 @@ from .pipeline_dp import bound_of, solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, StageOption
 from .problem import Restriction
-from .space import Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
+from .space import CHUNKED, Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import Strategy, divide
 from .variants import Case, Samples, Variants
 
@@ -49,7 +49,6 @@ MIDDLE = (1.0, 3.0)
 LEANEST = (1e4, 1.0)
 PACE = Level(step_share=0.0)
 PLAIN = Level()
-CHUNKED = ("interleaved", "zb-v")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,17 +15,23 @@ form one submesh with one price; ``site`` is the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from math import prod
 
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
+from .executable import RECOMPUTES, RESIDENCIES
+from .plan import RECOMPUTE_MODES
+from .residency import PATTERNS
+from .recompute import ALIASES
+from .schedule import executable_schedules, known_schedules
 from .strategy import Strategy, divisors_of
 
-__all__ = ["Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
+__all__ = ["CHUNKED", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
 
+CHUNKED = ("interleaved", "zb-v")  # schedules that the search cannot divide layers for yet
 POSITIONS = 128  # a submesh is at least this part of the cluster
 EVERY_SIZE = 8  # clusters and numbers of hosts up to this many are divided in every way
 
@@ -37,8 +43,8 @@ class Space:
     schedules: families of ``schedule.generate``; chunks: how many a stage may hold where the family has several;
     residencies: patterns of ``residency.PATTERNS`` that a parameter may take (a parameter that can take none of them is
     replicated); recompute: modes that a layer may take; sequence: whether matmuls and attentions may be cut along the
-    sequence; executable_only: leave out what the runtime cannot run; max_tensor: at most this many devices share the
-    work of one sample's ops; tensor_inside_host: and they lie in one host.
+    sequence; executable_only: leave out what the runtime cannot run; min_tensor, max_tensor: at least and at most this
+    many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host.
     """
 
     schedules: tuple[str, ...] = ("1f1b",)
@@ -48,8 +54,63 @@ class Space:
     sequence: bool = False
     executable_only: bool = False
     precision: str = "model"
+    min_tensor: int = 1
     max_tensor: int | None = None
     tensor_inside_host: bool = False
+
+    @classmethod
+    def whole(cls) -> Space:
+        """Everything that the search knows, whether the runtime can run it or not."""
+        # gpipe takes as long as 1f1b and holds more
+        schedules = tuple(name for name in known_schedules() if name not in (*CHUNKED, "gpipe"))
+        return cls(schedules=schedules, residencies=PATTERNS, recompute=RECOMPUTE_MODES, sequence=True)
+
+    @classmethod
+    def executable(cls) -> Space:
+        """The part of ``whole`` that the runtime can run."""
+        every = cls.whole()
+        return replace(
+            every,
+            schedules=tuple(name for name in every.schedules if name in executable_schedules()),
+            residencies=tuple(name for name in every.residencies if name in RESIDENCIES),
+            recompute=tuple(mode for mode in every.recompute if mode in RECOMPUTES),
+            executable_only=True,
+        )
+
+    @classmethod
+    def asked(
+        cls,
+        schedule: str = "auto",
+        recompute: str | Mapping[str, str] = "auto",
+        zero: str | int = "auto",
+        sequence: bool = True,
+        executable: bool = False,
+    ) -> Space:
+        """The space in which these are given or, where "auto", open. recompute: a mode, or modes by patterns of layer
+        names; zero: a level of parameter sharding, 0 to 3. Raises ValueError for what is unknown, and for what the
+        runtime cannot run where only ``executable`` plans are asked for."""
+        space = cls.executable() if executable else cls.whole()
+        runs = executable_schedules() if executable else known_schedules()
+        if schedule != "auto":
+            known = tuple(name for name in runs if name not in CHUNKED)
+            space = replace(space, schedules=(_one_of("schedule", schedule, known, executable),))
+        modes = {recompute} if isinstance(recompute, str) else {"none", *recompute.values()}
+        for mode in (modes := {ALIASES.get(mode, mode) for mode in modes}) - {"auto"}:
+            _one_of("recompute", mode, space.recompute, executable)
+        if "auto" not in modes:
+            space = replace(space, recompute=tuple(mode for mode in space.recompute if mode in modes))
+        if zero != "auto":
+            levels = [str(PATTERNS.index(name)) for name in (RESIDENCIES if executable else PATTERNS)]
+            level = int(_one_of("zero", str(zero), levels, executable))
+            space = replace(space, residencies=(PATTERNS[level],))
+        return replace(space, sequence=sequence)
+
+
+def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> str:
+    if asked not in known:
+        where = " where plans are to be executable" if executable else ""
+        raise ValueError(f"{what} is auto or one of {', '.join(known)}{where}, but got {asked!r}; use one of these")
+    return asked
 
 
 @dataclass(frozen=True)
@@ -181,14 +242,17 @@ def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool
 
 
 def _roles(shape: tuple[int, ...], space: Space, inside: Sequence[bool]) -> list[tuple[str | None, ...]]:
-    """What the axes may be for: () where anything goes, else every assignment in which those that are not for data
-    keep the limits on tensor parallelism."""
-    most = space.max_tensor if space.max_tensor is not None else prod(shape)
-    if not shape or (prod(shape) <= most and (all(inside) or not space.tensor_inside_host)):
+    """What the axes may be for: () where anything goes. Else every assignment that keeps the limits on tensor
+    parallelism: "data" where an axis may not be for tensors, "tensor" where it must be, None where it is open."""
+    size, low = prod(shape), space.min_tensor
+    high = size if space.max_tensor is None else space.max_tensor
+    mays = [not space.tensor_inside_host or near for near in inside]
+    if low <= 1 and size <= high and all(mays):
         return [()]
-    free = [
-        axis for axis in range(len(shape)) if shape[axis] <= most and (inside[axis] or not space.tensor_inside_host)
-    ]
-    out: list[tuple[str | None, ...]] = [("data",) * len(shape)]
-    out += [tuple(None if axis == one else "data" for axis in range(len(shape))) for one in free]
-    return out
+    found: list[tuple[str | None, ...]] = []
+    for roles in product(("data", "tensor", None) if low > 1 else ("data", None), repeat=len(shape)):
+        least = prod(extent for extent, role in zip(shape, roles) if role == "tensor")
+        most = prod(extent for extent, role in zip(shape, roles) if role != "data")
+        if low <= least and most <= high and all(may or role == "data" for may, role in zip(mays, roles)):
+            found.append(roles)
+    return found
