@@ -106,7 +106,8 @@ class BatchComposer:
 
     def _template(self, layer: int) -> Template:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
-        section = self.build(self.variants, layer, into, out, self.restriction, self.modes)
+        modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)
+        section = self.build(self.variants, layer, into, out, self.restriction, modes)
         crossing = self.variants.layering.crossing
         entering, leaving = crossing[layer], crossing[layer + 1]
         possible = np.ones((len(into), len(out)), dtype=bool)
@@ -124,7 +125,7 @@ class BatchComposer:
             if name in leave and name not in entering
         }
         mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
-        return Template.of(section, layer, self.modes, arriving, going, mask)
+        return Template.of(section, layer, modes, arriving, going, mask)
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""
@@ -247,7 +248,7 @@ class BatchComposer:
         for layer, into, out in zip(range(first, end), path, path[1:]):
             table = tables[layers[layer].class_key]
             chosen, mode = table.choices(position, into, out)
-            modes.append(self.modes[mode])
+            modes.append(table.template.modes[mode])
             section, names = table.template.section, self._names(table.template.layer, layer)
             for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
                 if kind in ("op", "parameter") and name in names:

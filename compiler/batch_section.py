@@ -19,7 +19,7 @@ from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
 from .graph import op_name, output_of, tensor_operands, types_of
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
-from .problem import Restriction, normalized
+from .problem import Restriction, normalized, residencies_of
 from .recompute import Recompute, recompute_of
 from .rules import rule_for
 from .saved import Saved, beside_outputs, saved_tensors
@@ -306,6 +306,8 @@ class _Builder:
         else:
             asked = wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
             found = placeholder_pairs(self.variants, node, asked, self.restriction.roles)
+            if node.name in self.restriction.replicated:
+                found = {p: where for p, where in found.items() if not any(value.is_shard for value in p.value)}
         found = {pair: found[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(found, key=str)}
         found = {pair: where for pair, where in found.items() if where.any()}
         if not found:
@@ -313,7 +315,7 @@ class _Builder:
         offered = np.stack(list(found.values()), axis=1)
         if source.kind == "parameter":
             trainable = source.requires_grad and node.name in self.grad
-            allowed = (pattern,) if pattern else self.restriction.residencies
+            allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
             prices = parameter_prices(
                 self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed
             )

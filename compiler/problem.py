@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch.fx import Node
@@ -50,13 +50,22 @@ class Restriction:
     pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
     parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
     residencies: patterns of ``residency.PATTERNS`` that a parameter may take; "replicated" it always may, and what it
-    is pinned to.
+    is pinned to. replicated: parameter nodes that are whole on every device. split: op node → labels each of which some
+    axis must carry; where none can, the op is impossible. modes: class of a layer → the recompute modes that its layers
+    may take, where these are not all that the search has.
     """
 
     roles: tuple[str | None, ...] = ()
     pinned: Mapping[str, str] | None = None
     executable_only: bool = False
     residencies: tuple[str, ...] = ("replicated",)
+    replicated: frozenset[str] = frozenset()
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def splits(self, op: str, labels: Sequence[str]) -> bool:
+        """Whether a choice with these labels keeps to ``split``."""
+        return set(self.split.get(op, ())) <= set(labels)
 
 
 Choice = MeshChoice | Residency | Pair
@@ -302,6 +311,7 @@ class _Builder:
         kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         if self.restriction.executable_only:
             kept = [c for c in kept if c.executable] or mesh_choices(node, self.mesh, 1)
+        kept = [c for c in kept if self.restriction.splits(node.name, c.labels)] or kept[:1]
         allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
         # repeating heavy work on several devices is worse than leaving them idle
         if rule_for(node).cost_kind in SPLIT_WORK:
@@ -342,6 +352,7 @@ class _Builder:
             # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
+        seconds[[not self.restriction.splits(node.name, choice.labels) for choice in choices]] = np.inf
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )
@@ -351,6 +362,8 @@ class _Builder:
         source, kind = node.meta["source"], node.meta["type"]
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
         pairs = {parse_pair(pinned)} if pinned else self._pairs(node, wanted)
+        if not pinned and node.name in self.restriction.replicated:
+            pairs = {pair for pair in pairs if not any(value.is_shard for value in pair.value)}
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         if source.kind == "parameter":
             i = self._add_parameter(node, ordered, pattern)
@@ -386,7 +399,7 @@ class _Builder:
     def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
         """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
         kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
-        allowed = (pattern,) if pattern else self.restriction.residencies
+        allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
         choices = [r for pair in pairs for _, r in residencies(kind, pair, self.mesh, trainable, allowed)]
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         for i, residency in enumerate(choices):
@@ -436,6 +449,11 @@ class _Builder:
             nbytes,
         )
         return edge, (tuple(sources), tuple(targets))
+
+
+def residencies_of(parameter: str, restriction: Restriction) -> tuple[str, ...]:
+    """The patterns that a parameter node may take."""
+    return ("replicated",) if parameter in restriction.replicated else restriction.residencies
 
 
 def steady(value: object, cotangent: object) -> bool:
