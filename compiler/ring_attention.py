@@ -94,6 +94,15 @@ def _inner(anchor: Tensor, x: Tensor) -> Tensor:
     return made
 
 
+def _last_rows(queries: int, keys: int, like: Tensor) -> Tensor:
+    """The causal mask of the last ``queries`` of ``keys`` positions: as a name for kernels that know it, else written
+    out."""
+    if like.is_cuda:
+        named: Tensor = causal_lower_right(queries, keys)
+        return named
+    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril_(keys - queries)
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
             if causal:
                 end = ring.end(q.shape[_SEQUENCE])
                 k, v = k.narrow(_SEQUENCE, 0, end), v.narrow(_SEQUENCE, 0, end)
-                seen = causal_lower_right(q.shape[_SEQUENCE], end)
+                seen = _last_rows(q.shape[_SEQUENCE], end, q)
             out = F.scaled_dot_product_attention(q, k, v, seen, **options)
         wanted = [k for k in range(4) if ctx.needs_input_grad[k]]
         ctx.inner = get_gradient_edge(out), {k: get_gradient_edge(inner[k]) for k in wanted}
