@@ -6,8 +6,9 @@ axis. It stands in case v iff its op's rule offers each u at v's extent and
 
     gcd(u) mod (product of the sizes of the axes with this u) = 0      gcd over u's extent and the dims that it cuts
 
-and no two of them cut the same dim of a tensor (``rules.mesh_choices``). Then come the same filters as in ``problem``:
-what the pruner keeps, what a restriction's roles allow, and no heavy work done whole where it could be split.
+and no two of them cut the same dim of a tensor, unless one joins the other (``rules.mesh_choices``; ``axis_union`` has
+the conditions). Then come the same filters as in ``problem``: what the pruner keeps, what a restriction's roles allow,
+and no heavy work done whole where it could be split.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
 
 import numpy as np
 from torch.fx import Node
 
+from .axis_union import AxisUnion
 from .graph import tensor_operands, types_of
 from .problem import SPLIT_WORK, Restriction
-from .prune import SMALL
+from .prune import MOST
 from .rules import MeshChoice, pairs_choice, rule_for
-from .rules.base import AxisChoice, Internal
+from .rules.base import Internal
 from .spec import Pair, Placement, R, S, Spec
 from .variants import Variants
 
@@ -48,8 +49,8 @@ class OpChoices:
     """Choices of one op, parallel tuples of C entries.
 
     choices: with the labels of some case, and a work_share of 1 (``splits`` says what it is); texts: per group of
-    extents the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask; reads:
-    per operand and choice its value spec as the work sees it; offered: bool [num, C].
+    extents the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask;
+    reads: per operand and choice its value spec as the work sees it; offered: bool [num, C].
     """
 
     choices: tuple[MeshChoice, ...]
@@ -61,74 +62,14 @@ class OpChoices:
     offered: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class _Single:
-    """One choice on one axis, as the extents of a group have it. cuts: (tensor, dim) pairs, operands first."""
-
-    choice: AxisChoice
-    cuts: frozenset[tuple[int, int]]
-
-
-class _Union:
-    """The single-axis choices of an op over all extents. ``present``, ``divisible`` (gcd, see above): [extents, U];
-    ``labels``: per group and u, None where the group lacks it."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.singles: list[_Single] = []
-        found: dict[Hashable, int] = {}
-        self.group_of = np.zeros(len(nodes), dtype=np.int64)
-        rows: list[tuple[list[int], list[int]]] = []  # per extent: (u, gcd)
-        groups: dict[tuple[tuple[int, ...], tuple[str, ...], bool], int] = {}
-        rule = rule_for(nodes[0])
-        for e, node in enumerate(nodes):
-            offered = rule.axis_choices(node)
-            shapes = [types_of(operand)[0].shape for operand in tensor_operands(node)]
-            shapes += [kind.shape for kind in types_of(node)]
-            counts: dict[Hashable, int] = {}
-            ids, common = [], []
-            for one in offered:
-                key = (one.inputs, one.outputs, one.splits_work, one.internal, one.reads, one.executable)
-                counts[key] = counts.get(key, 0) + 1
-                u = found.setdefault((key, counts[key]), len(self.singles))
-                if u == len(self.singles):
-                    values = [value for value, _ in (*one.inputs, *one.outputs)]
-                    cuts = frozenset((k, value.dim) for k, value in enumerate(values) if value.is_shard)
-                    self.singles.append(_Single(one, cuts))
-                cut = self.singles[u].cuts
-                ids.append(u)
-                common.append(gcd(one.extent, *(shapes[k][dim] for k, dim in cut)) if cut else 0)
-            labels = tuple(one.label for one in offered)
-            small = types_of(node)[0].numel <= SMALL
-            self.group_of[e] = groups.setdefault((tuple(ids), labels, small), len(groups))
-            rows.append((ids, common))
-        size = len(self.singles)
-        named = [dict(zip(ids, labels)) for ids, labels, _ in groups]
-        self.labels = [[names.get(u) for u in range(size)] for names in named]
-        self.present = np.zeros((len(nodes), size), dtype=bool)
-        self.divisible = np.ones((len(nodes), size), dtype=np.int64)
-        for e, (ids, common) in enumerate(rows):
-            self.present[e, ids] = True
-            self.divisible[e, ids] = common
-
-    def stands(self, variants: Variants, mask: int, thin: bool) -> np.ndarray:
-        """bool [num, U]: whether all axes of ``mask`` may have this choice together. thin: axes of size 1 as well."""
-        rows, divisor = variants.extent_of, variants.whole_divisor[:, mask]
-        ok: np.ndarray = self.present[rows] & (self.divisible[rows] % divisor[:, None] == 0)
-        if not thin:
-            for axis in range(variants.axes):
-                if mask >> axis & 1:
-                    ok[:, 1:] &= (variants.sizes[:, axis] > 1)[:, None]
-        return ok
-
-
 def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
     """The choices of an op over ``variants``. nodes: the op at every extent. ValueError for a pin that no case can
     follow."""
     node, cache = nodes[0], variants.samples.cache
     key = ("union", variants.extents, node)
     if key not in cache:
-        cache[key] = _Union(nodes)
-    union: _Union = cache[key]
+        cache[key] = AxisUnion(nodes)
+    union: AxisUnion = cache[key]
     pinned = (restriction.pinned or {}).get(node.name)
     if pinned is not None:
         combos, stands = _pinned(variants, nodes, union, tuple(pinned.split(",")) if pinned else ())
@@ -147,7 +88,7 @@ def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restricti
 # ---- which combinations stand
 
 
-def _combinations(variants: Variants, union: _Union) -> tuple[list[tuple[int, ...]], np.ndarray]:
+def _combinations(variants: Variants, union: AxisUnion) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """(one u per axis each, bool [num, C]) of all combinations that stand in some case, "whole" on all axes first."""
     axes, size = variants.axes, len(union.singles)
     if axes == 0:
@@ -156,8 +97,11 @@ def _combinations(variants: Variants, union: _Union) -> tuple[list[tuple[int, ..
     if axes == 1:
         return [(u,) for u in range(size)], first
     second, both = union.stands(variants, 2, False), union.stands(variants, 3, False)
-    clash = np.array([[bool(a.cuts & b.cuts) for b in union.singles] for a in union.singles])
-    stands = first[:, :, None] & second[:, None, :] & ~clash
+    stands = first[:, :, None] & second[:, None, :]
+    for a, b in itertools.combinations(range(size), 2):
+        if (where := union.together(variants, a, b)) is not None:
+            stands[:, a, b] &= where
+            stands[:, b, a] &= where
     diagonal = np.arange(size)
     stands[:, diagonal, diagonal] = both
     possible = np.argwhere(stands.any(axis=0))
@@ -165,7 +109,7 @@ def _combinations(variants: Variants, union: _Union) -> tuple[list[tuple[int, ..
 
 
 def _pinned(
-    variants: Variants, nodes: Sequence[Node], union: _Union, labels: tuple[str, ...]
+    variants: Variants, nodes: Sequence[Node], union: AxisUnion, labels: tuple[str, ...]
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """As ``_combinations``, of the choice with these labels alone."""
     combos: dict[tuple[int, ...], np.ndarray] = {}
@@ -178,8 +122,8 @@ def _pinned(
             mask = sum(1 << axis for axis, other in enumerate(combo) if other == u)
             ok &= union.stands(variants, mask, True)[:, u]
         for a, b in itertools.combinations(range(variants.axes), 2):
-            if combo[a] != combo[b] and union.singles[combo[a]].cuts & union.singles[combo[b]].cuts:
-                ok &= (variants.sizes[:, [a, b]] == 1).any(axis=1)
+            if combo[a] != combo[b] and (where := union.together(variants, combo[a], combo[b])) is not None:
+                ok &= where | (variants.sizes[:, [a, b]] == 1).any(axis=1)
         combos[combo] = combos.get(combo, False) | ok
     if not any(ok.any() for ok in combos.values()):
         case = variants.cases[0]
@@ -190,7 +134,7 @@ def _pinned(
 def _filtered(
     variants: Variants,
     nodes: Sequence[Node],
-    union: _Union,
+    union: AxisUnion,
     made: _Made,
     stands: np.ndarray,
     restriction: Restriction,
@@ -202,10 +146,10 @@ def _filtered(
     for group in range(len(union.labels)):
         at = int(np.flatnonzero(union.group_of == group)[0])
         offered = [(c, choice) for c, choice in enumerate(made.of_group(group)) if choice is not None]
-        keep = variants.layering.pruner.keep(nodes[at], [choice for _, choice in offered])
+        keep = variants.layering.pruner.worthwhile(nodes[at], [choice for _, choice in offered])
         alive = set(map(id, keep))
         kept[group, [c for c, choice in offered if id(choice) in alive]] = True
-    stands = stands & kept[union.group_of][variants.extent_of]
+    stands = _fewest(variants, made, stands & kept[union.group_of][variants.extent_of])
     if restriction.executable_only:
         runs = stands & np.array([choice.executable for choice in made.choices])
         whole = np.zeros(stands.shape[1], dtype=bool)
@@ -225,6 +169,22 @@ def _filtered(
             if restriction.roles[axis : axis + 1] != ("data",):
                 split = stands & (combos[:, axis] != 0)
                 stands = np.where(split.any(axis=1)[:, None], split, stands)
+    return stands
+
+
+def _fewest(variants: Variants, made: _Made, stands: np.ndarray) -> np.ndarray:
+    """``stands`` with at most ``MOST`` choices per case: the first, then those that leave each device least work, of
+    equal ones those of fewest labels (``Pruner.keep``)."""
+    crowded = np.flatnonzero(stands.sum(axis=1) > MOST)
+    if not len(crowded):
+        return stands
+    others = stands[crowded] & ~_first(stands[crowded])
+    share = np.where(others, 1.0 / variants.divisor[crowded][:, made.splits], np.inf)
+    labels = np.broadcast_to([len(set(choice.labels)) for choice in made.choices], share.shape)
+    best = np.lexsort((labels, share), axis=1)[:, : MOST - 1]
+    kept = _first(stands[crowded])
+    np.put_along_axis(kept, best, True, axis=1)
+    stands[crowded] = kept
     return stands
 
 
@@ -255,7 +215,7 @@ def _allowed(variants: Variants, restriction: Restriction, node: Node, choice: M
 class _Made:
     """Combinations of single-axis choices as MeshChoices."""
 
-    def __init__(self, node: Node, union: _Union, combos: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, node: Node, union: AxisUnion, combos: Sequence[tuple[int, ...]]) -> None:
         self.union, self.combos = union, combos
         operands = [types_of(operand)[0] for operand in tensor_operands(node)]
         outputs = types_of(node)
@@ -272,6 +232,10 @@ class _Made:
         self.choices = [
             MeshChoice(tuple(home[u] for u in combo), ins, outs, 1.0, (), self._gathers(combo), self._runs(combo))
             for combo, ins, outs in zip(combos, self.inputs, self.outputs)
+        ]
+
+        self.splits = [
+            sum(1 << axis for axis, u in enumerate(combo) if union.singles[u].choice.splits_work) for combo in combos
         ]
 
     def _runs(self, combo: tuple[int, ...]) -> bool:
@@ -317,16 +281,12 @@ class _Made:
             tuple(",".join(group[u] or self.union.singles[u].choice.label for u in combo) for combo in combos)
             for group in self.union.labels
         )
-        splits = [
-            sum(1 << axis for axis, u in enumerate(combo) if self.union.singles[u].choice.splits_work)
-            for combo in combos
-        ]
         reads = tuple(zip(*(choice.reads for choice in choices)))
         return OpChoices(
             choices,
             texts,
             self.union.group_of,
-            np.array(splits, dtype=np.int64),
+            np.array([self.splits[c] for c in columns], dtype=np.int64),
             reads,
             tuple(self._messages(combos)),
             offered,
