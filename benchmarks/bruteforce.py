@@ -36,7 +36,7 @@ PROCESSES = 2
 
 def plan_of(graph: Graph, cluster: Cluster, global_batch: int, space: Space) -> Plan:
     """Our plan."""
-    return make_plan(graph, cluster, global_batch, alternatives=False)
+    return make_plan(graph, cluster, global_batch, alternatives=False, space=space)
 
 
 def one(task: tuple[int, bool]) -> dict[str, Any]:

@@ -367,6 +367,8 @@ class Verdict:
     @property
     def equal(self) -> bool:
         """Whether our plan costs what the best document does (or neither exists)."""
+        if self.problems:
+            return False
         if self.ours_s is None or self.best_s is None:
             return self.ours_s is self.best_s
         return abs(self.ours_s - self.best_s) <= EPS * self.best_s

@@ -17,7 +17,7 @@ SEEDS = (1, 2, 5, 7, 9, 12, 15, 17)
 
 
 def _plan_of(graph, cluster, global_batch, space):
-    return make_plan(graph, cluster, global_batch, alternatives=False)
+    return make_plan(graph, cluster, global_batch, alternatives=False, space=space)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
