@@ -3,7 +3,7 @@
     space    ::= schedules, chunks, residencies, recompute modes, sequence splits, precision, limits on tensor work
     submesh  ::= logical shape, number of devices, roles of its axes, where it may start
 
-Submesh sizes: up to 8 devices every number; beyond, inside a host the powers of two, then whole hosts (up to 8 hosts
+Submesh sizes: up to 8 devices every number; beyond, inside a host the powers of two, then whole hosts (up to 4 hosts
 any number of them, beyond that the powers of two and all), and whatever an uneven host has. No submesh is smaller than
 a 128th of the cluster, and on clusters of more than 128 devices submeshes start at multiples of the smallest. Logical
 shapes: one axis, or two of which the minor one tiles the hosts (inside one host the major axis is the longer one: both
@@ -33,7 +33,8 @@ __all__ = ["CHUNKED", "Space", "Submesh", "forced_submeshes", "microbatch_counts
 
 CHUNKED = ("interleaved", "zb-v")  # schedules that the search cannot divide layers for yet
 POSITIONS = 128  # a submesh is at least this part of the cluster
-EVERY_SIZE = 8  # clusters and numbers of hosts up to this many are divided in every way
+EVERY_SIZE = 8  # clusters of up to this many devices are divided in every way
+EVERY_HOSTS = 4  # clusters of up to this many hosts are divided into any number of them
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,11 @@ def _sizes(cluster: Cluster) -> list[int]:
     widest, hosts = counts[-1], len(cluster.hosts)
     sizes = {1 << k for k in range(widest.bit_length()) if 1 << k <= widest} | set(counts) | {total}
     if len(counts) == 1:
-        several = range(1, hosts + 1) if hosts <= EVERY_SIZE else [1 << k for k in range(hosts.bit_length())]
+        several = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
         sizes |= {widest * k for k in several if k <= hosts}
     else:  # runs of uneven hosts
         starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
-        runs = range(1, hosts + 1) if hosts <= EVERY_SIZE else [1 << k for k in range(hosts.bit_length())]
+        runs = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
         sizes |= {starts[i + k] - starts[i] for k in runs for i in range(hosts - k + 1)}
     return sorted(size for size in sizes if size * POSITIONS >= total)
 
