@@ -31,6 +31,8 @@ def _alternative(
     row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
     if strategy.pp > len(search.layering.layers):
         return row | {"why": f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"}
+    if broken := search.constraints.excludes(strategy):
+        return row | {"why": f"excluded by {' and '.join(map(repr, broken))}"}
     usable = microbatch_counts(search.global_batch, strategy)
     if not usable or search.global_batch // usable[0] % strategy.dp:
         return row | {
@@ -44,7 +46,7 @@ def _alternative(
     try:
         other = best_plans(inner)[0]
     except InfeasibleError:
-        missing = nearest(nearest_misses(inner)).missing_bytes
+        missing = nearest(nearest_misses(inner)).why.missing_bytes
         return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
     except ValueError as error:
         return row | {"why": str(error)}

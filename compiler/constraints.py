@@ -20,6 +20,7 @@ module that made it. Constraints that exclude each other are refused with both t
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,12 +29,14 @@ from fnmatch import fnmatchcase
 
 from .graph import Graph, op_name, tensor_operands
 from .layers import Layering
+from .recompute import ALIASES
 from .residency import PATTERNS
 from .rules import rule_for
 from .schedule import known_schedules
 from .space import Space
+from .strategy import Strategy, divisors_of
 
-__all__ = ["Constraints", "Resolved", "parse_constraints", "resolve"]
+__all__ = ["Constraints", "Resolved", "by_layer", "distinguished", "parse_constraints", "resolve"]
 
 MODES = ("none", "selective", "full")
 
@@ -75,6 +78,7 @@ class Constraints:
     recompute: tuple[str, ...] = MODES
     zero: Range = Range(0, 3)
     schedules: tuple[str, ...] | None = None
+    layer_modes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # by pattern of layer names; given by ``recompute=``
     said: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __bool__(self) -> bool:
@@ -92,33 +96,63 @@ class Constraints:
         ):
             if not left:
                 raise ValueError(
-                    f"constraints leave some {what} open, but got {self._texts(what)} where the search has only "
+                    f"constraints leave some {what} open, but got {' and '.join(map(repr, self.texts(what))) or 'none'} where the search has only "
                     f"{', '.join(offered)}; drop a constraint"
                 )
-        most = [size for size in (space.max_tensor, self.tensor.high) if size is not None]
+        tensor = self.tensor.both(Range(space.min_tensor, space.max_tensor))
+        if tensor.empty:
+            raise ValueError(_conflict(self.texts("tensor"), "no number of devices satisfies them"))
         return replace(
             space,
             schedules=schedules,
             recompute=recompute,
             residencies=patterns,
             sequence=space.sequence and self.sequence,
-            max_tensor=min(most) if most else None,
+            min_tensor=tensor.low,
+            max_tensor=tensor.high,
             tensor_inside_host=space.tensor_inside_host or self.tensor_inside_host,
         )
 
-    def _texts(self, subject: str) -> str:
-        return " and ".join(repr(text) for about, text in self.said if about == subject)
+    def texts(self, *subjects: str) -> list[str]:
+        """The constraints on these subjects, as they were said; of all subjects where none is named."""
+        return [text for about, text in self.said if about in subjects or not subjects]
+
+    def excludes(self, strategy: Strategy) -> list[str]:
+        """The constraints that a forced shape breaks."""
+        sizes = [s.tp for s in strategy.stages] or [strategy.tp]
+        broken = [] if strategy.num_stages in self.stages else self.texts("stages")
+        if any(size not in self.tensor for size in sizes):
+            broken += [text for text in self.texts("tensor") if "inside" not in text.lower()]
+        return broken
+
+    def check(self, global_batch: int, num_devices: int, microbatches: int | None, strategy: Strategy | None) -> None:
+        """Raise ValueError for constraints that the batch, the cluster or what is forced beside them exclude."""
+        if strategy is not None and (broken := self.excludes(strategy)):
+            raise ValueError(_conflict([*broken, f"strategy {strategy}"], "the strategy breaks them"))
+        if microbatches is not None and microbatches not in self.microbatches:
+            texts = [*self.texts("microbatches"), f"microbatches={microbatches}"]
+            raise ValueError(_conflict(texts, "the number is outside"))
+        counts = divisors_of(global_batch)
+        if not any(count in self.microbatches for count in counts):
+            shown = ", ".join(map(str, counts[:12])) + (", …" if len(counts) > 12 else "")
+            why = f"a global batch of {global_batch} falls into {shown} equal microbatches"
+            raise ValueError(_conflict(self.texts("microbatches"), why))
+        for what, range_ in (("stages", self.stages), ("tensor", self.tensor)):
+            if range_.low > num_devices:
+                raise ValueError(_conflict(self.texts(what), f"the cluster has {num_devices} devices"))
 
 
 @dataclass(frozen=True)
 class Resolved:
     """Constraints on one model. cuts: positions (layer indices) where a stage must begin; no_cuts: where none may;
-    replicated: parameter nodes; split: op node → label."""
+    replicated: parameter nodes; split: op node → labels that some axis must carry; modes: class of a layer → the
+    recompute modes that it may take (``distinguished``)."""
 
     cuts: tuple[int, ...] = ()
     no_cuts: tuple[int, ...] = ()
     replicated: frozenset[str] = frozenset()
-    split: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 # ---- text → values
@@ -196,11 +230,17 @@ def _flag(name: str, value: bool, subject: str) -> Callable[[Constraints, re.Mat
 
 
 def _no_tensor(found: Constraints, match: re.Match[str], text: str) -> Constraints:
-    return _add(found, "tensor parallel <= 1")
+    return _ranged("tensor", "tensor")(found, _meant(_RANGE, "<= 1"), text)
 
 
 def _no_zero(found: Constraints, match: re.Match[str], text: str) -> Constraints:
-    return _add(found, "zero = 0")
+    return _ranged("zero", "zero", 0)(found, _meant(_RANGE, "= 0"), text)
+
+
+def _meant(pattern: str, text: str) -> re.Match[str]:
+    match = re.fullmatch(pattern, text)
+    assert match is not None
+    return match
 
 
 _FORMS: tuple[tuple[str, Callable[[Constraints, re.Match[str], str], Constraints]], ...] = (
@@ -249,10 +289,58 @@ def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
         raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {most} stages"))
     parameters = {node.meta["source"].name: node.name for node in graph.placeholders("parameter")}
     replicated = {parameters[name] for text in found.replicated for name in _matches(text, parameters, "parameter")}
-    split: dict[str, str] = {}
+    split: dict[str, tuple[str, ...]] = {}
     for text, label in found.split:
-        split |= dict.fromkeys(_splittable(graph, text, label), label)
+        for name in _splittable(graph, text, label):
+            split[name] = (*split.get(name, ()), label)
     return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
+
+
+def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """``Constraints.layer_modes`` of a recompute argument: of the patterns that fit a layer the last one counts, "none"
+    where none does; nothing if it is one mode for all."""
+    if isinstance(recompute, str):
+        return ()
+    named = ((pattern, ALIASES.get(mode, mode)) for pattern, mode in recompute.items())
+    return (("*", ("none",)), *((pattern, MODES if mode == "auto" else (mode,)) for pattern, mode in named))
+
+
+def distinguished(
+    layering: Layering, graph: Graph, found: Constraints, resolved: Resolved
+) -> tuple[Layering, Resolved]:
+    """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each class:
+    two layers are alike if they are so without constraints, and these concern the same ones of their ops and weights
+    and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left."""
+    nodes, layers, modes = graph.by_name(), [], {}
+    own = _modes_of([layer.name for layer in layering.layers], found)
+    for index, layer in enumerate(layering.layers):
+        marks: list[object] = []
+        for place, name in enumerate(layer.ops):
+            if name in resolved.split:
+                marks.append((place, resolved.split[name]))
+            for k, operand in enumerate(tensor_operands(nodes[name])):
+                if operand.name in resolved.replicated:
+                    marks.append((place, k))
+        key = layer.class_key.partition(" ")[0]
+        if marks or index in own:
+            key += " " + hashlib.sha256(repr((marks, own.get(index))).encode()).hexdigest()[:12]
+        if index in own:
+            modes[key] = own[index]
+        layers.append(replace(layer, class_key=key))
+    return replace(layering, layers=tuple(layers)), replace(resolved, modes=modes)
+
+
+def _modes_of(names: Sequence[str], found: Constraints) -> dict[int, tuple[str, ...]]:
+    """Layer → the modes that it may take, where that is said layer by layer."""
+    out: dict[int, tuple[str, ...]] = {}
+    for pattern, modes in found.layer_modes:
+        fits = _matches(pattern, names, "layer")
+        left = tuple(mode for mode in modes if mode in found.recompute)
+        if not left:
+            texts = [*found.texts("recompute"), f"recompute {', '.join(modes)} of {pattern}"]
+            raise ValueError(_conflict(texts, "no mode is left"))
+        out |= dict.fromkeys((k for k, name in enumerate(names) if name in fits), left)
+    return out
 
 
 def _matches(pattern: str, names: Collection[str], what: str) -> list[str]:

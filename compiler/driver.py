@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -28,17 +28,15 @@ import torch
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
-from .constraints import Constraints, parse_constraints, resolve
+from .constraints import by_layer, parse_constraints
 from .explore import Candidate, Search, explore
 from .finish import finish
 from .graph import Graph, op_name
 from .infeasible import infeasible
-from .layers import cluster_layers
-from .layouts import note_layouts
 from .plan import Plan
-from .recompute import layer_modes
+from .prepare import prepare
 from .rules import rule_for
-from .space import Space, microbatch_counts
+from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 
 __all__ = ["make_plan", "make_plans"]
@@ -58,7 +56,7 @@ def make_plan(
     alternatives: bool = True,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    recompute: str | None = None,
+    recompute: str | Mapping[str, str] | None = None,
     space: Space | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
@@ -67,7 +65,8 @@ def make_plan(
 
     global_batch: samples per step over all devices. microbatches and strategy are searched where they are None.
     space: which kinds of decision are open, by default 1F1B without recompute and parameter sharding; schedule and
-    recompute name one of each instead ("auto" leaves recompute open). constraints: texts of ``constraints``. capture_s:
+    recompute name one of each instead ("auto" leaves it open; recompute also takes modes by patterns of layer names).
+    constraints: texts of ``constraints``. capture_s:
     what capture took, for the record. progress(pass, fraction) is called along the way. time_limit_s: seconds after
     which the best plan so far is taken; Ctrl-C has the same effect.
     """
@@ -88,7 +87,7 @@ def make_plans(
     alternatives: bool = True,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    recompute: str | None = None,
+    recompute: str | Mapping[str, str] | None = None,
     space: Space | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
@@ -99,10 +98,9 @@ def make_plans(
     check_batch(global_batch, microbatches)
     stop = inf if time_limit_s is None else begin + time_limit_s
     space = _opened(space or Space(), schedule, recompute)
+    asked = replace(parse_constraints(constraints), layer_modes=by_layer(recompute or "auto"))
     with _without_gc():
-        search = _prepare(
-            graph, cluster, global_batch, microbatches, strategy, optimizer, space, parse_constraints(constraints)
-        )
+        search = prepare(graph, cluster, global_batch, microbatches, strategy, optimizer, space, asked)
         search.passes["capture"] = capture_s
         search.progress, search.stop = progress, stop
         plans = best_plans(search, top_k)
@@ -114,15 +112,10 @@ def make_plans(
     return [_recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
 
 
-def _opened(space: Space, schedule: str | None, recompute: str | None) -> Space:
+def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, str] | None) -> Space:
     if schedule is not None:
-        space = replace(space, schedules=(schedule,))
-    if recompute == "auto":
-        return replace(space, recompute=("none", "selective", "full"))
-    if recompute is not None:
-        mode = layer_modes(["any"], recompute)[0]
-        return replace(space, recompute=(mode,))
-    return space
+        space = replace(space, schedules=Space.asked(schedule).schedules)
+    return space if recompute is None else replace(space, recompute=Space.asked(recompute=recompute).recompute)
 
 
 @contextmanager
@@ -135,48 +128,6 @@ def _without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _prepare(
-    graph: Graph,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None,
-    strategy: Strategy | None,
-    optimizer: str,
-    space: Space,
-    constraints: Constraints,
-) -> Search:
-    """The passes before the search, and everything that can be refused at once."""
-    if strategy and strategy.num_devices > cluster.num_devices:
-        raise ValueError(
-            f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}"
-        )
-    space = constraints.narrowed(space)
-    passes: dict[str, float] = {}
-    start = time.perf_counter()
-    if any(host.device.op_times for host in cluster.hosts):
-        note_layouts(graph)
-        passes["layouts"] = time.perf_counter() - start
-    start = time.perf_counter()
-    layering = cluster_layers(graph, sequence=space.sequence)
-    passes["layers"] = time.perf_counter() - start
-    if strategy and strategy.num_stages > len(layering.layers):
-        raise ValueError(
-            f"strategy asks for {strategy.num_stages} stages, but the model falls into {len(layering.layers)} layers"
-        )
-    counts = [microbatches] if microbatches else microbatch_counts(global_batch, strategy)
-    if not counts or (strategy and (global_batch // counts[0]) % strategy.data_parts):
-        size = global_batch // (microbatches or 1)
-        raise ValueError(
-            f"dp cuts every microbatch evenly, but got dp {strategy.data_parts if strategy else 1} "
-            f"and a microbatch of {size} samples; "
-            "use fewer microbatches or a larger global_batch"
-        )
-    return Search(
-        graph, cluster, global_batch, optimizer, space, layering, strategy, microbatches, constraints,
-        resolve(constraints, graph, layering), passes=passes,
-    )  # fmt: skip
 
 
 # ---- from candidates to plans

@@ -34,13 +34,13 @@ from .graph import Graph, rescale, types_of
 from .layers import Layering
 from .pipeline_dp import bound_of, solve
 from .pipeline_table import Constraints as Cuts
-from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, StageOption
+from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
 from .problem import Restriction
 from .space import CHUNKED, Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import Strategy, divide
 from .variants import Case, Samples, Variants
 
-__all__ = ["Candidate", "Search", "StageRow", "explore", "nearest_misses"]
+__all__ = ["Candidate", "Miss", "Search", "StageRow", "explore", "fits", "nearest_misses"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per its memory
@@ -75,6 +75,15 @@ class Candidate:
         return self.pipeline.estimate_s
 
 
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
+
+    why: Infeasible
+    microbatches: int
+    row: StageRow | None = None
+
+
 @dataclass
 class Search:
     """What is asked, and what all passes share."""
@@ -96,6 +105,8 @@ class Search:
     samples: Samples | None = None
     cut_short: str = ""  # why the search ended before it was done
     headroom: float = 1.0  # of the memory, what estimates may fill
+    asked: Space | None = None  # the space before the constraints narrowed it
+    share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
     tables: _Tables | None = None
 
@@ -107,6 +118,17 @@ class Search:
             yield
         finally:
             self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+    def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
+        """What a stage may not do whose axes have these roles."""
+        return Restriction(
+            roles=roles,
+            executable_only=self.space.executable_only,
+            residencies=self.space.residencies,
+            replicated=self.resolved.replicated,
+            split=self.resolved.split,
+            modes=self.resolved.modes,
+        )
 
     @property
     def bound_s(self) -> float:
@@ -137,9 +159,16 @@ def explore(search: Search) -> Iterator[Candidate]:
             best = min(best, candidate.estimate_s if told is None else told)
 
 
-def nearest_misses(search: Search) -> list[Infeasible]:
+def nearest_misses(search: Search) -> list[Miss]:
     """Why nothing fits, for every microbatch count."""
     return search.tables.misses() if search.tables is not None else []
+
+
+def fits(search: Search) -> bool:
+    """Whether anything fits, by the leanest estimates there are; a fraction of the work of ``explore``."""
+    if search.tables is None:
+        search.tables = _Tables(search)
+    return search.tables.fits()
 
 
 class _Tables:
@@ -150,13 +179,15 @@ class _Tables:
         layering, cluster = search.layering, search.cluster
         bounds = None
         if search.strategy and search.strategy.stages:
-            keys = [layer.class_key for layer in layering.layers]
+            keys = [layer.class_key.partition(" ")[0] for layer in layering.layers]  # constraints or not
             bounds = divide(keys, [stage.share for stage in search.strategy.stages])
         self.submeshes = (
             forced_submeshes(cluster, search.strategy, bounds) if search.strategy else submeshes(cluster, search.space)
         )
         asked = (
-            [search.microbatches] if search.microbatches else microbatch_counts(search.global_batch, search.strategy)
+            [search.microbatches]
+            if search.microbatches
+            else search.counts or microbatch_counts(search.global_batch, search.strategy)
         )
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE, PLAIN]
@@ -256,18 +287,35 @@ class _Tables:
             rows.append(StageRow(group.composer, (group.variant(sub, m), number), sub))
         return Candidate(m, schedule, pipeline, tuple(rows))
 
-    def misses(self) -> list[Infeasible]:
+    def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
-        out = []
-        for m in self.counts:
-            level = self._level(m, *LEANEST)
-            self._compose([(sub, m, level) for sub in self.submeshes])
-            table = self._table(m, [(sub, level) for sub in self.submeshes], self._floors(m, []))
-            family = next((s for s in self.search.space.schedules if s not in CHUNKED), "1f1b")
-            answer = solve(table, m, family, self.cuts, top_k=1) if table is not None else None
-            if isinstance(answer, Infeasible):
-                out.append(answer)
-        return out
+        found = [self._leanest(m, True) for m in self.counts]
+        return [answer for answer in found if isinstance(answer, Miss)]
+
+    def fits(self, counts: int = 4) -> bool:
+        """Whether something fits by the leanest tables of a few microbatch counts, the smallest microbatches first."""
+        order = self.counts[::-1]
+        for m in order[:: max(1, len(order) // counts)]:
+            self._compose([(sub, m, 0) for sub in self.submeshes])
+            if isinstance(self._leanest(m, False), Solution):
+                return True
+        return False
+
+    def _leanest(self, m: int, explain: bool) -> Solution | Miss | None:
+        """The best with m microbatches where a byte is as dear as can be; None if no option can run anything."""
+        level = self._level(m, *LEANEST)
+        pairs = [(sub, level) for sub in self.submeshes]
+        self._compose([(sub, m, level) for sub in self.submeshes])
+        table = self._table(m, pairs, self._floors(m, []))
+        family = next((s for s in self.search.space.schedules if s not in CHUNKED), "1f1b")
+        answer = solve(table, m, family, self.cuts, top_k=1, explain=explain) if table is not None else None
+        if not isinstance(answer, Infeasible):
+            return answer
+        if answer.choice is None:
+            return Miss(answer, m)
+        sub = pairs[answer.choice.option][0]
+        group = self._group(sub)
+        return Miss(answer, m, StageRow(group.composer, (group.variant(sub, m), level), sub))
 
     def _level(self, m: int, factor: float, flight: float) -> int:
         """The number of a new level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
@@ -275,8 +323,10 @@ class _Tables:
         unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
         if not isfinite(unit):
             unit = 0.0
-        self.levels.append(Level(byte=unit, saved_byte=unit * min(flight, m)))
-        return len(self.levels) - 1
+        level = Level(byte=unit, saved_byte=unit * min(flight, m))
+        if level not in self.levels:
+            self.levels.append(level)
+        return self.levels.index(level)
 
     def _worthwhile(self, m: int, best: float) -> list[Submesh]:
         """Submeshes that some stage faster than the best plan could have."""
@@ -298,7 +348,7 @@ class _Tables:
         return next(group for group in self.groups if sub in group.places)
 
     def _option(self, sub: Submesh, number: int, level: int, limited: bool = True) -> StageOption:
-        part = self.search.headroom if limited else 1e9
+        part = self.search.headroom * self.search.share if limited else 1e9
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level)
 
@@ -348,9 +398,7 @@ class _Group:
             search.graph, search.layering, search.cluster, search.optimizer, search.global_batch, cases,
             space.schedules[0], search.samples,
         )  # fmt: skip
-        restriction = Restriction(
-            roles=subs[0].roles, executable_only=space.executable_only, residencies=space.residencies
-        )
+        restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
         self._at: dict[tuple[int, int], tuple[BatchIntervals, int]] = {}
 

@@ -19,7 +19,6 @@ from .graph import Graph, op_name
 from .plan import Plan, Prediction
 from .predict import predict
 from .pricing import MeshPricer
-from .problem import Restriction
 from .recompute import recompute_of
 from .rules import mesh_choices
 from .schedule import in_flight_formula
@@ -64,14 +63,18 @@ def finish(search: Search, best: Candidate) -> Plan:
     )
     with search.timed("memory"):
         plan = with_footprints(graph, plan)
-    usable = usable_bytes(cluster)
+    usable = _usable(search)
     _check_memory(plan, [min(usable[s.devices[0] : s.devices[-1] + 1]) for s in stages])
     return plan
 
 
+def _usable(search: Search) -> list[float]:
+    return [search.share * size for size in usable_bytes(search.cluster)]
+
+
 def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]:
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.stages)
-    usable = usable_bytes(cluster)
+    usable = _usable(search)
     parts: list[Assembled] = []
     known: dict[tuple[Any, ...], tuple[int, Assembled]] = {}
     for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):
@@ -87,11 +90,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
             parts.append(part)
             continue
         pricer = MeshPricer(cluster, offset, shape, search.optimizer)
-        restriction = Restriction(
-            roles=row.submesh.roles,
-            executable_only=search.space.executable_only,
-            residencies=search.space.residencies,
-        )
+        restriction = search.restriction(row.submesh.roles)
         part = assemble_stage(
             graph,
             search.layering,
