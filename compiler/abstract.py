@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -25,6 +25,7 @@ from .attention_room import attention_of
 from .convolution_room import room_of_convolution
 from .interpret import Segment, runner
 from .program import ChunkProgram
+from .ring_attention import ring_attention
 
 __all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
 
@@ -250,8 +251,10 @@ def with_stand_ins(
     program: ChunkProgram, tracker: Tracker, segments: Sequence[Segment] = ()
 ) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The program's module as a function of meta tensors, which runs ``segments`` so that the backward repeats them."""
+    attention = attention_of(tracker.writes_scores)
     swaps: dict[Any, Callable[..., Any]] = {
-        aten.scaled_dot_product_attention.default: attention_of(tracker.writes_scores),
+        aten.scaled_dot_product_attention.default: attention,
+        ring_attention: partial(ring_attention, kernel=attention),
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
     return runner(program.module.graph, swaps, segments)

@@ -13,8 +13,9 @@ uses (r+1)/p of the keys, so the last device sets the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
         mask: Tensor | None,
         ring: _Ring,
         causal: bool,
-        options: dict[str, Any],
+        kernel: Callable[..., Tensor],
     ) -> Tensor:
         ring.gather((key, value))
         ctx.ring = ring
@@ -129,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
                 end = ring.end(q.shape[_SEQUENCE])
                 k, v = k.narrow(_SEQUENCE, 0, end), v.narrow(_SEQUENCE, 0, end)
                 seen = _last_rows(q.shape[_SEQUENCE], end, q)
-            out = F.scaled_dot_product_attention(q, k, v, seen, **options)
+            out = kernel(q, k, v, seen)
         wanted = [k for k in range(4) if ctx.needs_input_grad[k]]
         ctx.inner = get_gradient_edge(out), {k: get_gradient_edge(inner[k]) for k in wanted}
         ring.gathered = []
@@ -158,16 +159,18 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     ring_axes: tuple[int, ...] = (),
+    kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """``scaled_dot_product_attention`` of this device's queries over the keys of all devices along ``ring_axes``.
 
     query: [..., heads, Sq here, D], key, value: [..., kv heads, Skv here, D], attn_mask: broadcasts to [..., heads, Sq
     here, Skv of all] -> [..., heads, Sq here, Dv]. Per axis two all-gathers in the forward, and two more and two
-    reduce-scatters in the backward. ValueError with dropout, whose mask would depend on the cut.
+    reduce-scatters in the backward. kernel: what attends to the keys that have arrived. ValueError with dropout, whose
+    mask would depend on the cut.
     """
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
-    options = {"scale": scale, "enable_gqa": enable_gqa}
+    attend = partial(kernel, scale=scale, enable_gqa=enable_gqa)
     ring = _Ring(current().comm, tuple(ring_axes))
-    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, options)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, attend)  # type: ignore[no-untyped-call]
     return out
