@@ -9,7 +9,7 @@ clock.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -18,13 +18,12 @@ from ..costmodel.cluster import Cluster, Mesh
 from ..costmodel.collectives import mesh_prices, p2p_seconds
 from .assemble import Assembled
 from .graph import Graph, TensorType
-from .plan import Stage, StagePrediction, Transfer, parameter_stages
+from .plan import Stage, StagePrediction, Transfer, Wire, parameter_stages
 from .pricing import MeshPricer
-from .schedule import generate
-from .simulate import simulate
+from .simulate import simulate_stages
 from .spec import Spec, local_shape, without_partials
 
-__all__ = ["Step", "predict"]
+__all__ = ["Step", "predict", "together"]
 
 
 @dataclass(frozen=True)
@@ -46,46 +45,82 @@ def predict(
     optimizer: str,
     parts: Sequence[Assembled],
 ) -> Step:
-    """The step that these stages make. ``graph``: at the microbatch's extent."""
+    """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
+    ``together`` makes of them."""
     stages = [part.stage for part in parts]
+    num_chunks = max(len(stage.chunks) for stage in stages)
+    chunks = num_chunks if num_chunks > 1 else None
     transfers, posts = _messages(graph, cluster, needs_grad, stages)
     once = _tied(graph, cluster, optimizer, needs_grad, stages)
     for index, seconds in enumerate(_loss(graph, cluster, stages)):
         once[index]["loss"] += seconds
     received: defaultdict[int, float] = defaultdict(float)
-    ahead: defaultdict[tuple[int, int], float] = defaultdict(float)
-    back: defaultdict[tuple[int, int], float] = defaultdict(float)
     for transfer in transfers:
         received[transfer.target] += transfer.forward_s + transfer.backward_s
-        ahead[transfer.source, transfer.target] += transfer.forward_s
-        back[transfer.source, transfer.target] += transfer.backward_s
     predictions = tuple(
-        replace(
-            part.prediction,
-            forward_s=part.prediction.forward_s + posts[index][0],
-            backward_s=part.prediction.backward_s + posts[index][1],
-            step_s=part.prediction.step_s + sum(once[index].values()),
-            seconds={
-                **part.prediction.seconds, "transfer": received[index], "sends": sum(posts[index]), **once[index],
-            },
-        )
-        for index, part in enumerate(parts)
-    )  # fmt: skip
-    simulation = simulate(
-        generate(schedule, len(parts), microbatches),
-        [stage.forward_s for stage in predictions],
-        [stage.backward_s for stage in predictions],
-        dict(ahead) or None,
-        [stage.step_s for stage in predictions],
-        dict(back) if ahead else None,
+        _with_messages(part.prediction, posts[index], received[index], once[index]) for index, part in enumerate(parts)
     )
+    simulation = simulate_stages(schedule, microbatches, chunks, stages, predictions, transfers)
     busy = [microbatches * (stage.forward_s + stage.backward_s) + stage.step_s for stage in predictions]
     critical = busy.index(max(busy))
     sources = dict(parts[critical].sources)
-    sources["measured"] = sources.get("measured", 0.0) + microbatches * sum(posts[critical])
+    sent = sum(map(sum, posts[critical]))
+    sources["measured"] = sources.get("measured", 0.0) + microbatches * sent
     if extra := sum(once[critical].values()):
         sources["analytic"] = sources.get("analytic", 0.0) + extra
     return Step(simulation.makespan_s, predictions, transfers, {k: s for k, s in sorted(sources.items()) if s > 0})
+
+
+def _with_messages(
+    alone: StagePrediction, posts: Sequence[tuple[float, float]], received: float, once: Mapping[str, float]
+) -> StagePrediction:
+    """A stage's prediction with what it does together with others. posts: seconds per chunk of its forward and its
+    backward to start messages."""
+    ahead, back = sum(forward for forward, _ in posts), sum(backward for _, backward in posts)
+    return replace(
+        alone,
+        forward_s=alone.forward_s + ahead,
+        backward_s=alone.backward_s + back,
+        step_s=alone.step_s + sum(once.values()),
+        seconds={**alone.seconds, "transfer": received, "sends": ahead + back, **once},
+        chunk_s=tuple((f + a, b + c, w) for (f, b, w), (a, c) in zip(alone.chunk_s, posts)),
+    )
+
+
+def together(parts: Sequence[Assembled]) -> Assembled:
+    """The chunks of one stage, priced one by one with their own microbatches in flight, as a stage: what they do and
+    keep adds up, and what they hold for a moment does not."""
+    if len(parts) == 1:
+        return parts[0]
+    first, predictions = parts[0], [part.prediction for part in parts]
+    wires: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for wire in (wire for part in parts for wire in part.stage.wire):
+        wires[wire.axes] += wire.bytes
+    stage = replace(
+        first.stage,
+        chunks=tuple(chunk for part in parts for chunk in part.stage.chunks),
+        wire=tuple(Wire(axes, bytes=size) for axes, size in sorted(wires.items())),
+    )
+    memory = _summed([one.memory_bytes for one in predictions])
+    for cause in ("temporary", "framework"):
+        memory[cause] = max(one.memory_bytes.get(cause, 0.0) for one in predictions)
+    prediction = StagePrediction(
+        forward_s=sum(one.forward_s for one in predictions),
+        backward_s=sum(one.backward_s for one in predictions),
+        step_s=sum(one.step_s for one in predictions),
+        seconds=_summed([one.seconds for one in predictions]),
+        memory_bytes=memory,
+        collectives=dict(sorted(sum((Counter(one.collectives) for one in predictions), Counter[str]()).items())),
+        chunk_s=tuple((one.forward_s, one.backward_s, one.seconds["backward_weight"]) for one in predictions),
+    )
+    sources = _summed([part.sources for part in parts])
+    return replace(
+        first, stage=stage, prediction=prediction, sources=sources, wasted_flops=sum(p.wasted_flops for p in parts)
+    )
+
+
+def _summed(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(table.get(name, 0.0) for table in tables) for table in tables for name in table}
 
 
 # ---- messages between stages
@@ -93,27 +128,35 @@ def predict(
 
 def _messages(
     graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
-) -> tuple[tuple[Transfer, ...], list[tuple[float, float]]]:
-    """Every tensor from the stage that makes it to each that uses it, priced there and back; and per stage the seconds
-    that its forward and its backward spend on starting these messages, a device's mean."""
+) -> tuple[tuple[Transfer, ...], list[list[tuple[float, float]]]]:
+    """Every tensor from the chunk that makes it to each chunk of another stage that uses it, priced there and back; and
+    per stage and chunk the seconds that its forward and its backward spend on starting these messages, a device's
+    mean."""
     nodes = graph.by_name()
-    made = {name: (s, spec) for s, stage in enumerate(stages) for c in stage.chunks for name, spec in c.sends.items()}
+    made = {
+        name: (s, c, spec)
+        for s, stage in enumerate(stages)
+        for c, chunk in enumerate(stage.chunks)
+        for name, spec in chunk.sends.items()
+    }
     transfers = []
-    posts = [[0.0, 0.0] for _ in stages]
+    posts = [[[0.0, 0.0] for _ in stage.chunks] for stage in stages]
     for index, target in enumerate(stages):
-        for chunk in target.chunks:
+        for number, chunk in enumerate(target.chunks):
             for name, pair in chunk.receives.items():
-                origin, spec = made[name]
+                origin, home, spec = made[name]
+                if origin == index:  # it is there already
+                    continue
                 source, kind = stages[origin], nodes[name].meta["type"]
                 ahead = (source, spec), (target, pair.value)
                 forward, backward = _message(cluster, kind, *ahead), 0.0
-                posts[origin][0] += _post(cluster, kind, *ahead)
+                posts[origin][home][0] += _post(cluster, kind, *ahead)
                 if name in needs_grad and kind.is_float:
                     back = (target, without_partials(pair.cotangent)), (source, without_partials(spec))
                     backward = _message(cluster, kind, *back)
-                    posts[index][1] += _post(cluster, kind, *back)
-                transfers.append(Transfer(name, origin, index, forward, backward))
-    return tuple(transfers), [(forward, backward) for forward, backward in posts]
+                    posts[index][number][1] += _post(cluster, kind, *back)
+                transfers.append(Transfer(name, origin, index, forward, backward, home, number))
+    return tuple(transfers), [[(forward, backward) for forward, backward in row] for row in posts]
 
 
 def _message(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:

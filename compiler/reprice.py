@@ -17,10 +17,10 @@ from .footprint import with_footprints
 from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
 from .layouts import note_layouts
-from .plan import Plan, Prediction, Stage
-from .predict import predict
+from .plan import Chunk, Plan, Prediction
+from .predict import predict, together
 from .pricing import MeshPricer
-from .problem import Restriction, build_section
+from .problem import Restriction, Section, build_section
 from .recompute import Recompute, modes_in, recompute_of
 from .residency import residency_text
 from .schedule import in_flight_formula
@@ -73,8 +73,28 @@ def _stage(
     plan: Plan, index: int, graph: Graph, layering: Layering, recompute: Recompute, cluster: Cluster
 ) -> Assembled:
     """Stage ``index`` priced with everything pinned to what the plan says."""
-    stage: Stage = plan.stages[index]
-    (part,) = stage.chunks
+    stage = plan.stages[index]
+    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
+    flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
+    flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
+    parts = []
+    for part in stage.chunks:
+        section = _section(plan, part, graph, layering, recompute, pricer)
+        framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
+        chosen = [0] * len(section.names)
+        parts.append(
+            describe_stage(
+                graph, pricer, layering, part.layers, section, chosen, flight, framework, plan.microbatches, recompute
+            )
+        )
+    priced = together(parts)
+    return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
+
+
+def _section(
+    plan: Plan, part: Chunk, graph: Graph, layering: Layering, recompute: Recompute, pricer: MeshPricer
+) -> Section:
+    """A chunk as a section in which everything has one choice."""
     nodes = graph.by_name()
     parameters = {
         node.name: residency_text(part.parameters[node.meta["source"].name])
@@ -92,7 +112,6 @@ def _stage(
         for node in graph.ops()
         if (output_of(node)[0].name if op_name(node) == "getitem" else node.name) in part.ops
     ]
-    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
     section = build_section(
         graph, layering, ops, pricer, plan.microbatches,
         {name: [pair] for name, pair in part.receives.items()},
@@ -100,10 +119,4 @@ def _stage(
         Restriction(pinned=pinned), recompute,
     )  # fmt: skip
     assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
-    flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches)
-    framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
-    priced = describe_stage(
-        graph, pricer, layering, part.layers, section, [0] * len(section.names), flight, framework,
-        plan.microbatches, recompute,
-    )  # fmt: skip
-    return replace(priced, stage=stage)
+    return section

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, generate
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Plan, Stage, StagePrediction, Transfer
 
 __all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan"]
 
@@ -191,24 +191,61 @@ def _clock(
 def simulate_plan(plan: Plan) -> Simulation:
     """The schedule on the clock with the plan's own predicted seconds."""
     stages = plan.prediction.stages
+    return simulate_stages(
+        plan.schedule, plan.microbatches, plan.chunks_asked, plan.stages, stages, _with_seconds(plan.transfers, stages)
+    )
+
+
+def _with_seconds(transfers: Sequence[Transfer], stages: Sequence[StagePrediction]) -> Sequence[Transfer]:
+    """Transfers of a document of before with seconds: a stage's, there and back, evenly on its edges."""
+    if any(transfer.forward_s for transfer in transfers):
+        return transfers
+    edges = {(transfer.source, transfer.target): transfer for transfer in transfers}
+    sources = {target: sum(other == target for _, other in edges) for _, target in edges}
+    each = {edge: stages[edge[1]].seconds.get("transfer", 0.0) / 2 / sources[edge[1]] for edge in edges}
+    return [replace(edges[edge], forward_s=seconds, backward_s=seconds) for edge, seconds in each.items()]
+
+
+def simulate_stages(
+    schedule: str,
+    microbatches: int,
+    chunks: int | None,
+    stages: Sequence[Stage],
+    predictions: Sequence[StagePrediction],
+    transfers: Sequence[Transfer],
+) -> Simulation:
+    """A schedule (of ``chunks`` per stage, None for its own number) on the clock with predicted seconds. Tensors that
+    one chunk makes for another of its stage are there at once."""
+    made = generate(schedule, len(stages), microbatches, chunks)
+    places = made.places()
+    number = {place: index for index, place in enumerate(places)}
     ahead: dict[Edge, float] = {}
     back: dict[Edge, float] = {}
-    for transfer in plan.transfers:
-        edge = (transfer.source, transfer.target)
+    for s, stage in enumerate(stages):
+        senders = {name: c for c, chunk in enumerate(stage.chunks) for name in chunk.sends}
+        for c, chunk in enumerate(stage.chunks):
+            for edge in {(number[s, senders[name]], number[s, c]) for name in chunk.receives if name in senders}:
+                ahead[edge] = back[edge] = 0.0
+    for transfer in transfers:
+        edge = number[transfer.source, transfer.source_chunk], number[transfer.target, transfer.target_chunk]
         ahead[edge] = ahead.get(edge, 0.0) + transfer.forward_s
         back[edge] = back.get(edge, 0.0) + transfer.backward_s
-    if not any(ahead.values()):  # a document of before: a stage's transfers, there and back, evenly on its edges
-        sources = {target: sum(other == target for _, other in ahead) for _, target in ahead}
-        ahead = {edge: stages[edge[1]].seconds.get("transfer", 0.0) / 2 / sources[edge[1]] for edge in ahead}
-        back = dict(ahead)
+    seconds = [(one.chunk_s or [(one.forward_s, one.backward_s, _weight_s(one))]) for one in predictions]
+    each = [seconds[s][c] for s, c in places]
     return simulate(
-        generate(plan.schedule, len(stages), plan.microbatches),
-        [stage.forward_s for stage in stages],
-        [stage.backward_s for stage in stages],
+        made,
+        [forward for forward, _, _ in each],
+        [backward for _, backward, _ in each],
         ahead or None,
-        [stage.step_s for stage in stages],
+        [stage.step_s for stage in predictions],
         back or None,
+        [min(weight, backward) for _, backward, weight in each],
     )
+
+
+def _weight_s(stage: StagePrediction) -> float:
+    """Seconds of a stage's backward that are for weights; half of it where a document of before does not say."""
+    return stage.seconds.get("backward_weight", stage.backward_s / 2)
 
 
 def grid(schedule: Schedule, simulation: Simulation | None = None, width: int = 100) -> str:

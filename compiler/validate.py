@@ -87,10 +87,11 @@ def _op_difference(planned: Mapping[str, int], given: Mapping[str, int]) -> str:
     return "; ".join(texts) or "the same ops, but other shapes, constants or connections"
 
 
-def _chunks(plan: Plan) -> Iterator[tuple[int, Chunk]]:
+def _chunks(plan: Plan) -> Iterator[tuple[int, int, Chunk]]:
+    """(stage, number of the chunk there, chunk)."""
     for index, stage in enumerate(plan.stages):
-        for chunk in stage.chunks:
-            yield index, chunk
+        for number, chunk in enumerate(stage.chunks):
+            yield index, number, chunk
 
 
 def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
     parameters = {node.meta["source"].name for node in graph.placeholders("parameter")}
     planned_ops: set[str] = set()
     planned_parameters: set[str] = set()
-    for index, chunk in _chunks(plan):
+    for index, _, chunk in _chunks(plan):
         planned_ops |= set(chunk.ops)
         planned_parameters |= set(chunk.parameters)
         yield from (f"stage {index} names op {op}, which the model does not have" for op in chunk.ops if op not in ops)
@@ -123,8 +124,11 @@ def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
 def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
     """What a stage reads but neither makes nor receives; what it is to receive or send, but nobody brings or makes."""
     nodes = graph.by_name()
-    brought = {(transfer.node, transfer.target) for transfer in plan.transfers}
-    for index, chunk in _chunks(plan):
+    brought = {(transfer.node, transfer.target, transfer.target_chunk) for transfer in plan.transfers}
+    for index, stage in enumerate(plan.stages):  # and what another chunk of the stage makes is there
+        numbers = range(len(stage.chunks))
+        brought |= {(name, index, number) for part in stage.chunks for name in part.sends for number in numbers}
+    for index, number, chunk in _chunks(plan):
         for op in chunk.ops:
             for operand in nodes[op].all_input_nodes:
                 if operand.op == "placeholder":
@@ -134,7 +138,7 @@ def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
                 elif operand.name not in chunk.receives and _producer(operand) not in chunk.ops:
                     yield f"stage {index}: op {op} reads {operand.name}, which the stage neither makes nor receives"
         for name in chunk.receives:
-            if (name, index) not in brought:
+            if (name, index, number) not in brought:
                 yield f"stage {index} receives {name}, but no transfer brings it"
         for name in chunk.sends:
             if nodes[name].op != "placeholder" and _producer(nodes[name]) not in chunk.ops:
@@ -148,7 +152,7 @@ def _producer(node: Node) -> str:
 
 def _refused_labels(plan: Plan, small: Graph) -> Iterator[str]:
     nodes = small.by_name()
-    for index, chunk in _chunks(plan):
+    for index, _, chunk in _chunks(plan):
         shape = plan.stages[index].mesh_shape
         for op, labels in chunk.ops.items():
             try:
