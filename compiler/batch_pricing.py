@@ -100,7 +100,7 @@ class BatchPricer:
 
     def local_bytes(self, kind: TensorType, specs: Sequence[Spec]) -> np.ndarray:
         """[num, specs] bytes of one tensor on one device."""
-        return self.by_mask(kind)[:, [cut_mask(spec) for spec in specs]]
+        return self.by_mask(kind)[:, np.array([cut_mask(spec) for spec in specs], dtype=np.intp)]
 
     def by_mask(self, kind: TensorType) -> np.ndarray:
         """[num, 2^axes] bytes on one device by the mask of the axes that cut the tensor."""
@@ -275,6 +275,8 @@ class BatchPricer:
 
     def conversions(self, kind: TensorType, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
         """[num, sources, targets] seconds of conversions in one direction, inf where there is none."""
+        if not sources or not targets:  # a border that has no state in any case
+            return np.zeros((self.variants.num, len(sources), len(targets)))
         counts, impossible = conversion_counts(sources, targets)
         seconds: np.ndarray = (self.term_prices(kind) @ counts).reshape(-1, len(sources), len(targets))
         if impossible is not None:

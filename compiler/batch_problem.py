@@ -69,7 +69,8 @@ class Conversions:
     def copies(self) -> np.ndarray:
         """[num, sources, targets] bytes of the converted value, 0 where it stays as it is."""
         nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
-        moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources])
+        moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources], dtype=bool)
+        moved = moved.reshape(len(self.sources), len(self.targets))
         found: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
         return found
 

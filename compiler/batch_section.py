@@ -117,7 +117,8 @@ class _Builder:
             for name, pair in zip(tensors, state):
                 possible &= self.pricer.divides(self.nodes[name].meta["type"], pair.value)
             found[state[t]] = found[state[t]] | possible if state[t] in found else possible
-        return _States(tuple(found), np.stack(list(found.values()), axis=1))
+        offered = np.array(list(found.values()), dtype=bool).reshape(len(found), self.variants.num)
+        return _States(tuple(found), offered.T)
 
     def build(self) -> BatchSection:
         index: dict[str, int] = {}
@@ -358,8 +359,8 @@ class _Builder:
         return BatchEdge(
             name,
             producer,
-            np.array([sources[p] for p in offered]),
-            tuple((i, np.array([targets[p] for p in pairs])) for i, pairs, _ in wanted),
+            np.array([sources[p] for p in offered], dtype=np.intp),
+            tuple((i, np.array([targets[p] for p in pairs], dtype=np.intp)) for i, pairs, _ in wanted),
             (tuple(sources), tuple(targets)),
             self.variants.cache[key],
             any(saved for *_, saved in wanted),

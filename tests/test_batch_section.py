@@ -237,6 +237,12 @@ def test_axes_of_one_device():
     check("gpt", Cluster.parse("p3.16xlarge:2"), rng, Restriction(residencies=PATTERNS), cases=cases, probes=3)
 
 
+def test_a_border_without_states():
+    rng = random.Random(0)
+    cases = [Case((2,), 0, 64), Case((4,), 0, 32)]  # fewer samples than parts
+    check("gpt", Cluster.parse("p3.16xlarge:1"), rng, Restriction(("data",)), cases=cases, layers=99)
+
+
 def test_pins():
     rng = random.Random(0)
     graph, layering = model("gpt")
