@@ -1,0 +1,185 @@
+"""Our plans against plans of other kinds, all under the same prices: which step is shorter?
+
+python benchmarks/quality.py [--quick] [--only NAME,…] [--longer 10] [--json out/quality.json]
+
+``rivals`` says what the families are. Everything is a prediction; no GPU is used. Exit status 1 if a rival's step is
+shorter than ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contest.results import write_results
+from meshwright import models
+from meshwright.compiler.capture import capture
+from meshwright.compiler.plan import Plan
+from meshwright.compiler.space import Space
+from meshwright.compiler.strategy import InfeasibleError
+from meshwright.costmodel.cluster import Cluster
+from published import ROWS, Row, captured, cluster_of
+from rich.console import Console
+from rich.table import Table
+from rivals.annealing import anneal
+from rivals.families import Task, best_grid, megatron, published, zero_everywhere
+
+SAME = 1.0005  # steps within this factor are equal: schedules are simulated, labels tie
+
+
+@dataclass(frozen=True)
+class Match:
+    """A model on a cluster; row: a published run of it."""
+
+    target: str
+    cluster: str
+    batch: int
+    row: Row | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique among the matches."""
+        return f"{self.target} on {self.cluster}"
+
+    def task(self, space: Space) -> Task:
+        """The captured model and its cluster."""
+        if self.row is not None:
+            return Task(captured(self.row), cluster_of(self.row.gpus), self.batch, space)
+        built = models.build(self.target)
+        return Task(capture(built.model, built.args, built.kwargs), Cluster.parse(self.cluster), self.batch, space)
+
+
+ALPA = tuple(Match(row.target, f"{row.gpus} V100", row.batch, row) for row in ROWS)
+MATCHES = (
+    *ALPA,
+    Match("gpt-39b", "p3.16xlarge:8", 1024),
+    Match("llama3-8b", "dgx-h100:8", 512),
+    Match("moe-10b", "p3.16xlarge:2", 1024),
+    Match("wrn-4b", "p3.16xlarge:2", 1536),
+)
+QUICK = ALPA[1:3]
+
+
+def contest(match: Match, space: Space, longer: float, report: Callable[[str], None]) -> dict[str, Any]:
+    """Our plan and every rival's for one model."""
+    task = match.task(space)
+    report("ours")
+    begin = time.perf_counter()
+    ours = task.plan(None)
+    planned_s = time.perf_counter() - begin
+    found: dict[str, Any] = {"name": match.name, "batch": match.batch, "ours": _figures(ours, planned_s)}
+    rivals: dict[str, Callable[[], Plan | None]] = {
+        "grid": lambda: best_grid(task, lambda text: report(f"grid {text}")),
+        "megatron": lambda: megatron(task, lambda text: report(f"megatron {text}")),
+        "zero": lambda: zero_everywhere(task),
+        "annealing": lambda: anneal(task, longer * planned_s),
+    }
+    row = match.row
+    if row is not None:
+        rivals["published"] = lambda: published(task, row.division, row.microbatches)
+    for name, make in rivals.items():
+        report(name)
+        begin = time.perf_counter()
+        try:
+            plan = make()
+        except InfeasibleError:
+            plan = None
+        found[name] = _figures(plan, time.perf_counter() - begin)
+    return found
+
+
+def _figures(plan: Plan | None, seconds: float) -> dict[str, Any]:
+    if plan is None:
+        return {"step_s": None, "took_s": seconds}
+    patterns = {
+        "zero" if residency.optimizer != residency.compute.value else "replicated"
+        for stage in plan.stages for chunk in stage.chunks for residency in chunk.parameters.values()
+    }  # fmt: skip
+    return {
+        "step_s": plan.prediction.step_s,
+        "bound_gap": plan.prediction.bound_gap,
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "patterns": sorted(patterns),
+        "stages": [{"layers": len(range(*s.chunks[0].layers)), "mesh": list(s.mesh_shape)} for s in plan.stages],
+        "took_s": seconds,
+    }
+
+
+def lost(results: list[dict[str, Any]]) -> list[str]:
+    """What a rival does better, a line each."""
+    lines = []
+    for found in results:
+        for name, rival in found.items():
+            if name in ("name", "batch", "ours") or rival["step_s"] is None:
+                continue
+            if found["ours"]["step_s"] is None:
+                lines.append(f"{found['name']}: {name} fits, ours does not")
+            elif rival["step_s"] * SAME < found["ours"]["step_s"]:
+                lines.append(
+                    f"{found['name']}: {name} takes {rival['step_s'] / found['ours']['step_s']:.4f} of our step"
+                )
+    return lines
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    """A line per model: seconds of our step, and the rivals' in units of ours."""
+    names = ("grid", "megatron", "zero", "published", "annealing")
+    table = Table(title="predicted step, rivals in units of ours (– : nothing fits)")
+    for heading in ("model", "our plan"):
+        table.add_column(heading)
+    for heading in ("step, s", "gap", "planned in, s", *names):
+        table.add_column(heading, justify="right")
+    for found in results:
+        ours = found["ours"]
+        cells = []
+        for name in names:
+            rival = found.get(name)
+            if rival is None:
+                cells.append("")
+            elif rival["step_s"] is None or ours["step_s"] is None:
+                cells.append("–")
+            else:
+                cells.append(f"{rival['step_s'] / ours['step_s']:.3f}")
+        if ours["step_s"] is None:
+            table.add_row(found["name"], "nothing fits", "", "", f"{ours['took_s']:.1f}", *cells)
+            continue
+        shapes = [f"{s['layers']}@{'×'.join(map(str, s['mesh'])) or '1'}" for s in ours["stages"]]
+        shape = " + ".join(shapes) if len(shapes) <= 3 else f"{len(shapes)} stages, {shapes[0]} … {shapes[-1]}"
+        plan = f"{shape}; {ours['microbatches']} micro, {ours['schedule']}, {ours['recompute']}"
+        step = f"{ours['step_s']:.4g}", f"{ours['bound_gap']:.1%}", f"{ours['took_s']:.1f}"
+        table.add_row(found["name"], plan, *step, *cells)
+    console.print(table)
+    for line in lost(results):
+        console.print(f"[bold]{line}[/bold]")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="two of Alpa's models")
+    parser.add_argument("--only", default="", help="names that a match must contain one of")
+    parser.add_argument("--longer", type=float, default=10.0, help="what the annealing gets, in our planning times")
+    parser.add_argument("--json", type=Path, default=Path("out/quality.json"), help="where the results go")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    wanted = [word for word in options.only.split(",") if word]
+    matches = [m for m in (QUICK if options.quick else MATCHES) if not wanted or any(w in m.name for w in wanted)]
+    results: list[dict[str, Any]] = []
+    for match in matches:
+        with console.status(match.name) as status:
+            results.append(
+                contest(match, Space.whole(), options.longer, lambda text: status.update(f"{match.name}: {text}"))
+            )  # noqa: B023
+        write_results(options.json, {"matches": results})
+    show(results, console)
+    return 1 if lost(results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
