@@ -156,11 +156,12 @@ class Blocks:
         first: dict[int, list[Any]] = defaultdict(list)
         for candidate in self.candidates.values():
             try:
-                core = describe(candidate.members, self.left_out, self.original).core
+                state = describe(candidate.members, self.left_out, self.original)
+                self.audit.require(state.code)
             except UnprovableError:
                 continue
-            if core not in first[candidate.kind]:
-                first[candidate.kind].append(core)
+            if state.core not in first[candidate.kind]:
+                first[candidate.kind].append(state.core)
             elif all(paths[id(module)] == 1 for _, module in candidate.members):
                 for _, module in candidate.members:
                     self.hidden[id(vars(module))] = module, (module._parameters, module._buffers)

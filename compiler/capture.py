@@ -348,7 +348,8 @@ class _Translator:
         record, path = self.blocks.calls[number]
         used = {user: user.args[1] for user in node.users if user in live}
         if outputs:
-            names = {n: (s.name, *s.aliases) for n, new in self.env.items() if (s := new.meta.get("source"))}
+            sources = {old: new.meta["source"] for old, new in self.env.items() if new.op == "placeholder"}
+            names = {old: (s.name, *s.aliases) for old, s in sources.items() if s.kind in ("parameter", "buffer")}
             updates = {name: self.nodes[spec.arg.name] for spec, name in self._updated()}
             self.templates[record.number] = template_of(node, record, names, updates, order)
             self.env.update({user: self.env[outputs[index]] for user, index in used.items()})

@@ -23,7 +23,7 @@ import hashlib
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -217,8 +217,8 @@ class Graph:
 
 
 def copy_at(copy: torch.fx.Graph, node: Node, env: Mapping[Node, Node] | None, old: int, new: int) -> Node:
-    """``node``, of a graph at batch ``old``, in ``copy`` at batch ``new``. env: where its operands are there; None makes
-    a placeholder of its name and type instead."""
+    """``node``, of a graph at batch ``old``, in ``copy`` at batch ``new``. env: where its operands are there; None
+    makes a placeholder of its name and type instead."""
 
     def scaled(value: Any) -> Any:
         kind = type(value)
@@ -283,7 +283,11 @@ def types_of(node: Node) -> tuple[TensorType, ...]:
 def op_name(node: Node) -> str:
     """``"aten.linear.default"``, ``"meshwright.cross_entropy"`` or ``"getitem"``: the key under which rules are
     found."""
-    target = node.target
+    return _target_name(node.target)
+
+
+@cache
+def _target_name(target: Any) -> str:
     if target is operator.getitem:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
@@ -304,10 +308,11 @@ def output_of(node: Node) -> tuple[Node, int]:
 def tensor_operands(node: Node) -> list[Node]:
     """The nodes among args and kwargs in order of appearance, repeats kept (``mul(x, x)`` has two operands)."""
     found: list[Node] = []
-
-    def note(operand: Node) -> Node:
-        found.append(operand)
-        return operand
-
-    torch.fx.map_arg((node.args, dict(node.kwargs)), note)
+    stack: list[Any] = [*node.kwargs.values()][::-1] + [*node.args][::-1]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Node):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            stack += value[::-1]
     return found

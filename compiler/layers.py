@@ -228,9 +228,10 @@ def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
 def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
     """Drop cuts, always the one between the lightest neighbours, until at most ``max_layers`` segments remain."""
     cuts = list(cuts)
-    while len(cuts) - 1 > max_layers:
-        weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
-        lightest = min(range(1, len(cuts) - 1), key=lambda i: weight[i - 1] + weight[i])
+    weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
+    while len(weight) > max_layers:
+        lightest = min(range(1, len(weight)), key=lambda i: weight[i - 1] + weight[i])
+        weight[lightest - 1] += weight.pop(lightest)
         del cuts[lightest]
     return cuts
 
