@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshwright.compiler.strategy import InfeasibleError
 from meshwright.costmodel.cluster import Cluster
 from published import ROWS, Row, captured, cluster_of
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rivals.annealing import anneal
 from rivals.families import Task, best_grid, megatron, published, zero_everywhere
@@ -160,6 +162,10 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         console.print(f"[bold]{line}[/bold]")
 
 
+def _said(status: Status, name: str, text: str) -> None:
+    status.update(f"{name}: {text}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="two of Alpa's models")
@@ -173,9 +179,8 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for match in matches:
         with console.status(match.name) as status:
-            results.append(
-                contest(match, Space.whole(), options.longer, lambda text: status.update(f"{match.name}: {text}"))
-            )  # noqa: B023
+            report = partial(_said, status, match.name)
+            results.append(contest(match, Space.whole(), options.longer, report))
         write_results(options.json, {"matches": results})
     show(results, console)
     return 1 if lost(results) else 0
