@@ -346,7 +346,8 @@ class _Translator:
         operands: Any = node.args
         inputs, outputs, number = operands
         record, path = self.blocks.calls[number]
-        used = {user: user.args[1] for user in node.users if user in live}
+        items: list[tuple[Node, Any]] = [(user, user.args[1]) for user in node.users if user in live]
+        used: dict[Node, int] = dict(items)
         if outputs:
             sources = {old: new.meta["source"] for old, new in self.env.items() if new.op == "placeholder"}
             names = {old: (s.name, *s.aliases) for old, s in sources.items() if s.kind in ("parameter", "buffer")}
@@ -361,7 +362,7 @@ class _Translator:
         env |= {old: self._own(record, f"{path}.{below}") for old, below in template.tensors.items()}
         first, here = _module_of(template.block), _module_of(node)
         call_lines = line_of(template.block.meta.get("stack_trace")), line_of(node.meta.get("stack_trace"))
-        for inside in template.needed(used.values()):
+        for inside in template.needed([*used.values()]):
             types, module, line = self._known(inside)
             module, line = here + module[len(first) :], call_lines[1] if line == call_lines[0] else line
             env[inside] = self._emit(inside, env, types, module, line)
