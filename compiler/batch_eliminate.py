@@ -16,7 +16,7 @@ nanosecond per cell together (masked copies take four times as long, and argmin 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,6 +35,7 @@ _LEAST_ROWS = 32  # fewer make numpy's inner loops too short …
 _MOST_BYTES = 2**26  # … but no temporary gets larger than this
 _MOST_ROWS = 128
 _THREADS = 2
+_BLOCK_CELLS = 2**16  # of a minimum's temporaries
 
 T = TypeVar("T")
 
@@ -233,6 +234,13 @@ class Running:
         self.cost = cost
         self.best = np.zeros(cost.shape, dtype=np.uint8 if size <= 256 else np.uint16)
 
+    @staticmethod
+    def of(cost: np.ndarray, best: np.ndarray) -> Running:
+        """A part of another, given by views of its arrays."""
+        part = Running.__new__(Running)
+        part.cost, part.best = cost, best
+        return part
+
     def offer(self, row: np.ndarray, choice: int, cell: tuple[int | slice, ...] | None, better: np.ndarray) -> None:
         """Take ``row`` where it is less. better: bool scratch of its shape."""
         cost, best = (self.cost, self.best) if cell is None else (self.cost[cell], self.best[cell])
@@ -248,22 +256,39 @@ class Running:
 
 def _minimum(do: Minimum, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     parts = _summed(parts, do.before)
-    shape = (*do.shape, parts[0].shape[-1] if len(parts) == 1 else max(p.shape[-1] for p in parts))
-    cost = np.empty(shape)
-    running = Running(cost, do.size)
+    shape = (*do.shape, max(part.shape[-1] for part in parts))
+    running = Running(np.empty(shape), do.size)
+    for block in _blocks(shape):
+        views = [p[(slice(None), *(s if n > 1 else slice(None) for s, n in zip(block, p.shape[1:])))] for p in parts]
+        _least(views, Running.of(running.cost[block], running.best[block]), do.size)
+    return running.cost, running.best
+
+
+def _least(parts: Sequence[np.ndarray], running: Running, size: int) -> None:
+    """The minimum over the leading axis of the sum of parts."""
+    cost = running.cost
     if len(parts) == 1:
         cost[...] = parts[0][0]
     else:
         _add(parts, 0, cost)
-    if do.size == 1:
-        return cost, running.best
-    better, row = np.empty(shape, dtype=bool), np.empty(shape)
-    for choice in range(1, do.size):
-        if len(parts) == 1:
-            running.offer(parts[0][choice], choice, None, better)
-        else:
-            running.offer(_add(parts, choice, row), choice, None, better)
-    return cost, running.best
+    if size == 1:
+        return
+    better, row = np.empty(cost.shape, dtype=bool), np.empty(cost.shape)
+    for choice in range(1, size):
+        offered = parts[0][choice] if len(parts) == 1 else _add(parts, choice, row)
+        running.offer(offered, choice, None, better)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """The array in slabs that stay in a core's cache: slices of its leading axes."""
+    if not shape or math.prod(shape) <= _BLOCK_CELLS:
+        yield ()
+        return
+    line = max(1, math.prod(shape[1:]))
+    step = max(1, _BLOCK_CELLS // line)
+    for first in range(0, shape[0], step):
+        for rest in _blocks(shape[1:]) if line > _BLOCK_CELLS else [()]:
+            yield (slice(first, first + step), *rest)
 
 
 def _add(parts: Sequence[np.ndarray], choice: int, out: np.ndarray) -> np.ndarray:

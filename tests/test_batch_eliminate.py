@@ -137,6 +137,14 @@ def test_chunks_and_threads_change_nothing(monkeypatch):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_blocks_change_nothing(monkeypatch):
+    costs, edges = layer_like(8, rows=3)
+    whole = eliminate_batch(costs, edges, (0, len(costs) - 1))
+    for cells in (1, 7, 40):
+        monkeypatch.setattr(batch_eliminate, "_BLOCK_CELLS", cells)
+        np.testing.assert_array_equal(eliminate_batch(costs, edges, (0, len(costs) - 1)).cost, whole.cost)
+
+
 def test_more_choices_than_a_byte_counts():
     rng = np.random.default_rng(0)
     costs = [rng.random((2, 300)), rng.random((2, 3))]
