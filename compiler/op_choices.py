@@ -156,13 +156,14 @@ def _filtered(
         whole[0] = True
         stands = np.where(runs.any(axis=1)[:, None], runs, whole)
     if node.name in restriction.split:
-        for group in range(len(union.labels)):
-            fit = [c is not None and restriction.splits(node.name, c.labels) for c in made.of_group(group)]
-            rows = union.group_of[variants.extent_of] == group
-            stands[rows] = stands[rows] & np.array(fit)
+        groups = range(len(union.labels))
+        fits = [[c is not None and restriction.splits(node.name, c.labels) for c in made.of_group(g)] for g in groups]
+        asked = stands & np.array(fits)[union.group_of][variants.extent_of]
+        stands = np.where(asked.any(axis=1)[:, None], asked, _first(stands))
     if any(restriction.roles):
         allowed = stands & np.array([_allowed(variants, restriction, node, choice) for choice in made.choices])
-        stands = np.where(allowed.any(axis=1)[:, None], allowed, _first(stands))
+        fallback = _first(stands) if node.name not in restriction.split else np.zeros_like(stands)
+        stands = np.where(allowed.any(axis=1)[:, None], allowed, fallback)
     if rule_for(node).cost_kind in SPLIT_WORK:
         combos = np.array(made.combos).reshape(len(made.combos), variants.axes)
         for axis in range(variants.axes):
