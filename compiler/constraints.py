@@ -170,7 +170,7 @@ def parse_constraints(texts: Sequence[str] | str | None) -> Constraints:
     return found
 
 
-_RANGE = r"(?P<sign><=|>=|=)\s*(?P<number>\d+)"
+_RANGE = r"\s?(?P<sign><=|>=|=)\s*(?P<number>\d+)"
 
 
 def _add(found: Constraints, text: str) -> Constraints:
@@ -246,9 +246,9 @@ def _meant(pattern: str, text: str) -> re.Match[str]:
 _FORMS: tuple[tuple[str, Callable[[Constraints, re.Match[str], str], Constraints]], ...] = (
     (r"stage boundary at (?P<name>\S+)", _named("boundaries", "boundary")),
     (r"no stage boundary at (?P<name>\S+)", _named("joined", "boundary")),
-    (rf"stages {_RANGE}", _ranged("stages", "stages")),
-    (rf"microbatches {_RANGE}", _ranged("microbatches", "microbatches")),
-    (rf"tensor parallel {_RANGE}", _ranged("tensor", "tensor")),
+    (rf"stages{_RANGE}", _ranged("stages", "stages")),
+    (rf"microbatches{_RANGE}", _ranged("microbatches", "microbatches")),
+    (rf"tensor parallel{_RANGE}", _ranged("tensor", "tensor")),
     (r"tensor parallel inside a host", _flag("tensor_inside_host", True, "tensor")),
     (r"no tensor parallel", _no_tensor),
     (r"no sequence parallel", _flag("sequence", False, "sequence")),
@@ -256,7 +256,7 @@ _FORMS: tuple[tuple[str, Callable[[Constraints, re.Match[str], str], Constraints
     (r"split (?P<name>\S+) by (?P<label>\S+)", _named("split", "split")),
     (r"recompute (?P<names>[\w\-, ]+)", _listed("recompute", "recompute", lambda: MODES)),
     (r"no recompute", _listed("recompute", "recompute", lambda: MODES, ("none",))),
-    (rf"zero {_RANGE}", _ranged("zero", "zero", 0)),
+    (rf"zero{_RANGE}", _ranged("zero", "zero", 0)),
     (r"no zero", _no_zero),
     (r"schedule (?P<names>[\w\-, ]+)", _listed("schedules", "schedule", known_schedules)),
 )
@@ -274,8 +274,8 @@ def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
     """What the constraints mean for this model. Raises ValueError where a name matches nothing, and where forced and
     forbidden boundaries or the number of stages exclude each other."""
     names = [layer.name for layer in layering.layers]
-    cuts = {names.index(name) for text in found.boundaries for name in _matches(text, names, "layer")}
-    no_cuts = {names.index(name) for text in found.joined for name in _matches(text, names, "layer")}
+    cuts = {names.index(name) for text in found.boundaries for name in _matches(text, names, "a layer")}
+    no_cuts = {names.index(name) for text in found.joined for name in _matches(text, names, "a layer")}
     if 0 in cuts:  # the first stage begins there anyway
         cuts.discard(0)
     said = [text for about, text in found.said if about == "boundary"]
@@ -287,11 +287,11 @@ def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
     most = len(names) - len(no_cuts - {0})
     if found.stages.low > most:
         raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {most} stages"))
-    parameters = {node.meta["source"].name: node.name for node in graph.placeholders("parameter")}
-    replicated = {parameters[name] for text in found.replicated for name in _matches(text, parameters, "parameter")}
+    parameters = {node.meta["source"].name: node.name for node in graph.placeholders("a parameter")}
+    replicated = {parameters[name] for text in found.replicated for name in _matches(text, parameters, "a parameter")}
     split: dict[str, tuple[str, ...]] = {}
     for text, label in found.split:
-        for name in _splittable(graph, text, label):
+        for name in _splittable(graph, layering, text, label):
             split[name] = (*split.get(name, ()), label)
     return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
 
@@ -334,7 +334,7 @@ def _modes_of(names: Sequence[str], found: Constraints) -> dict[int, tuple[str, 
     """Layer → the modes that it may take, where that is said layer by layer."""
     out: dict[int, tuple[str, ...]] = {}
     for pattern, modes in found.layer_modes:
-        fits = _matches(pattern, names, "layer")
+        fits = _matches(pattern, names, "a layer")
         left = tuple(mode for mode in modes if mode in found.recompute)
         if not left:
             texts = [*found.texts("recompute"), f"recompute {', '.join(modes)} of {pattern}"]
@@ -348,19 +348,21 @@ def _matches(pattern: str, names: Collection[str], what: str) -> list[str]:
     if not found:
         near = get_close_matches(pattern, list(names), 3, 0.3) or list(names)[:3]
         raise ValueError(
-            f"a constraint names a {what} of the model, but got {pattern!r}; use one like {', '.join(near)}"
+            f"a constraint names {what} of the model, but got {pattern!r}; use one like {', '.join(near)}"
         )
     return found
 
 
-def _splittable(graph: Graph, pattern: str, label: str) -> list[str]:
+def _splittable(graph: Graph, layering: Layering, pattern: str, label: str) -> list[str]:
     """Ops of this node name or module path that can be cut by ``label``."""
-    ops = [node for node in graph.ops() if op_name(node) != "getitem" and tensor_operands(node)]
+    members = {name for layer in layering.layers for name in layer.ops}
+    ops = [node for node in graph.ops() if op_name(node) != "getitem" and node.name in members]
     names = [*(node.name for node in ops), *dict.fromkeys(node.meta["module"] for node in ops)]
-    matched = set(_matches(pattern, names, "op or module"))
+    matched = set(_matches(pattern, names, "an op or module"))
     meant = [node for node in ops if {node.name, node.meta["module"]} & matched]
-    able = [node.name for node in meant if label in {c.label for c in rule_for(node).axis_choices(node)}]
+    offered = {node.name: {c.label for c in rule_for(node).axis_choices(node)} - {"whole"} for node in meant}
+    able = [name for name, labels in offered.items() if label in labels]
     if not able:
-        offered = sorted({c.label for node in meant for c in rule_for(node).axis_choices(node)})
-        raise ValueError(f"{pattern} may be split by {', '.join(offered)}, but got {label!r}; choose one of these")
+        every = ", ".join(sorted(set().union(*offered.values()))) or "nothing"
+        raise ValueError(f"{pattern} may be split by {every}, but got {label!r}; choose one of these")
     return able

@@ -292,10 +292,9 @@ class _Tables:
         found = [self._leanest(m, True) for m in self.counts]
         return [answer for answer in found if isinstance(answer, Miss)]
 
-    def fits(self, counts: int = 4) -> bool:
-        """Whether something fits by the leanest tables of a few microbatch counts, the smallest microbatches first."""
-        order = self.counts[::-1]
-        for m in order[:: max(1, len(order) // counts)]:
+    def fits(self) -> bool:
+        """Whether something fits by the leanest tables, the smallest microbatches first."""
+        for m in self.counts[::-1]:
             self._compose([(sub, m, 0) for sub in self.submeshes])
             if isinstance(self._leanest(m, False), Solution):
                 return True

@@ -352,7 +352,9 @@ class _Builder:
             # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
-        seconds[[not self.restriction.splits(node.name, choice.labels) for choice in choices]] = np.inf
+        if node.name in self.restriction.split:
+            kept = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
+            seconds[~np.array(kept)] = np.inf
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )
