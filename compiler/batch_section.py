@@ -252,6 +252,9 @@ class _Builder:
             extents = np.array(self.variants.extents)[self.variants.extent_of]
             allowed = 0.01 * self.layering.total_flops * extents / self.layering.batch
             seconds = np.where(prices.wasted_flops > allowed[:, None], np.inf, seconds)
+        if node.name in self.restriction.split:
+            fits = choices.keeps_to(self.restriction, node.name, self.variants)
+            seconds = np.where(fits, seconds, np.inf)
         floor = seconds
         if self.sharing.floats(node.name):
             floor = np.where(np.isinf(seconds), seconds, 0.0)

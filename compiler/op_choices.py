@@ -61,6 +61,12 @@ class OpChoices:
     messages: tuple[Message, ...]
     offered: np.ndarray
 
+    def keeps_to(self, restriction: Restriction, op: str, variants: Variants) -> np.ndarray:
+        """bool [num, C]: which choices have the labels that a restriction wants split."""
+        fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
+        found: np.ndarray = np.array(fits)[self.group_of][variants.extent_of]
+        return found
+
 
 def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
     """The choices of an op over ``variants``. nodes: the op at every extent. ValueError for a pin that no case can

@@ -237,6 +237,16 @@ def test_axes_of_one_device():
     check("gpt", Cluster.parse("p3.16xlarge:2"), rng, Restriction(residencies=PATTERNS), cases=cases, probes=3)
 
 
+def test_splits_and_whole_parameters():
+    rng = random.Random(0)
+    graph, _ = model("gpt")
+    linears = [node for node in graph.ops() if op_name(node) == "aten.linear.default"]
+    split = {linears[0].name: ("o",), linears[1].name: ("b0", "i"), linears[2].name: ("nothing",)}
+    whole = frozenset(node.args[1].name for node in linears[1:4])
+    restriction = Restriction(residencies=PATTERNS, replicated=whole, split=split)
+    check("gpt", Cluster.parse("p3.16xlarge:2"), rng, restriction, probes=3, layers=99)
+
+
 def test_a_border_without_states():
     rng = random.Random(0)
     cases = [Case((2,), 0, 64), Case((4,), 0, 32)]  # fewer samples than parts
