@@ -21,7 +21,9 @@ from .eliminate import TooWide
 
 __all__ = ["Fixed", "Instruction", "Joined", "Minimum", "Part", "Recipe", "Scatter", "Substitute", "plan_elimination"]
 
-_JOINT_CELLS = 4096  # up to this size the joint table of a link is always built as it is
+_JOINT_CELLS = (
+    2**18
+)  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 
 
