@@ -14,7 +14,12 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 __all__ = ["Segment", "runner"]
 
@@ -66,15 +71,18 @@ def _repeated(unit: _Unit, swaps: Swaps, given: list[Any]) -> tuple[Any, ...]:
     segment, heavy = unit.segment, [False]
     assert segment is not None
 
-    def policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if heavy[0] else CheckpointPolicy.PREFER_RECOMPUTE
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        view = any(result.alias_info for result in op._schema.returns)  # would keep what it is a view of
+        return CheckpointPolicy.MUST_SAVE if heavy[0] and not view else CheckpointPolicy.PREFER_RECOMPUTE
 
     def body(*inputs: Any) -> tuple[Any, ...]:
         return _run(unit, swaps, heavy, list(inputs))
 
-    more = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if segment.heavy else {}
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy) if segment.heavy else noop_context_fn()
+
     made: tuple[Any, ...] = checkpoint(
-        body, *given, use_reentrant=False, preserve_rng_state=False, determinism_check="none", **more
+        body, *given, use_reentrant=False, preserve_rng_state=False, determinism_check="none", context_fn=contexts
     )
     return made
 

@@ -18,7 +18,10 @@ from meshwright.architectures import GPT
 from meshwright.compiler.abstract import Tracker
 from meshwright.compiler.attention_room import attention_of
 from meshwright.compiler.capture import capture
+from meshwright.compiler.driver import make_plan
 from meshwright.compiler.footprint import footprints, stage_memory, with_footprints
+from meshwright.compiler.residency import PATTERNS, residencies
+from meshwright.compiler.strategy import parse_strategy
 from meshwright.compiler.updates import update_bytes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state
@@ -272,3 +275,54 @@ def test_reducer_lets_go_of_its_parameters() -> None:
     del reducer, leaf, other
     gc.collect()
     assert gone() is None
+
+
+# ---- what is run again, and weights that lie in parts
+
+A100 = Cluster.preset("dgx-a100-40")
+
+
+@pytest.fixture(scope="module")
+def graph_of_gpt():
+    return capture(*ZOO["gpt"](64, device="meta", layers=4))
+
+
+def test_layers_that_run_again_keep_less(graph_of_gpt) -> None:
+    """In the run without data as in the estimate from the rules, stage by stage."""
+    plain, some, full = (
+        make_plan(graph_of_gpt, A100, 64, 8, parse_strategy("pp2"), alternatives=False, recompute=mode)
+        for mode in ("none", "selective", "full")
+    )
+    for index in range(2):
+        sizes = [stage_memory(graph_of_gpt, plan, index) for plan in (plain, some, full)]
+        kept = [size["activations"] for size in sizes]
+        assert kept[2] < kept[1] < kept[0]
+        assert sum(sizes[2].values()) < sum(sizes[0].values())
+        same = [{cause: size[cause] for cause in ("parameters", "optimizer", "inputs")} for size in sizes]
+        assert same[0] == same[1] == same[2]
+    with_notes = [plan.prediction.notes for plan in (plain, some, full)]
+    assert not any("memory of stage" in note for notes in with_notes for note in notes)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
+    plan = make_plan(graph_of_gpt, A100, 64, 4, parse_strategy("dp4"), alternatives=False)
+    (stage,) = plan.stages
+    types = {node.meta["source"].name: node.meta["type"] for node in graph_of_gpt.placeholders("parameter")}
+    (chunk,) = stage.chunks
+    homes = {
+        name: dict(residencies(types[name], home.compute, stage.mesh_shape, True))[pattern]
+        for name, home in chunk.parameters.items()
+    }
+    lying = replace(plan, stages=(replace(stage, chunks=(replace(chunk, parameters=homes),)),))
+    found, whole = stage_memory(graph_of_gpt, lying, 0), sum(kind.nbytes for kind in types.values())
+    value, gradient, state = {
+        "replicated": (1, 1, 1), "zero1": (1, 1, 4), "zero2": (1, 4, 4), "zero3": (4, 4, 4),
+    }[pattern]  # fmt: skip
+    assert found["parameters"] == pytest.approx(whole / value, rel=0.01)
+    assert found["optimizer"] == pytest.approx(2 * whole / state, rel=0.01)
+    if pattern != "replicated":  # whose buckets come beside
+        assert found["gradients"] == pytest.approx(whole / gradient, rel=0.02)
+    before = stage_memory(graph_of_gpt, plan, 0)
+    assert found["activations"] == before["activations"]
+    assert (found["temporary"] > before["temporary"]) == (pattern == "zero3")
