@@ -92,7 +92,7 @@ class Exhaustive:
         assert not any(host.device.overlap for host in cluster.hosts), "devices hide nothing of a reduction here"
         self.graph, self.cluster, self.global_batch, self.space = graph, cluster, global_batch, space
         self.optimizer, self.limited = optimizer, limited
-        self.layering = cluster_layers(graph)
+        self.layering = cluster_layers(graph, sequence=space.sequence)
         self.graphs: dict[int, Graph] = {}
         for m in (m for m in range(1, global_batch + 1) if global_batch % m == 0):
             try:
