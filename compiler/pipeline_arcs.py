@@ -12,6 +12,14 @@ s counts the stages left. The right side grows with W(j, p′, s − 1), so a be
 induction on s one value per state is exact, the bottleneck and the sum together (no Pareto front is needed). Heads of
 zero make it a plain sum, fills of zero a bottleneck.
 
+*Lines.* A path may also be worth at least (the fills before an arc) + constant + slope · (the fills behind it), with one
+or more lines (slope, constant) per arc and s. With S the least sum of fills of what is left, itself a recurrence,
+
+    Z(i, p, s) = min over arcs:  max(head, fill + Z(j, p′, s − 1), constant + slope · S(j, p′, s − 1) over the lines)
+
+is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (It may
+be less than the best path is worth, as Z and S may be attained by two suffixes.)
+
 Costs may depend on s, through the microbatches in flight (memory). ``Search.suffix`` solves the recurrence on the least
 costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is
 left, and exact where memory binds nowhere. ``Search.arcs(most)`` then walks forwards and makes the arcs alone on which
@@ -31,11 +39,18 @@ from numpy.typing import NDArray
 
 from .pipeline_table import Floats, Ints, StageChoice, StageOption
 
-__all__ = ["Arcs", "Costs", "Rows", "Search"]
+__all__ = ["Arcs", "Costs", "Lines", "Rows", "Search", "Turns"]
 
 Costs = Callable[[int, Ints | slice, Ints | slice], tuple[Floats, Floats]]
 """(microbatches in flight q, rows, pairs) → (head, fill) of these entries; both ascend, or both descend, with q. Slices
 for rows and pairs ask for all, [rows, pairs]. An infinite head says that the stage cannot be."""
+
+Turns = Callable[[int, int, Ints, Ints], Sequence[tuple[float, Floats]]]
+"""(microbatches in flight, stages left with this one, rows, pairs) → the lines (slope ≥ 0, constants of these entries);
+equally many for all arguments."""
+
+Lines = Sequence[tuple[Floats, Floats]]
+"""(slope [S], constant [entries, S]) each."""
 
 
 class Rows:
@@ -123,10 +138,12 @@ class Arcs:
             self, source=self.source[kept], target=self.target[kept], entry=self.entry[kept], worth=self.worth[kept]
         )
 
-    def values(self, head: Floats | None, fill: Floats, counted: bool) -> Floats:
-        """W per state and column: head (None: nothing) and fill are [entries, S]; where ``counted``, column k is of
-        k + 1 stages left (then one that ends the layers has column 0), otherwise columns do not mix. Shape
-        [states, S + counted]."""
+    def values(
+        self, head: Floats | None, fill: Floats, counted: bool, lines: Lines = (), sums: Floats | None = None
+    ) -> Floats:
+        """W (Z with ``lines`` and the ``sums`` S of what is left) per state and column: head (None: nothing) and fill
+        are [entries, S]; where ``counted``, column k is of k + 1 stages left (then one that ends the layers has column
+        0), otherwise columns do not mix. Shape [states, S + counted]."""
         width, columns = len(self.rows.positions), fill.shape[1]
         value = np.full((self.rows.num_layers * width + width, columns + counted), inf)
         value[self.rows.num_layers * width :, : 1 if counted else columns] = 0.0
@@ -136,6 +153,10 @@ class Arcs:
             total += value[self.target[start:stop], :columns]
             if head is not None:
                 np.maximum(total, head[entry], out=total)
+            if sums is not None:
+                left = sums[self.target[start:stop], :columns]
+                for slope, constant in lines:
+                    np.maximum(total, slope * left + constant[entry], out=total)
             value[states, int(counted) :] = np.minimum.reduceat(total, begins, axis=0)
         return value
 
@@ -171,11 +192,19 @@ class Arcs:
                 made[q] = costs(q, self.entry_row, self.entry_pair)
         return np.stack([made[q][0] for q in flights], 1), np.stack([made[q][1] for q in flights], 1)
 
+    def lined(self, turns: Turns | None, flights: Sequence[int], lefts: Sequence[int]) -> Lines:
+        """The lines of the arcs, column k with flights[k] microbatches in flight and lefts[k] stages left."""
+        if turns is None:
+            return ()
+        made = [turns(q, left, self.entry_row, self.entry_pair) for q, left in zip(flights, lefts)]
+        return [(np.array([one[0] for one in line]), np.stack([one[1] for one in line], 1)) for line in zip(*made)]
+
 
 class Search:
     """The recurrence over ``rows`` with the least ``costs`` over ``flights``; ``allowed`` says which pairs may be
     stages. labels: rows of a group and a label count as one (a row that another of them never loses to is left out).
-    additive: paths are worth the sum of their fills + the largest of their heads.
+    additive: paths are worth the sum of their fills + the largest of their heads. turns: the lines of arcs, whose
+    constants grow with head, fill and ``parts``: what else to compare before a row is left out.
     """
 
     def __init__(
@@ -186,13 +215,18 @@ class Search:
         allowed: NDArray[np.bool_],
         labels: Sequence[int] | None = None,
         additive: bool = False,
+        turns: Turns | None = None,
+        parts: Callable[[int], Sequence[Floats]] = lambda q: (),
     ) -> None:
-        self.rows, self.costs, self.additive = rows, costs, additive
+        self.rows, self.costs, self.additive, self.turns = rows, costs, additive, turns
         self.ends = sorted({min(flights), max(flights)})  # the costs are monotone in between
         (head, fill), (other_head, other_fill) = (costs(q, slice(None), slice(None)) for q in (self.ends * 2)[:2])
         high_head, high_fill = np.maximum(head, other_head), np.maximum(fill, other_fill)
         self.head, self.fill = np.where(allowed, np.minimum(head, other_head), inf), np.minimum(fill, other_fill)
-        self._drop_dominated(high_head, high_fill, [0] * len(rows.option) if labels is None else labels)
+        own, other = (parts(q) for q in (self.ends * 2)[:2])
+        pairs = [(np.minimum(a, b), np.maximum(a, b)) for a, b in zip(own, other)]
+        compared = [(self.head, high_head), (self.fill, high_fill), *pairs]
+        self._drop_dominated(compared, [0] * len(rows.option) if labels is None else labels)
         shape = (rows.num_groups, rows.num_layers, rows.num_layers + 1)
         self.group_head, self.group_fill = np.full(shape, inf), np.full(shape, inf)
         for group in range(rows.num_groups):
@@ -201,17 +235,18 @@ class Search:
             self.group_head[group, rows.first, rows.end] = head.min(axis=0)
             self.group_fill[group, rows.first, rows.end] = fill.min(axis=0)
 
-    def _drop_dominated(self, high_head: Floats, high_fill: Floats, labels: Sequence[int]) -> None:
-        """Rows whose head and fill are at every q no less than those of the row that is best at its worst."""
+    def _drop_dominated(self, compared: Sequence[tuple[Floats, Floats]], labels: Sequence[int]) -> None:
+        """Rows that are at every q no less than the row that is best at its worst, of all that is (least, most)
+        ``compared``, the heads first."""
         alike: dict[tuple[int, int], list[int]] = {}
         for row, key in enumerate(zip(map(int, self.rows.group), labels)):
             alike.setdefault(key, []).append(row)
         every = np.arange(self.head.shape[1])
         for members in alike.values():
             if len(members) > 1:
-                best = high_head[members].argmin(axis=0)
+                best = compared[0][1][members].argmin(axis=0)
                 row = np.array(members)[best]
-                worse = (self.head[members] >= high_head[row, every]) & (self.fill[members] >= high_fill[row, every])
+                worse = np.logical_and.reduce([least[members] >= most[row, every] for least, most in compared])
                 worse[best, every] = False
                 self.head[members] = np.where(worse, inf, self.head[members])
 

@@ -38,63 +38,97 @@ end. With A_k = Σ_{j<k} (t_j + x_j) before and behind, the makespan is at least
     A_k + ⌈m / q_k⌉ D_k + σ_0,    A_k + (m − q_k + 1) t_k + 2 R_k + σ_0  (m > q_k)
 
 (zb-h1: f + i for t, with the at least m − q_k − k W that come before the last F in the second), which is how messages
-slow 1F1B down though they overlap; and under GPipe, whose last stage does all F before any B, the longest way of the
-forwards and that of the backwards together.
+slow 1F1B down though they overlap. Under GPipe the last stage does all F before any B: the last F there ends after
+Σ_j (f_j + x_j^forward) + (m − 1) f_k for each k, and by symmetry all B take Σ_j (b_j + x_j^backward) + (m − 1) b_k at
+least, so the makespan is at least Σ_j (t_j + x_j) + (m − 1) (max f + max b) + σ_0.
+
+All of these ascend with t and x too, and with q_k = min(m, stages left) they are lines of ``pipeline_arcs``: the fills
+before k, a constant of stage k and a slope (⌈m/q_k⌉, 2, or 1 under GPipe) times the sum of t + x behind it. So Z on
+floors, whose S is for every number of stages the least sum of t + x, bounds all pipelines. (A GPipe line has (m − 1)
+t_k ≤ (m − 1) (max f + max b), and on stage 0 a floor of m t_0 + σ_0.) Z is solved on what may be part of a pipeline of
+makespan λ at all — no stage with m t_k + σ_k > λ — for several λ: the larger these sums for smaller λ, the more is
+proven (``_narrowed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isfinite
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .pipeline_arcs import Rows, Search
-from .pipeline_search import Mode, minimise
+from .pipeline_prices import turn_lines
+from .pipeline_search import WIDER, Mode, gather, minimise, solved
 from .pipeline_table import Constraints, Floats, Floors, Ints, PipelineTable
 
-__all__ = ["Makespan", "candidate_makespan", "lower_bound"]
+__all__ = ["FloorCosts", "Makespan", "candidate_makespan", "lower_bound"]
+
+_CLOSE = 2e-3  # of the bound: nearer to the largest provable it need not be
+_TRIALS = 6
+
+Bools = NDArray[np.bool_]
 
 
 # ---- of every pipeline
 
 
-class _FloorCosts:
-    """The floors of a table as [rows, pairs], at any number of microbatches in flight."""
+class FloorCosts:
+    """The floors of a table as [rows, pairs], at any number of microbatches in flight; no stage that alone takes more
+    than ``cap_s`` can be."""
 
-    def __init__(self, floors: Floors, rows: Rows, m: int, split: bool) -> None:
-        self.floors, self.rows, self.m = floors, rows, m
+    def __init__(self, floors: Floors, rows: Rows, m: int, schedule: str) -> None:
+        self.floors, self.rows, self.m, self.schedule, self.cap_s = floors, rows, m, schedule, inf
         leaves, enters = rows.end < rows.num_layers, rows.first > 0
         self.pace = rows.packed(floors.pace_s)
-        none = np.zeros_like(self.pace)
+        none = np.broadcast_to(0.0, self.pace.shape)
         self.whole = none if floors.whole_s is None else rows.packed(floors.whole_s)
         self.step = none if floors.step_s is None else rows.packed(floors.step_s)
         self.behind = none if floors.transfer_s is None else np.where(leaves, rows.packed(floors.transfer_s), 0.0)
         room = rows.limit[:, None] - (0.0 if floors.transient is None else rows.packed(floors.transient))
         self.room = np.broadcast_to(np.maximum(room, 0.0), self.pace.shape)
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
+        self.once = np.where(self.is_first, self.step, 0.0)
         self.lagrange = [(row.byte, row.saved_byte, row.whole, rows.packed(row.value)) for row in floors.rows]
-        self.returns = floors.forward_share + floors.input_share if split else 1.0
+        self.returns = floors.forward_share + floors.input_share if schedule.startswith("zb") else 1.0
 
     def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """(pace, m · pace + per-step work)."""
-        pace, whole = self.pace[row, pair], self.whole[row, pair]
+        pace, whole, room = self.pace[row, pair], self.whole[row, pair], self.room[row, pair]
         for byte, saved_byte, counts_step, value in self.lagrange:
-            least = value[row, pair] - self.room[row, pair] * max(byte, saved_byte / q)
+            least = value[row, pair] - room * max(byte, saved_byte / q)
             if counts_step:
                 whole = np.maximum(whole, least)
             else:
                 pace = np.maximum(pace, least)
         return pace, np.maximum(self.m * whole, self.m * pace + self.step[row, pair])
 
+    def _there_and_back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
+        """(head, the part of a microbatch's way that is in the stage)."""
+        pace, whole = self._at_least(q, row, pair)
+        trip = np.where(np.isfinite(pace), pace, 0.0)
+        if self.returns != 1.0:
+            trip *= self.returns
+        head = np.where(self.is_first[row, pair] | ~np.isfinite(pace), whole, self.m * trip)
+        return np.where(whole <= self.cap_s, head, inf), trip
+
     def back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """V (V′ where backwards are split): to a stage, its work, and back."""
-        pace, whole = self._at_least(q, row, pair)
-        first = self.is_first[row, pair]
-        through = self.returns * np.where(np.isfinite(pace), pace, 0.0)
-        head = np.where(first | ~np.isfinite(pace), whole, self.m * through)
-        return head, through + self.behind[row, pair] + np.where(first, self.step[row, pair], 0.0)
+        head, trip = self._there_and_back(q, row, pair)
+        return head, trip + self.behind[row, pair] + self.once[row, pair]
+
+    def turns(self, q: int, left: int, row: Ints | slice, pair: Ints | slice) -> Sequence[tuple[float, Floats]]:
+        """The lines of ``back``."""
+        head, trip = self._there_and_back(q, row, pair)
+        way = trip, trip + self.behind[row, pair], self.once[row, pair], head
+        return turn_lines(self.schedule, self.m, q, left, way)
+
+    def parts(self, q: int) -> Sequence[Floats]:
+        """What the constants of ``turns`` grow with, beside head and fill."""
+        _, trip = self._there_and_back(q, slice(None), slice(None))
+        return trip, self.behind if self.schedule == "gpipe" else trip + self.behind
 
     def ahead(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """H: to a stage, its work, and its end of step."""
@@ -103,25 +137,65 @@ class _FloorCosts:
 
 
 def lower_bound(
-    table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: Constraints, most: float = inf
+    table: PipelineTable,
+    m: int,
+    schedule: str,
+    of: Sequence[Mode],
+    constraints: Constraints,
+    most: float = inf,
+    trials: int = _TRIALS,
 ) -> float:
-    """Seconds that the makespan of no pipeline undercuts, by the floors; ``most`` where they allow none so fast."""
+    """Seconds that the makespan of no pipeline undercuts, by the floors; ``most`` where they allow none so fast.
+
+    trials: how many times to look between what is known to be too little and what is not."""
     floors = table.floors
     if floors is None:
         return 0.0
     rows = Rows(floors.options, table.num_layers, table.num_devices)
     if not len(rows.option):
         return most
-    split = schedule.startswith("zb")
-    costs = _FloorCosts(floors, rows, m, split)
+    costs = FloorCosts(floors, rows, m, schedule)
     flights = sorted({q for mode in of for q in mode.flights})
     allowed = constraints.allowed(rows.first, rows.end)
-    steps = floors.whole_s is not None or floors.step_s is not None or any(row.whole for row in floors.rows)
-    bound = 0.0
-    for one in (costs.back, costs.ahead) if steps or split else (costs.back,):
-        found = minimise(Search(rows, one, flights, allowed), of, most=most)
+    bound = _narrowed(costs, of, flights, allowed, most, trials)
+    if floors.forward_share and bound < most:
+        found = minimise(Search(rows, costs.ahead, flights, allowed), of, most=most)
         bound = max(bound, most if found is None else min(found.best, most))
     return bound
+
+
+def _narrowed(
+    costs: FloorCosts, of: Sequence[Mode], flights: Sequence[int], allowed: Bools, most: float, trials: int
+) -> float:
+    """The largest min(λ, g(λ)) of some λ ≤ most, with g(λ) the least Z of pipelines whose V and stages are at most λ.
+
+    No pipeline under λ is left out of g(λ), so each of these is a bound."""
+
+    def least(limit: float) -> float:
+        costs.cap_s = limit
+        search = Search(costs.rows, costs.back, flights, allowed, turns=costs.turns, parts=costs.parts)
+        return solved(gather(search, of, limit)).best if search.low <= limit else inf
+
+    low = Search(costs.rows, costs.back, flights, allowed).low if most == inf else 0.0
+    limits = [low * (1.0 + wider) if isfinite(wider) else inf for wider in WIDER] if most == inf else [most]
+    high = value = inf
+    for high in limits if low < inf else ():
+        if (value := least(high)) <= high:
+            break
+        low = high
+    if not value <= high or value == inf:
+        return min(most, max(low, value))
+    low = max(low, value)
+    for _ in range(trials):
+        if high <= low * (1.0 + _CLOSE):
+            break
+        middle = (low * high) ** 0.5 if low else high / 2
+        value = least(middle)
+        if value <= middle:
+            low, high = max(low, value), middle
+        else:
+            low = middle
+    return low
 
 
 # ---- of one pipeline
@@ -169,6 +243,6 @@ def candidate_makespan(
     if schedule == "gpipe":
         backward = [t - f for t, f in zip(pace_s, forward_s)]
         longest = sum(forward_s) + (m - 1) * max(forward_s) + sum(backward) + (m - 1) * max(backward)
-        floor = max(floor, longest + first_step)
+        floor = max(floor, longest + sum(messages) + first_step)
     latency = sum(fills) + sum(messages) + max(m * t - fill for t, fill in zip(pace_s, fills))
     return Makespan(path + first_step, latency + first_step, floor)

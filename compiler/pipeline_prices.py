@@ -1,11 +1,13 @@
 """What the recurrences of ``pipeline_arcs`` add up: a table's numbers per (row, pair of layers) as heads and fills.
 
 ``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``pipeline_dp`` says what these are).
+``turn_lines`` are what ``pipeline_bound`` proves of one pipeline beyond W.
 """
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Sequence
+from math import ceil, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from .pipeline_arcs import Rows
 from .pipeline_table import Floats, Ints, PipelineTable
 
-__all__ = ["Prices", "fill_share"]
+__all__ = ["Prices", "fill_share", "turn_lines"]
 
 
 def fill_share(schedule: str, forward_share: Floats | float, input_share: Floats | float) -> Floats | float:
@@ -21,6 +23,22 @@ def fill_share(schedule: str, forward_share: Floats | float, input_share: Floats
     if not schedule.startswith("zb"):
         return 1.0
     return forward_share + np.maximum(0.0, 2.0 * input_share + forward_share - 1.0)
+
+
+def turn_lines(
+    schedule: str, m: int, q: int, left: int, way: tuple[Floats, Floats, Floats, Floats]
+) -> list[tuple[float, Floats]]:
+    """The lines (``pipeline_arcs``) of a stage with q microbatches in flight and ``left`` stages left, for ``way`` =
+    (trip: its part of a microbatch's way there and back, rest: that with the message behind it, once: what its fill
+    counts beside, head). With R the way behind: ⌈m/q⌉ (rest + R) and (m − q + 1) trip + 2 (rest − trip + R); under
+    GPipe the way of one microbatch, and all the others' work."""
+    trip, rest, once, head = way
+    if schedule == "gpipe":
+        return [(1.0, rest + head - trip)]
+    q = min(q, left)
+    turns = float(ceil(m / q))
+    second = (2.0, 2.0 * rest + (m - q - 1) * trip + once) if m > q else (1.0, rest + once)
+    return [(turns, turns * rest + once), second]
 
 
 class Prices:
@@ -37,6 +55,8 @@ class Prices:
             share = rows.packed(np.broadcast_to(share, table.pace_s.shape))
         through = np.where(np.isfinite(self.pace), self.pace, 0.0) * share
         fill = through + np.where(leaves, rows.packed(table.transfer_s), 0.0) + once
+        self.m, self.schedule = m, schedule
+        self._way = through, fill - once, np.broadcast_to(once, fill.shape)
         self._path = m * self.pace + once, fill
         self._latency = m * self.pace - through, fill
         self.base, self.saved = rows.packed(table.resident) + rows.packed(table.transient), rows.packed(table.saved)
@@ -50,6 +70,16 @@ class Prices:
         """W: head e + m t, fill e + t + x, the step on both where the stage is the first."""
         head, fill = self._path
         return np.where(self._fits(q, row, pair), head[row, pair], inf), fill[row, pair]
+
+    def turns(self, q: int, left: int, row: Ints | slice, pair: Ints | slice) -> Sequence[tuple[float, Floats]]:
+        """The lines of ``path``; of no schedule whose backwards are split."""
+        trip, rest, once = (array[row, pair] for array in self._way)
+        return turn_lines(self.schedule, self.m, q, left, (trip, rest, once, self._path[0][row, pair]))
+
+    def parts(self, q: int) -> Sequence[Floats]:
+        """What the constants of ``turns`` grow with, beside head and fill."""
+        trip, rest, _ = self._way
+        return trip, rest - trip if self.schedule == "gpipe" else rest
 
     def latency(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """T: every stage's fill e + t + x, and one more head (m − 1) t."""

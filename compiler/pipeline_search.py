@@ -17,13 +17,13 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .pipeline_arcs import Arcs, Search
+from .pipeline_arcs import Arcs, Lines, Search
 from .pipeline_table import Floats, Ints, StageChoice
 from .schedule import in_flight_formula
 
-__all__ = ["Found", "Mode", "Solved", "gather", "minimise", "modes", "solved"]
+__all__ = ["WIDER", "Found", "Mode", "Solved", "gather", "minimise", "modes", "solved"]
 
-_WIDER = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
+WIDER = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Solved:
     value: Floats  # [states, S + counted]
     columns: tuple[int, ...]
     counted: bool
+    lines: Lines = ()
+    sums: Floats | None = None  # as values: the least sums of fills, where there are lines
 
     @property
     def best(self) -> float:
@@ -116,14 +118,16 @@ class Found:
 def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
     """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
     arcs = search.arcs(most)
-    if of[0].every and not search.depends(arcs):
+    if of[0].every and (search.turns is None or of[0].flights[0] == of[0].flights[-1]) and not search.depends(arcs):
         head, fill = arcs.priced(search.costs, of[0].flights[:1])
-        return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False),))
+        lines = arcs.lined(search.turns, of[0].flights[:1], of[0].counts[-1:])
+        return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False, lines),))
     longest, out = arcs.longest(), []
     for mode in of if len(of) == 1 else _possible(search, arcs, of, most):
         if counts := tuple(count for count in mode.counts if count <= longest):
             head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]])
-            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True))
+            lines = arcs.lined(search.turns, mode.flights[: counts[-1]], range(1, counts[-1] + 1))
+            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True, lines))
     return Found(tuple(out))
 
 
@@ -140,7 +144,14 @@ def _possible(search: Search, arcs: Arcs, of: Sequence[Mode], most: float) -> li
 
 def solved(found: Found) -> Found:
     """The same with values."""
-    return Found(tuple(replace(one, value=one.arcs.values(one.head, one.fill, one.counted)) for one in found.solved))
+    return Found(tuple(map(_valued, found.solved)))
+
+
+def _valued(one: Solved) -> Solved:
+    sums = None
+    if one.lines:
+        sums = one.arcs.values(None, np.where(np.isfinite(one.head), one.fill, inf), one.counted)
+    return replace(one, value=one.arcs.values(one.head, one.fill, one.counted, one.lines, sums), sums=sums)
 
 
 def minimise(
@@ -153,7 +164,7 @@ def minimise(
     low = search.low
     if not low <= most or not isfinite(low):
         return None
-    for wider in (max(keep, _WIDER[0]), *(one for one in _WIDER if one > keep)):
+    for wider in (max(keep, WIDER[0]), *(one for one in WIDER if one > keep)):
         limit = min((low + wider * max(low, scale)) * (1 + 1e-12), most) if isfinite(wider) else most
         found = solved(gather(search, of, limit))
         if isfinite(best := found.best):
