@@ -287,7 +287,7 @@ def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
     most = len(names) - len(no_cuts - {0})
     if found.stages.low > most:
         raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {most} stages"))
-    parameters = {node.meta["source"].name: node.name for node in graph.placeholders("a parameter")}
+    parameters = {node.meta["source"].name: node.name for node in graph.placeholders("parameter")}
     replicated = {parameters[name] for text in found.replicated for name in _matches(text, parameters, "a parameter")}
     split: dict[str, tuple[str, ...]] = {}
     for text, label in found.split:
