@@ -226,13 +226,18 @@ def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
 
 
 def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
-    """Drop cuts, always the one between the lightest neighbours, until at most ``max_layers`` segments remain."""
+    """Drop cuts, always those between the lightest neighbours, until at most ``max_layers`` segments remain. Pairs of
+    equal weight are merged together, so that repeated blocks stay alike."""
     cuts = list(cuts)
-    weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
-    while len(weight) > max_layers:
-        lightest = min(range(1, len(weight)), key=lambda i: weight[i - 1] + weight[i])
-        weight[lightest - 1] += weight.pop(lightest)
-        del cuts[lightest]
+    while len(cuts) - 1 > max_layers:
+        weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
+        pairs = [left + right for left, right in pairwise(weight)]
+        most, kept, joined = min(pairs) * (1 + 1e-9), [cuts[0]], False
+        for cut, pair in zip(cuts[1:], [*pairs, inf]):
+            joined = pair <= most and not joined
+            if not joined:
+                kept.append(cut)
+        cuts = kept
     return cuts
 
 

@@ -5,7 +5,7 @@
 
 Submesh sizes: up to 8 devices every number; beyond, inside a host the powers of two, then whole hosts (up to 4 hosts
 any number of them, beyond that the powers of two and all), and whatever an uneven host has. No submesh is smaller than
-a 128th of the cluster, and on clusters of more than 128 devices submeshes start at multiples of the smallest. Logical
+a 64th of the cluster, and on clusters of more than 64 devices submeshes start at multiples of the smallest. Logical
 shapes: one axis, or two of which the minor one tiles the hosts (inside one host the major axis is the longer one: both
 orders cost the same).
 
@@ -32,7 +32,7 @@ from .strategy import Strategy, divisors_of
 __all__ = ["CHUNKED", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
 
 CHUNKED = ("interleaved", "zb-v")  # schedules that the search cannot divide layers for yet
-POSITIONS = 128  # a submesh is at least this part of the cluster
+POSITIONS = 64  # a submesh is at least this part of the cluster
 EVERY_SIZE = 8  # clusters of up to this many devices are divided in every way
 EVERY_HOSTS = 4  # clusters of up to this many hosts are divided into any number of them
 
