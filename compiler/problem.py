@@ -353,8 +353,8 @@ class _Builder:
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
         if node.name in self.restriction.split:
-            kept = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
-            seconds[~np.array(kept)] = np.inf
+            fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
+            seconds[~np.array(fits)] = np.inf
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )

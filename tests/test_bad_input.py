@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from meshwright.compiler.capture import CaptureError, capture
+from meshwright.compiler.plan import PLAN_VERSION
 from meshwright.compiler.strategy import InfeasibleError
 from meshwright.compiler.validate import check_plan
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
@@ -262,7 +263,7 @@ def test_files_that_are_no_plan(tmp_path: Path) -> None:
     text = path.read_text()
     bad = {
         "not a whole JSON document": text[: len(text) // 2],
-        "version 99": text.replace('"version": 1', '"version": 99', 1),
+        "version 99": text.replace(f'"version": {PLAN_VERSION}', '"version": 99', 1),
         "lacks 'transfers'": json.dumps({k: v for k, v in json.loads(text).items() if k != "transfers"}),
         "a JSON object with a 'version'": "[1, 2]",
         "does not follow the format": json.dumps({**json.loads(text), "stages": [{"devices": [0]}]}),
