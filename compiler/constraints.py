@@ -347,9 +347,7 @@ def _matches(pattern: str, names: Collection[str], what: str) -> list[str]:
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         near = get_close_matches(pattern, list(names), 3, 0.3) or list(names)[:3]
-        raise ValueError(
-            f"a constraint names {what} of the model, but got {pattern!r}; use one like {', '.join(near)}"
-        )
+        raise ValueError(f"a constraint names {what} of the model, but got {pattern!r}; use one like {', '.join(near)}")
     return found
 
 

@@ -39,9 +39,19 @@ from .rules import rule_for
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 
-__all__ = ["make_plan", "make_plans"]
+__all__ = [
+    "INTERRUPTED",
+    "best_plans",
+    "make_plan",
+    "make_plans",
+    "recorded",
+    "search_plans",
+    "start_search",
+    "without_gc",
+]
 
 TRIES = 6  # candidates that are finished, at most
+INTERRUPTED = "it was interrupted"
 TIGHTER = 3  # times that the limit is lowered because what was assembled did not fit
 
 
@@ -95,21 +105,57 @@ def make_plans(
 ) -> list[Plan]:
     """The ``top_k`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``."""
     begin = time.perf_counter()
-    check_batch(global_batch, microbatches)
-    stop = inf if time_limit_s is None else begin + time_limit_s
-    space = _opened(space or Space(), schedule, recompute)
-    asked = replace(parse_constraints(constraints), layer_modes=by_layer(recompute or "auto"))
-    with _without_gc():
-        search = prepare(graph, cluster, global_batch, microbatches, strategy, optimizer, space, asked)
-        search.passes["capture"] = capture_s
-        search.progress, search.stop = progress, stop
+    if top_k < 1:
+        raise ValueError(f"top_k is how many plans are wanted, 1 or more, but got {top_k}")
+    search = start_search(
+        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute, space,
+        constraints, time_limit_s,
+    )  # fmt: skip
+    with without_gc():
         plans = best_plans(search, top_k)
         others: list[dict[str, Any]] = []
         if alternatives and cluster.num_devices > 1 and strategy is None and not search.cut_short:
             with search.timed("alternatives"):
-                others = find_alternatives(search, plans[0], best_plans)
+                others = _alternatives(search, plans[0])
     search.passes["total"] = time.perf_counter() - begin
-    return [_recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
+    return [recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
+
+
+def start_search(
+    graph: Graph,
+    cluster: Cluster,
+    global_batch: int,
+    microbatches: int | None,
+    strategy: Strategy | None,
+    schedule: str | None,
+    optimizer: str,
+    capture_s: float,
+    progress: Callable[[str, float], None],
+    recompute: str | Mapping[str, str] | None,
+    space: Space | None,
+    constraints: Sequence[str] | str | None,
+    time_limit_s: float | None,
+) -> Search:
+    """What is asked, checked and prepared."""
+    begin = time.perf_counter()
+    check_batch(global_batch, microbatches)
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ValueError(f"time_limit_s is a positive number of seconds, but got {time_limit_s}; leave it out for none")
+    space = _opened(space or Space(), schedule, recompute)
+    asked = replace(parse_constraints(constraints), layer_modes=by_layer(recompute or "auto"))
+    with without_gc():
+        search = prepare(graph, cluster, global_batch, microbatches, strategy, optimizer, space, asked)
+    search.passes["capture"] = capture_s
+    search.progress, search.stop = progress, inf if time_limit_s is None else begin + time_limit_s
+    return search
+
+
+def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
+    try:
+        return find_alternatives(search, plan, best_plans)
+    except KeyboardInterrupt:  # the plan is there
+        search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
+        return []
 
 
 def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, str] | None) -> Space:
@@ -119,7 +165,7 @@ def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, st
 
 
 @contextmanager
-def _without_gc() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """The search makes millions of small acyclic objects, through which the collector would sweep again and again."""
     enabled = gc.isenabled()
     gc.disable()
@@ -135,6 +181,14 @@ def _without_gc() -> Iterator[None]:
 
 def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
     """The best plans of a search, fastest first. Raises InfeasibleError if there is none."""
+    plans, error = search_plans(search, top_k)
+    if not plans:
+        raise error or infeasible(search)
+    return plans
+
+
+def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
+    """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
     explorer = explore(search)
     found = _collected(search, explorer)
     error: InfeasibleError | None = None
@@ -143,10 +197,10 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
             break
         plans, error, over = _finished(search, found, top_k)
         if plans:
-            return [replace(plan, prediction=_bounded(plan, search)) for plan in plans]
+            return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None
         search.headroom *= min(over, 0.98)
         found = _collected(search, explore(search))
-    raise error or infeasible(search)
+    return [], error
 
 
 def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]:
@@ -157,7 +211,7 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
     except KeyboardInterrupt:
         if not found:
             raise
-        search.cut_short = "it was interrupted"
+        search.cut_short = INTERRUPTED
     return sorted(found, key=lambda candidate: candidate.estimate_s)
 
 
@@ -170,14 +224,40 @@ def _finished(
     for candidate in found[: max(TRIES, 2 * top_k)]:
         if len(plans) >= top_k and candidate.estimate_s >= plans[top_k - 1].prediction.step_s:
             break
+        if plans and (search.cut_short or time.perf_counter() > search.stop):
+            search.cut_short = search.cut_short or "the time limit passed"
+            break
         try:
-            plans.append(finish(search, candidate))
+            plan = _finish(search, candidate, bool(plans))
+            if not any(_alike(plan, other) for other in plans):
+                plans.append(plan)
         except InfeasibleError as missed:
             error = missed
             over = min(over, getattr(missed, "fraction", 0.95))
             continue
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            search.cut_short = INTERRUPTED
+            break
         plans.sort(key=lambda plan: plan.prediction.step_s)
     return plans[:top_k], error, over
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    return (plan.stages, plan.microbatches, plan.schedule) == (other.stages, other.microbatches, other.schedule)
+
+
+def _finish(search: Search, candidate: Candidate, another: bool) -> Plan:
+    """The plan of a candidate. Where it is the first one (not ``another``), one Ctrl-C waits until it is done, and ends
+    the search there."""
+    try:
+        return finish(search, candidate)
+    except KeyboardInterrupt:
+        if another or search.cut_short:
+            raise
+        search.cut_short = INTERRUPTED
+        return finish(search, candidate)
 
 
 def _bounded(plan: Plan, search: Search) -> Any:
@@ -187,7 +267,7 @@ def _bounded(plan: Plan, search: Search) -> Any:
 # ---- for the record
 
 
-def _recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Plan:
+def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Plan:
     provenance = {
         "meshwright": "0.1.0",
         "torch": torch.__version__,

@@ -55,9 +55,7 @@ def infeasible(search: Search) -> InfeasibleError:
     if (tensor := _indivisible(search)) is not None:
         return InfeasibleError(f"no plan fits {search.cluster.name}: {tensor}")
     miss = nearest(misses)
-    return InfeasibleError(
-        f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_remedies(search, miss)}"
-    )
+    return InfeasibleError(f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_remedies(search, miss)}")
 
 
 def nearest(misses: Sequence[Miss]) -> Miss:

@@ -24,8 +24,8 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .executable import RECOMPUTES, RESIDENCIES
 from .plan import RECOMPUTE_MODES
-from .residency import PATTERNS
 from .recompute import ALIASES
+from .residency import PATTERNS
 from .schedule import executable_schedules, known_schedules
 from .strategy import Strategy, divisors_of
 
