@@ -32,7 +32,7 @@ from .batch_tables import Level
 from .constraints import Constraints, Resolved
 from .graph import Graph, rescale, types_of
 from .layers import Layering
-from .pipeline_dp import bound_of, solve
+from .pipeline_dp import solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
 from .problem import Restriction
@@ -47,6 +47,8 @@ LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per it
 FLIGHTS = (1.0, 6.0)  # microbatches in flight that a saved byte is priced for
 MIDDLE = (1.0, 3.0)
 LEANEST = (1e4, 1.0)
+VISITS = 1000  # partial pipelines looked at to rank candidates
+TRIALS = 3  # of bounds between what is proven and the best
 PACE = Level(step_share=0.0)
 PLAIN = Level()
 
@@ -142,10 +144,10 @@ def explore(search: Search) -> Iterator[Candidate]:
     if search.tables is None:
         search.tables = _Tables(search)
     tables = search.tables
-    best = inf
+    best = tables.best = inf
     for candidate in tables.floors():
         told = yield candidate
-        best = min(best, candidate.estimate_s if told is None else told)
+        best = tables.best = min(best, candidate.estimate_s if told is None else told)
     order = tables.order()
     for place, m in enumerate(order):
         search.progress("search", place / len(order))
@@ -154,9 +156,9 @@ def explore(search: Search) -> Iterator[Candidate]:
         if time.perf_counter() > search.stop:
             search.cut_short = "the time limit passed"
             return
-        for candidate in tables.candidates(m, best):
+        for candidate in tables.candidates(m):
             told = yield candidate
-            best = min(best, candidate.estimate_s if told is None else told)
+            best = tables.best = min(best, candidate.estimate_s if told is None else told)
 
 
 def nearest_misses(search: Search) -> list[Miss]:
@@ -191,6 +193,7 @@ class _Tables:
         )
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE, PLAIN]
+        self.best = inf  # seconds of the best plan so far: what is slower does not matter
         self.usable = np.array(usable_bytes(cluster))
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
@@ -210,8 +213,8 @@ class _Tables:
             self._compose([(sub, m, 0) for m in self.counts for sub in self.submeshes])
             middle = {m: self._level(m, *MIDDLE) for m in self.counts}
             self._compose([(sub, m, middle[m]) for m in self.counts for sub in self.submeshes])
-        for m in self.counts:
-            yield from self._solve(m, [(sub, middle[m]) for sub in self.submeshes], [middle[m]], top_k=1)[:1]
+        for m in reversed(self.counts):  # small microbatches fit: what they take bounds what is worth looking for
+            yield from self._solve(m, [(sub, middle[m]) for sub in self.submeshes], [middle[m]], 1)[:1]
 
     def order(self) -> list[int]:
         """The microbatch counts, least bound first."""
@@ -246,13 +249,14 @@ class _Tables:
 
     # ---- candidates
 
-    def candidates(self, m: int, best: float) -> list[Candidate]:
+    def candidates(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
         with self.search.timed("compose"):
             self._compose([(sub, m, 1) for sub in self.submeshes])
         pairs = [(sub, 1) for sub in self.submeshes]
         found = self._solve(m, pairs, [1])
-        if found and found[0].pipeline.path_s <= self.bound(m) * (1 + EPSILON):
+        best = min([self.best, *(candidate.estimate_s for candidate in found)])
+        if best * (1 - EPSILON) <= self.bound(m):
             return found  # memory costs nothing
         chosen = self._worthwhile(m, best)
         ladder = [self._level(m, factor, flight) for factor in LADDER for flight in FLIGHTS if flight <= m]
@@ -267,16 +271,16 @@ class _Tables:
         search, found = self.search, []
         with search.timed("stages"):
             table = self._table(m, pairs, self._floors(m, priced))
-            for schedule in search.space.schedules if table is not None else ():
-                if schedule in CHUNKED:
+            for schedule in search.space.schedules:
+                if schedule in CHUNKED or table is None:
                     continue
-                answer = solve(table, m, schedule, self.cuts, top_k=top_k, explain=False)
-                if isinstance(answer, Infeasible):
-                    bound = bound_of(table, m, schedule, self.cuts)
-                    search.bounds[m, schedule] = max(search.bounds[m, schedule], bound)
-                    continue
+                answer = solve(
+                    table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best,
+                    trials=TRIALS if top_k > 1 else 0,
+                )  # fmt: skip
                 search.bounds[m, schedule] = max(search.bounds[m, schedule], answer.bound_s)
-                found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
+                if isinstance(answer, Solution):
+                    found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
     def _candidate(self, m: int, schedule: str, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> Candidate:
@@ -305,7 +309,7 @@ class _Tables:
         level = self._level(m, *LEANEST)
         pairs = [(sub, level) for sub in self.submeshes]
         self._compose([(sub, m, level) for sub in self.submeshes])
-        table = self._table(m, pairs, self._floors(m, []))
+        table = self._table(m, pairs, None)
         family = next((s for s in self.search.space.schedules if s not in CHUNKED), "1f1b")
         answer = solve(table, m, family, self.cuts, top_k=1, explain=explain) if table is not None else None
         if not isinstance(answer, Infeasible):
@@ -352,7 +356,7 @@ class _Tables:
         return StageOption(sub.num_devices, sub.offsets, limits, number, level)
 
     def _table(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors, limited: bool = True
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors | None, limited: bool = True
     ) -> PipelineTable | None:
         """What stages cost under these options; None if no option can run anything."""
         arrays: dict[str, list[np.ndarray]] = {
@@ -376,7 +380,7 @@ class _Tables:
         stacked = {name: np.stack(values) for name, values in arrays.items()}
         if not np.isfinite(stacked["pace_s"]).any():
             return None
-        if not limited:
+        if not limited and floors is not None:
             floors = replace(floors, options=tuple(self._option(s, n, 0, False) for n, s in enumerate(self.submeshes)))
         options = tuple(self._option(sub, numbers[sub], level, limited) for sub, level in pairs)
         return PipelineTable(

@@ -12,13 +12,13 @@ s counts the stages left. The right side grows with W(j, p′, s − 1), so a be
 induction on s one value per state is exact, the bottleneck and the sum together (no Pareto front is needed). Heads of
 zero make it a plain sum, fills of zero a bottleneck.
 
-*Lines.* A path may also be worth at least (the fills before an arc) + constant + slope · (the fills behind it), with one
+*Lines.* A path may also be worth at least (the fills before an arc) + constant + slope · (the fills behind it), for one
 or more lines (slope, constant) per arc and s. With S the least sum of fills of what is left, itself a recurrence,
 
     Z(i, p, s) = min over arcs:  max(head, fill + Z(j, p′, s − 1), constant + slope · S(j, p′, s − 1) over the lines)
 
-is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (It may
-be less than the best path is worth, as Z and S may be attained by two suffixes.)
+is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (The
+best path may be worth more, as Z and S may be attained by two suffixes.)
 
 Costs may depend on s, through the microbatches in flight (memory). ``Search.suffix`` solves the recurrence on the least
 costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is

@@ -64,10 +64,10 @@ from .pipeline_prices import turn_lines
 from .pipeline_search import WIDER, Mode, gather, minimise, solved
 from .pipeline_table import Constraints, Floats, Floors, Ints, PipelineTable
 
-__all__ = ["FloorCosts", "Makespan", "candidate_makespan", "lower_bound"]
+__all__ = ["TRIALS", "FloorCosts", "Makespan", "candidate_makespan", "lower_bound"]
 
 _CLOSE = 2e-3  # of the bound: nearer to the largest provable it need not be
-_TRIALS = 6
+TRIALS = 6
 
 Bools = NDArray[np.bool_]
 
@@ -143,7 +143,7 @@ def lower_bound(
     of: Sequence[Mode],
     constraints: Constraints,
     most: float = inf,
-    trials: int = _TRIALS,
+    trials: int = TRIALS,
 ) -> float:
     """Seconds that the makespan of no pipeline undercuts, by the floors; ``most`` where they allow none so fast.
 

@@ -20,9 +20,11 @@ add its fill (Alpa, OSDI'22, equation 2), W ≤ T; both are the makespan of equa
 others by φ = max(f, f + b_input − b_weight) alone, as the weights' gradients wait (Qi et al. 2023, section 2.2): φ is
 in place of the second t in W and of t in T's sum, and T's last term is max (m t − φ). That W is an objective, no bound.
 
-W is solved exactly by ``pipeline_arcs`` (it is monotone, so one value per state is enough), with its ``top_k`` best
-pipelines: a search over the same states, most promising first, where the recurrence's own values say exactly what is
-left (``pipeline_ranked``). T is solved by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
+Under 1F1B and GPipe pipelines are ranked by what is proven of their own makespans (``pipeline_bound``: V, and the way
+of messages there and back as often as microbatches must wait for it), exactly: best first over partial pipelines, with
+the recurrence Z of ``pipeline_arcs`` — W and these lines — for what is left, until the ``top_k`` best are whole
+(``pipeline_ranked``). Under zb-h1 they are ranked by W, solved exactly by the same recurrence without lines, and by T:
+by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
 the pipeline at c has slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b]
 takes at least V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
 
@@ -31,16 +33,17 @@ Infeasible. The same recurrence on bytes over the limit, as heads, finds the pip
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf, isfinite
 
 import numpy as np
 
 from .pipeline_arcs import Rows, Search
-from .pipeline_bound import candidate_makespan, lower_bound
+from .pipeline_bound import TRIALS, candidate_makespan, lower_bound
 from .pipeline_prices import Prices
-from .pipeline_ranked import fastest, ranked
-from .pipeline_search import Mode, minimise, modes
+from .pipeline_ranked import Ranking, fastest
+from .pipeline_search import Mode, gather, minimise, modes, solved
 from .pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 
@@ -49,6 +52,8 @@ __all__ = ["bound_of", "describe_pipeline", "solve"]
 _EPSILON = 1e-3  # of T, where sweeps are enough
 _SWEEPS = 12  # of the bisection
 _VISITS = 4096  # partial pipelines that the ranking looks at
+_ABOVE = 1.05  # how far above the cut-off zb-h1's objectives may be
+_TOO_SLOW = "none takes less than {:.6g} s"
 _Stages = tuple[StageChoice, ...]
 
 
@@ -61,46 +66,109 @@ def solve(
     slack: float = 0.05,
     visits: int = _VISITS,
     explain: bool = True,
+    most: float = inf,
+    trials: int = TRIALS,
 ) -> Solution | Infeasible:
-    """The ``top_k`` pipelines of least W, of those within the fraction ``slack`` of the least, with those of least T
-    and a bound on every pipeline's makespan. The schedule is of one stage per device group and of any family there is
-    but those with chunks (``pipeline_chunks``). ``explain``: whether to find out what is missing where nothing fits.
-    ValueError on bad arguments.
+    """The ``top_k`` pipelines of least estimate (zb-h1: W, and those of least T), of those within the fraction
+    ``slack`` of the least that the recurrence allows, and a bound on every pipeline's makespan. The schedule is of one
+    stage per device group and of any family there is but those with chunks (``pipeline_chunks``).
+
+    most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
+    is missing where nothing fits. trials: ``pipeline_bound.lower_bound``'s. ValueError on bad arguments.
     """
     m, constraints = num_microbatches, constraints or Constraints()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
+    bound = lower_bound(table, m, schedule, of, constraints, most, 0) if isfinite(most) else 0.0
+    if bound >= most:
+        return Infeasible(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
-    allowed = constraints.allowed(rows.first, rows.end)
-    flights = sorted({q for mode in of for q in mode.flights})
+    if schedule.startswith("zb"):
+        pipelines, least, complete = _by_path(table, prices, of, constraints, (top_k, slack, visits, most))
+    else:
+        pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
+    upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
+    if trials or not isfinite(most):
+        bound = max(bound, lower_bound(table, m, schedule, of, constraints, upper, trials))
+    if pipelines:
+        return Solution(tuple(pipelines), least, bound, complete)
+    if explain and not isfinite(most):
+        return replace(_infeasible(table, rows, prices, of, constraints), bound_s=bound)
+    return Infeasible(
+        "no pipeline fits" + (f", or {_TOO_SLOW.format(most)}" if isfinite(most) else ""), inf, bound_s=bound
+    )
+
+
+_Asked = tuple[int, float, int, float]  # top_k, slack, visits, most
+_Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's least value, complete
+
+
+def _by_estimate(
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+) -> _Answer:
+    """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
+    top_k, slack, visits, most = asked
+    rows = prices.rows
+    if not len(rows.option):
+        return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
-    search = Search(rows, prices.path, flights, allowed, shapes) if shapes else None
-    if search is None or (found := minimise(search, of, keep=slack)) is None:
-        if not explain:
-            return Infeasible("no pipeline fits", inf)
-        return _infeasible(table, rows, prices, of, constraints)
-    stages: list[_Stages] = []
-    complete = True
-    for item in ranked(found, table.options, found.best * (1.0 + slack) * (1 + 1e-12), visits):
-        complete &= item is not None
-        if item is not None:
-            stages.append(item[1])
-        if len(stages) == top_k:
-            break
-    stages = stages or [found.stages()]
-    first = [describe_pipeline(table, m, schedule, one) for one in stages]
+    search = Search(
+        rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
+        turns=prices.turns, parts=prices.parts,
+    )  # fmt: skip
+    found = minimise(search, of, keep=slack, most=most)
+    least = inf if found is None else found.best
+    while found is not None:
+        limit = min(least * (1.0 + slack) * (1 + 1e-12), most)
+        ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+        if (pipelines := ranking.best(top_k)) or limit >= most:
+            return pipelines, least, ranking.complete
+        slack = 2.0 * slack + 0.05
+        found = solved(gather(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
+    return [], inf, True
+
+
+def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[float, Pipeline]:
+    pipeline = describe_pipeline(table, prices.m, prices.schedule, stages)
+    split = prices.schedule.startswith("zb")
+    return pipeline.path_s if split else pipeline.estimate_s, pipeline
+
+
+def _by_path(
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+) -> _Answer:
+    """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
+    top_k, slack, visits, most = asked
+    rows, flights, allowed = prices.rows, _flights(of), constraints.allowed(prices.rows.first, prices.rows.end)
+    if not len(rows.option):
+        return [], inf, True
+    shapes = [table.options[option].shape for option in rows.option]
+    search = Search(rows, prices.path, flights, allowed, shapes)
+    found = minimise(search, of, keep=slack, most=most * _ABOVE)
+    if found is None:
+        return [], inf, True
+    limit = min(found.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
+    ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+    first = ranking.best(top_k)
+    first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
     summed = Search(rows, prices.latency, flights, allowed, additive=True)
     passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
-    first += [describe_pipeline(table, m, schedule, one) for one in passed if one not in stages]
-    pipelines = tuple(sorted(first, key=lambda one: one.estimate_s))
-    bound = lower_bound(table, m, schedule, of, constraints, most=pipelines[0].estimate_s * (1 + 1e-12))
-    return Solution(pipelines, found.best, bound, complete)
+    stages = {one.stages for one in first}
+    first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
+    kept = [one for one in first if one.estimate_s <= most]
+    return sorted(kept, key=lambda one: one.estimate_s), found.best, ranking.complete
 
 
-def bound_of(table: PipelineTable, m: int, schedule: str, constraints: Constraints) -> float:
-    """What the makespan of no pipeline undercuts, by the table's floors; inf if they allow none."""
+def bound_of(
+    table: PipelineTable, m: int, schedule: str, constraints: Constraints, most: float = inf, trials: int = TRIALS
+) -> float:
+    """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
     of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
-    return lower_bound(table, m, schedule, of, constraints)
+    return lower_bound(table, m, schedule, of, constraints, most, trials)
+
+
+def _flights(of: Sequence[Mode]) -> list[int]:
+    return sorted({q for mode in of for q in mode.flights})
 
 
 def _modes(rows: Rows, m: int, schedule: str, constraints: Constraints) -> tuple[Mode, ...]:
@@ -170,10 +238,8 @@ def _infeasible(
     table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: Constraints
 ) -> Infeasible:
     """Why nothing fits, and what would."""
-    allowed = constraints.allowed(rows.first, rows.end)
-    flights = sorted({q for mode in of for q in mode.flights})
     if len(rows.option):
-        search = Search(rows, prices.excess, flights, allowed)
+        search = Search(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
         found = minimise(search, of, scale=float(rows.limit.max()))
         if found is not None:
             return _short_of_memory(table, found.best, found.stages(), of)

@@ -55,7 +55,7 @@ class Prices:
             share = rows.packed(np.broadcast_to(share, table.pace_s.shape))
         through = np.where(np.isfinite(self.pace), self.pace, 0.0) * share
         fill = through + np.where(leaves, rows.packed(table.transfer_s), 0.0) + once
-        self.m, self.schedule = m, schedule
+        self.rows, self.m, self.schedule = rows, m, schedule
         self._way = through, fill - once, np.broadcast_to(once, fill.shape)
         self._path = m * self.pace + once, fill
         self._latency = m * self.pace - through, fill

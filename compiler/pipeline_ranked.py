@@ -1,63 +1,139 @@
-"""Several pipelines of one recurrence: the k best by W, and those that a bisection for T passes."""
+"""Several pipelines of one recurrence: the k best, and those that a bisection for T passes."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf, isfinite
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from .pipeline_arcs import Search
 from .pipeline_search import Found, Mode, Solved, gather
-from .pipeline_table import StageChoice, StageOption
+from .pipeline_table import Floats, StageChoice, StageOption
 
-__all__ = ["fastest", "ranked"]
+__all__ = ["Ranking", "fastest"]
 
 _Stages = tuple[StageChoice, ...]
+_Whole = TypeVar("_Whole")
 
 
-def ranked(
-    found: Found, options: Sequence[StageOption], most: float, visits: int
-) -> Iterator[tuple[float, _Stages] | None]:
-    """(W, pipeline) ascending, at most ``most``, each with cuts or meshes that none before it had; a last None where
-    ``visits`` states were looked at without coming to an end.
+class _Part(NamedTuple):
+    """A partial pipeline, in the order of the heap: ``value`` is what no pipeline that begins so undercuts."""
 
-    Best first over partial pipelines: what stages so far make certain, and the recurrence's value of what is left, are
-    together the exact value of the best pipeline that begins so.
+    value: float
+    left: int  # layers; −1: a whole pipeline whose value is final
+    tick: int
+    top: float  # the largest head so far, with the fills before it
+    fill: float  # all fills so far
+    state: int
+    column: int
+    mode: int
+    path: object  # (arc, path) or None
+    lines: tuple[Floats, Floats]  # (offset, slope): worth offset + slope · the fills still to come, at least
+
+
+class Ranking(Generic[_Whole]):
+    """Pipelines by ascending value, at most ``most``, each with cuts or meshes that none before it had.
+
+    Best first over partial pipelines: what the stages so far make certain and the recurrence's value of what is left.
+    ``judge`` makes a whole pipeline what it stands for and its value, no less than the recurrence's. ``complete``:
+    whether the search came to an end within ``visits`` states; after those the best partial pipelines are ended by the
+    stages that look best one by one.
     """
-    tick = count()
-    # (value, layers left, order, maximum of heads, sum of fills, state, column, mode, the arcs so far)
-    heap: list[tuple[float, int, int, float, float, int, int, int, object]] = []
-    for mode, one in enumerate(found.solved):
-        for column in one.columns:
-            if (value := float(one.value[0, column])) <= most and isfinite(value):
-                heap.append((value, one.arcs.rows.num_layers, next(tick), 0.0, 0.0, 0, column, mode, None))
-    heapq.heapify(heap)
-    seen: set[tuple[tuple[int, int, int, int], ...]] = set()
-    while heap and visits > 0:
-        value, left, _, head, fill, state, column, mode, path = heapq.heappop(heap)
-        one = found.solved[mode]
-        if not left:
-            stages = _stages(one, path)
-            key = tuple((s[0], s[1], options[s[2]].num_devices, options[s[2]].shape) for s in stages)
-            if key not in seen:
-                seen.add(key)
-                yield value, stages
-            continue
-        visits -= 1
-        arcs, heads, fills, behind = one.children(state, column)
-        tops = np.maximum(head, fill + heads)
-        worth = np.maximum(tops, fill + fills + behind)
+
+    def __init__(
+        self,
+        found: Found,
+        options: Sequence[StageOption],
+        most: float,
+        visits: int,
+        judge: Callable[[_Stages], tuple[float, _Whole]],
+    ) -> None:
+        self.found, self.options, self.most, self.visits, self.judge = found, options, most, visits, judge
+        self.complete, self._tick, self._heap, none = True, count(), list[_Part](), np.empty(0)
+        self._whole: dict[int, tuple[_Whole, _Stages]] = {}
+        for mode, one in enumerate(found.solved):
+            layers = one.arcs.rows.num_layers
+            for column in one.columns:
+                if (value := float(one.value[0, column])) <= most and isfinite(value):
+                    part = _Part(value, layers, next(self._tick), 0.0, 0.0, 0, column, mode, None, (none, none))
+                    self._heap.append(part)
+        heapq.heapify(self._heap)
+
+    def best(self, top_k: int) -> list[_Whole]:
+        """The first ``top_k``."""
+        out: list[_Whole] = []
+        seen: set[tuple[tuple[int, int, int, int], ...]] = set()
+        while self._heap and len(out) < top_k:
+            part = heapq.heappop(self._heap)
+            if part.left < 0:
+                whole, stages = self._whole.pop(part.tick)
+                key = tuple((s[0], s[1], self.options[s[2]].num_devices, self.options[s[2]].shape) for s in stages)
+                if key not in seen:
+                    seen.add(key)
+                    out.append(whole)
+            elif not part.left:
+                self._judge(part)
+            elif self.visits > 0:
+                self.visits -= 1
+                for child in self._children(part):
+                    heapq.heappush(self._heap, child)
+            else:
+                self.complete = False
+                self._dive(part)
+                self._heap = [one for one in self._heap if one.left <= 0] + self._heap_of_parts(top_k - len(out))
+                heapq.heapify(self._heap)
+        return out
+
+    def _heap_of_parts(self, count: int) -> list[_Part]:
+        return heapq.nsmallest(count, (one for one in self._heap if one.left > 0))
+
+    def _judge(self, part: _Part) -> None:
+        stages = _stages(self.found.solved[part.mode], part.path)
+        value, whole = self.judge(stages)
+        if value <= self.most:
+            self._whole[part.tick] = whole, stages
+            heapq.heappush(self._heap, part._replace(value=value, left=-1))
+
+    def _dive(self, part: _Part) -> None:
+        while part.left:
+            children = self._children(part)
+            if not children:
+                return
+            part = min(children)
+        self._judge(part)
+
+    def _children(self, part: _Part) -> list[_Part]:
+        one = self.found.solved[part.mode]
+        k = part.column - int(one.counted)
+        arcs, heads, fills, behind = one.children(part.state, part.column)
+        tops = np.maximum(part.top, part.fill + heads)
+        worth = np.maximum(tops, part.fill + fills + behind)
+        target = one.arcs.target[arcs]
+        offset, slope = part.lines
+        if one.sums is not None:
+            entry, left = one.arcs.entry[arcs], one.sums[target, k]
+            fresh = np.array([part.fill + constant[entry, k] for _, constant in one.lines])
+            new = np.array([line[0][k] for line in one.lines])
+            offset = np.concatenate([offset[:, None] + slope[:, None] * fills, fresh])
+            slope = np.concatenate([slope, new])
+            worth = np.maximum(worth, (offset + slope[:, None] * left).max(axis=0))
         width, layers = len(one.arcs.rows.positions), one.arcs.rows.num_layers
-        for k in np.flatnonzero((worth <= most) & np.isfinite(worth)):
-            target = int(one.arcs.target[arcs[k]])
-            item = float(worth[k]), layers - target // width, next(tick), float(tops[k]), fill + float(fills[k])
-            heapq.heappush(heap, (*item, target, column - int(one.counted), mode, (int(arcs[k]), path)))
-    if heap:
-        yield None
+        out = []
+        for c in np.flatnonzero((worth <= self.most) & np.isfinite(worth)):
+            state = int(target[c])
+            lines = (offset[:, c], slope) if one.sums is not None else part.lines
+            out.append(
+                _Part(
+                    float(worth[c]), layers - state // width, next(self._tick), float(tops[c]),
+                    part.fill + float(fills[c]), state, k, part.mode, (int(arcs[c]), part.path), lines,
+                )
+            )  # fmt: skip
+        return out
 
 
 def _stages(one: Solved, path: object) -> _Stages:

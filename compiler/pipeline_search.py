@@ -118,7 +118,8 @@ class Found:
 def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
     """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
     arcs = search.arcs(most)
-    if of[0].every and (search.turns is None or of[0].flights[0] == of[0].flights[-1]) and not search.depends(arcs):
+    alike = search.turns is None or (len(of) == 1 and of[0].flights[0] == of[0].flights[-1])  # lines, for any count
+    if of[0].every and alike and not search.depends(arcs):
         head, fill = arcs.priced(search.costs, of[0].flights[:1])
         lines = arcs.lined(search.turns, of[0].flights[:1], of[0].counts[-1:])
         return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False, lines),))

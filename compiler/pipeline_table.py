@@ -203,14 +203,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Solution:
-    """``pipelines`` by ascending ``estimate_s``: the best by W, each with other cuts or meshes, and the best by T.
+    """``pipelines`` by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes.
 
-    path_s: the least W of the table; bound_s: what the makespan of no pipeline undercuts (0 without floors); complete:
-    whether the pipelines hold all those asked for that there are.
+    least_s: what no estimate of the table undercuts (zb-h1: no W); bound_s: what the makespan of no pipeline undercuts
+    (0 without floors); complete: whether the pipelines are proven to be the best, and all asked for that there are.
     """
 
     pipelines: tuple[Pipeline, ...]
-    path_s: float
+    least_s: float
     bound_s: float
     complete: bool = True
 
@@ -235,6 +235,7 @@ class Infeasible:
     choice: StageChoice | None = None
     needed_bytes: float = inf
     limit_bytes: float = 0.0
+    bound_s: float = 0.0  # what the makespan of no pipeline undercuts, by the floors, as far as was asked
 
     def __str__(self) -> str:
         return self.reason

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 
 import numpy as np
 import pytest
 from meshwright.compiler.pipeline_bound import candidate_makespan
-from meshwright.compiler.pipeline_dp import describe_pipeline, solve
+from meshwright.compiler.pipeline_dp import bound_of, describe_pipeline, solve
 from meshwright.compiler.pipeline_table import (
     Constraints,
     Floors,
@@ -176,8 +176,9 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
             over, (path, total) = over_the_limit(table, stages, schedule, m), objectives(table, stages, m, schedule)
             least, free = min(least, max(over, 0.0)), min(free, path)
             if over <= 0:
-                key = meshes(table, stages)
-                best[key] = min(best.get(key, inf), path)
+                key, split = meshes(table, stages), schedule == "zb-h1"
+                value = path if split else describe_pipeline(table, m, schedule, stages).estimate_s
+                best[key] = min(best.get(key, inf), value)
                 latency, fastest = min(latency, total), min(fastest, clock(table, stages, schedule, m))
         found = solve(table, m, schedule, constraints, top_k=5, slack=inf, visits=10**6)
         if not best:
@@ -194,13 +195,15 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
         assert found.complete
         check_figures(table, found, m, schedule)
         expected = sorted(best.values())
-        assert found.path_s == pytest.approx(expected[0]), case
+        assert found.least_s <= expected[0] * (1 + 1e-9), case
+        assert found.least_s >= expected[0] * (1.0 if schedule == "zb-h1" else 0.7) * (1 - 1e-9), case
         got: dict[tuple[tuple[int, ...], ...], float] = {}
         for one in found.pipelines:
             key = meshes(table, one.stages)
-            got[key] = min(got.get(key, inf), one.path_s)
+            got[key] = min(got.get(key, inf), one.path_s if schedule == "zb-h1" else one.estimate_s)
         assert sorted(got.values())[:5] == pytest.approx(expected[:5]), case
-        assert min(one.latency_s for one in found.pipelines) <= latency * 1.002, case
+        if schedule == "zb-h1":
+            assert min(one.latency_s for one in found.pipelines) <= latency * 1.002, case
         assert found.bound_s <= fastest * (1 + 1e-9), case
         outcomes["solved"] += 1
         outcomes["binding"] += free < expected[0]
@@ -236,17 +239,22 @@ def test_uneven_hosts_are_exact(hosts, sizes):
         values = {}
         for stages in every_pipeline(one, Constraints()):
             if over_the_limit(one, stages, schedule, m) <= 0:
-                values.setdefault(meshes(one, stages), objectives(one, stages, m, schedule)[0])
+                made = describe_pipeline(one, m, schedule, stages)
+                value = made.path_s if schedule == "zb-h1" else made.estimate_s
+                values[meshes(one, stages)] = min(value, values.get(meshes(one, stages), inf))
         found = solve(one, m, schedule, top_k=3, slack=inf)
         assert isinstance(found, Solution)
-        got = sorted({meshes(one, each.stages): each.path_s for each in found.pipelines}.values())
+        got = sorted(
+            {meshes(one, each.stages): each.path_s if schedule == "zb-h1" else each.estimate_s
+             for each in found.pipelines}.values()
+        )  # fmt: skip
         assert got[:3] == pytest.approx(sorted(values.values())[:3])
 
 
 def test_three_devices_that_cannot_be_joined_make_three_equal_stages():
     found = solve(even_table(6, 3, [1], [1, 1, 1]), 12)
     assert [tuple(stage) for stage in found.best.stages] == [(0, 2, 0, 0), (2, 4, 0, 1), (4, 6, 0, 2)]
-    assert found.path_s == found.best.latency_s == found.best.estimate_s == 12 * 2 + 2 * 2
+    assert found.least_s == found.best.path_s == found.best.latency_s == found.best.estimate_s == 12 * 2 + 2 * 2
     assert found.best.idle_devices == 0
 
 
@@ -274,7 +282,7 @@ def test_infeasible_names_the_stage_or_what_cannot_be():
 
 
 def test_many_layers_agree_with_a_plain_recurrence():
-    """A table too large for enumeration: W by a plain recurrence over (layer, devices left, stages left)."""
+    """A table too large for enumeration: Z by a plain recurrence over (layer, devices left, stages left)."""
     rng = np.random.default_rng(5)
     layers, devices, m, sizes = 14, 12, 16, [1, 2, 4]
     table = even_table(layers, devices, sizes, [1] * devices, limit=2.2, saved=0.2)
@@ -285,20 +293,25 @@ def test_many_layers_agree_with_a_plain_recurrence():
         transfer_s=np.full(table.pace_s.shape, 0.01),
     )
     value = {(layers, d, 0): 0.0 for d in range(devices + 1)}
+    sums = dict(value)
     for s in range(1, devices + 1):
         for i in range(layers):
             for d in range(devices + 1):
-                best = inf
+                best = least = inf
+                q = min(m, s)
                 for o, n in enumerate(sizes):
                     for j in range(i + 1, layers + 1 if n <= d else 0):
-                        if (left := value.get((j, d - n, s - 1), inf)) < best:
-                            t = table.pace_s[o, i, j]
-                            if table.peak(StageChoice(i, j, o, 0), min(m, s)) <= 2.2:
-                                x = table.transfer_s[o, i, j] if j < layers else 0.0
-                                best = min(best, max(m * t, t + x + left))
-                value[i, d, s] = best
+                        left, t = (j, d - n, s - 1), table.pace_s[o, i, j]
+                        if left in value and table.peak(StageChoice(i, j, o, 0), q) <= 2.2:
+                            x = table.transfer_s[o, i, j] if j < layers else 0.0
+                            behind = x + sums[left]
+                            turns = max(ceil(m / q) * (t + behind), (m - q + 1) * t + 2 * behind if m > q else 0.0)
+                            best, least = min(best, max(m * t, t + x + value[left], turns)), min(least, t + behind)
+                value[i, d, s], sums[i, d, s] = best, least
     found = solve(table, m, slack=inf)
-    assert found.path_s == pytest.approx(min(value[0, devices, s] for s in range(1, devices + 1)))
+    expected = min(value[0, devices, s] for s in range(1, devices + 1))
+    assert found.least_s == pytest.approx(expected)
+    assert expected <= found.best.estimate_s <= expected * 1.02
     assert len(found.pipelines) >= 8
     assert len({meshes(table, one.stages) for one in found.pipelines}) == len(found.pipelines)
 
@@ -324,6 +337,52 @@ def test_figures_of_one_pipeline_are_at_most_the_clock(schedule):
         assert figures.path_s <= figures.latency_s * (1 + 1e-9)
         close += figures.floor_s >= 0.9 * seconds
     assert close >= 150, close
+
+
+@pytest.mark.parametrize("schedule", FAMILIES)
+def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
+    rng = np.random.default_rng(2)
+    kept = left_out = 0
+    for _ in range(30):
+        layers, devices, m = int(rng.integers(2, 6)), int(rng.integers(2, 7)), int(rng.integers(1, 12))
+        table = random_table(rng, layers, devices, 2, 2, m)
+        free = solve(table, m, schedule, explain=False)
+        if isinstance(free, Infeasible):
+            assert free.bound_s >= bound_of(table, m, schedule, Constraints(), trials=0) * (1 - 1e-9)
+            continue
+        seconds = min(
+            clock(table, stages, schedule, m)
+            for stages in every_pipeline(table, Constraints())
+            if over_the_limit(table, stages, schedule, m) <= 0
+        )
+        for most in (free.best.estimate_s * 1.001, free.best.estimate_s * 0.999, seconds * 0.8):
+            found = solve(table, m, schedule, most=most)
+            assert min(found.bound_s, most) <= seconds * (1 + 1e-9)
+            if isinstance(found, Infeasible):
+                assert most < free.best.estimate_s or schedule == "zb-h1"
+                assert found.bound_s <= most
+                left_out += found.bound_s == most
+                continue
+            assert found.best.estimate_s <= most
+            assert found.best.estimate_s == pytest.approx(free.best.estimate_s) or schedule == "zb-h1"
+            kept += 1
+        bounds = [bound_of(table, m, schedule, Constraints(), 1.5 * seconds, count) for count in (0, 2, 6)]
+        assert bounds == sorted(bounds)
+        assert bounds[-1] <= seconds * (1 + 1e-9)
+    assert min(kept, left_out) >= 10, (kept, left_out)
+
+
+def test_messages_count_as_often_as_microbatches_wait_for_them():
+    """Four equal stages of a second, and messages of a second each way: a trip takes 4 + 3 · 2, and four microbatches
+    are in flight. Stage 1 has trips of 3 + 2 · 2 for every three, after the first 1 + 2: 14 of them are 101 in all."""
+    table = even_table(4, 4, [1], [1] * 4)
+    first, end = np.indices(table.pace_s.shape[1:])
+    table = replace(
+        table, transfer_s=np.full(table.pace_s.shape, 2.0), pace_s=np.where(end - first == 1, 1.0, inf)[None]
+    )
+    floors = Floors(table.options, table.pace_s, transfer_s=table.transfer_s)
+    found = solve(replace(table, floors=floors), 40)
+    assert found.bound_s == found.best.estimate_s == 10 * (4 + 6) + 1 > found.best.path_s
 
 
 def test_bad_arguments():
