@@ -8,14 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import parallelize, plan
+    from meshwright.api import parallelize, pareto, plan
     from meshwright.compiler.plan import Plan
     from meshwright.compiler.strategy import InfeasibleError
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
     from meshwright.profiling import profile
 
-__all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "plan", "profile"]
+__all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,6 +25,7 @@ _HOMES = {
     "Parallel": "parallel",
     "Plan": "compiler.plan",
     "parallelize": "api",
+    "pareto": "api",
     "plan": "api",
     "profile": "profiling",
 }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
 from .compiler.capture import capture
-from .compiler.driver import make_plan
+from .compiler.driver import make_plans
 from .compiler.example import batch_extent, flat_inputs
+from .compiler.front import make_front
 from .compiler.plan import Plan
+from .compiler.space import Space
 from .compiler.strategy import Strategy, parse_strategy
 from .costmodel.cluster import Cluster, Mesh
 
@@ -22,12 +24,20 @@ if TYPE_CHECKING:  # planning starts a second sooner without the runtime and tor
     from .parallel import OptimizerFactory, Parallel
     from .runtime.state import Init
 
-__all__ = ["parallelize", "plan"]
+__all__ = ["parallelize", "pareto", "plan"]
 
 Progress = Callable[[str, float], None]
 
 
-def plan(
+@overload
+def plan(model: nn.Module, cluster: Cluster | str, *, top_k: None = None, **arguments: Any) -> Plan: ...
+
+
+@overload
+def plan(model: nn.Module, cluster: Cluster | str, *, top_k: int, **arguments: Any) -> list[Plan]: ...
+
+
+def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     model: nn.Module,
     cluster: Cluster | str,
     *,
@@ -39,40 +49,122 @@ def plan(
     global_batch: int | None = None,
     microbatches: int | None = None,
     strategy: Strategy | Mapping[str, int] | str | None = None,
-    schedule: str = "1f1b",
+    schedule: str = "auto",
     optimizer: str = "AdamW",
-    recompute: str = "none",
+    recompute: str | Mapping[str, str] = "auto",
+    zero: str | int = "auto",
+    sequence: bool = True,
+    executable: bool = False,
+    constraints: Sequence[str] | str | None = None,
+    time_limit_s: float | None = None,
+    top_k: int | None = None,
     progress: Progress | None = None,
-) -> Plan:
+) -> Plan | list[Plan]:
     """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (meta is fine).
 
     cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example
     tensors give shapes and dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides).
-    global_batch: samples per step, by default that of the example. microbatches, strategy (``{"pp": 2, "dp": 1, "tp":
-    2}`` or ``"pp2,tp2"``; stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers):
-    searched unless given. schedule: "1f1b" or "gpipe". optimizer: its torch.optim class name, for memory. recompute:
-    "none", "full" (or "layer") to keep only what crosses a border between layers and run each layer's forward again for
-    its backward, "selective" to keep the outputs of its heavy ops as well (such plans can be looked at, but not yet be
-    run). Raises ValueError for bad input, InfeasibleError if
-    nothing fits.
+    global_batch: samples per step, by default that of the example. optimizer: its torch.optim class name, for memory.
+
+    Everything else is searched unless given. microbatches; strategy: ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``,
+    or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "1f1b", "gpipe"
+    or "zb-h1"; recompute: "none", "full" (keep only what crosses a border between layers, and run each layer's forward
+    again for its backward), "selective" (keep the outputs of its heavy ops as well), or a mode by pattern of layer
+    names, of which the last that fits counts ("none" where none does); zero: 0 to 3, what parameters are sharded of
+    over the devices that share them, where that is possible (0: nothing); sequence: whether sequences and space may be
+    cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
+
+    constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
+    parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
+    top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first.
+
+    Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
+    missing where and what would fit.
     """
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    started = time.perf_counter()
-    graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
-    capture_s = time.perf_counter() - started
-    inputs = flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
-    return make_plan(
-        graph,
-        cluster,
-        global_batch or batch_extent(graph, inputs),
-        microbatches,
-        parse_strategy(strategy),
-        schedule,
-        optimizer,
-        capture_s=capture_s,
-        progress=progress or (lambda name, fraction: None),
-        recompute=recompute,
-    )
+    asked = _asked(
+        model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
+        strategy, optimizer, recompute, constraints, time_limit_s, progress,
+    )  # fmt: skip
+    space = Space.asked(schedule, recompute, zero, sequence, executable)
+    found = make_plans(**asked(space), top_k=1 if top_k is None else top_k)
+    return found[0] if top_k is None else found
+
+
+def pareto(
+    model: nn.Module,
+    cluster: Cluster | str,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    targets: tuple[Any, ...] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
+    global_batch: int | None = None,
+    microbatches: int | None = None,
+    strategy: Strategy | Mapping[str, int] | str | None = None,
+    schedule: str = "auto",
+    optimizer: str = "AdamW",
+    recompute: str | Mapping[str, str] = "auto",
+    zero: str | int = "auto",
+    sequence: bool = True,
+    executable: bool = False,
+    constraints: Sequence[str] | str | None = None,
+    time_limit_s: float | None = None,
+    points: int = 8,
+    progress: Progress | None = None,
+) -> list[Plan]:
+    """The front of step time against peak memory: at most ``points`` plans, fastest first, of which each next one fills
+    less of its devices' memory, and none is both faster and smaller than another.
+
+    The other arguments as in ``plan``. Each plan's gap is against the bound under its own memory limit.
+    """
+    asked = _asked(
+        model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
+        strategy, optimizer, recompute, constraints, time_limit_s, progress,
+    )  # fmt: skip
+    return make_front(**asked(Space.asked(schedule, recompute, zero, sequence, executable)), points=points)
+
+
+def _asked(
+    model: nn.Module,
+    cluster: Cluster | str,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None,
+    targets: tuple[Any, ...],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
+    global_batch: int | None,
+    microbatches: int | None,
+    strategy: Strategy | Mapping[str, int] | str | None,
+    optimizer: str,
+    recompute: str | Mapping[str, str],
+    constraints: Sequence[str] | str | None,
+    time_limit_s: float | None,
+    progress: Progress | None,
+) -> Callable[[Space], dict[str, Any]]:
+    """The arguments of ``make_plans`` but for the space, which is checked before the model is captured."""
+
+    def arguments(space: Space) -> dict[str, Any]:
+        where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        started = time.perf_counter()
+        graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
+        inputs = flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
+        return {
+            "graph": graph,
+            "cluster": where,
+            "global_batch": global_batch or batch_extent(graph, inputs),
+            "microbatches": microbatches,
+            "strategy": parse_strategy(strategy),
+            "optimizer": optimizer,
+            "capture_s": time.perf_counter() - started,
+            "progress": progress or (lambda name, fraction: None),
+            "recompute": None if isinstance(recompute, str) else recompute,
+            "space": space,
+            "constraints": constraints,
+            "time_limit_s": time_limit_s,
+        }
+
+    return arguments
 
 
 def parallelize(
@@ -87,7 +179,7 @@ def parallelize(
     global_batch: int | None = None,
     microbatches: int | None = None,
     strategy: Strategy | Mapping[str, int] | str | None = None,
-    schedule: str = "1f1b",
+    schedule: str = "auto",
     plan: Plan | None = None,
     optimizer: OptimizerFactory | None = None,
     clip_grad_norm: float | None = None,
@@ -103,7 +195,7 @@ def parallelize(
     the first ``train_step``. ``plan`` takes a saved plan and solves nothing. optimizer: local parameters → a torch
     optimizer. data: "global" (every rank passes the whole batch) or "local" (its part: see ``Parallel.data_index``).
     Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole tensor at a time, or
-    ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan``.
+    ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """

@@ -24,6 +24,7 @@ from .compiler.program import ChunkProgram
 from .compiler.refit import Recalibration
 from .compiler.report import THRESHOLD, Report
 from .compiler.reprice import reprice
+from .compiler.space import Space
 from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
@@ -162,7 +163,14 @@ class Parallel:
         batch = self._global_batch or batch_extent(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
         strategy = parse_strategy(self._strategy)
-        return make_plan(graph, cluster, batch, self._microbatches, strategy, self._schedule, name, capture_s=capture_s)
+        return make_plan(
+            graph, cluster, batch, self._microbatches, strategy, None, name, capture_s=capture_s, space=self._space,
+        )  # fmt: skip
+
+    @property
+    def _space(self) -> Space:
+        """What plans of this object may choose from: what the runtime can run."""
+        return Space.asked(self._schedule, executable=True)
 
     @property
     def session(self) -> Session:
@@ -273,8 +281,8 @@ class Parallel:
 
         def search(cluster: Cluster) -> Plan:
             return make_plan(
-                graph, cluster, plan.global_batch, self._microbatches, None, self._schedule, plan.optimizer,
-                alternatives=False,
+                graph, cluster, plan.global_batch, self._microbatches, None, None, plan.optimizer,
+                alternatives=False, space=self._space,
             )  # fmt: skip
 
         def find() -> Recalibration:

@@ -16,6 +16,7 @@ from .compiler.driver import make_plan
 from .compiler.graph import Graph
 from .compiler.plan import Plan
 from .compiler.signature import Probe, plan_probes
+from .compiler.space import Space
 from .compiler.strategy import InfeasibleError, Strategy
 from .costmodel.cluster import Cluster
 from .costmodel.profiler import Progress
@@ -73,13 +74,22 @@ def profile_model(
 
 def candidates(graph: Graph, cluster: Cluster, global_batch: int, optimizer: str) -> list[Plan]:
     """The best plan, and those of the pure strategies that fit."""
-    plans = [make_plan(graph, cluster, global_batch, optimizer=optimizer, alternatives=False)]
+    space = Space.executable()
+    plans = [make_plan(graph, cluster, global_batch, optimizer=optimizer, alternatives=False, space=space)]
     count = cluster.num_devices
     pure = [Strategy(dp=count), Strategy(tp=count), Strategy(pp=count)] if count > 1 else []
     for strategy in pure:
         try:
             plans.append(
-                make_plan(graph, cluster, global_batch, strategy=strategy, optimizer=optimizer, alternatives=False)
+                make_plan(
+                    graph,
+                    cluster,
+                    global_batch,
+                    strategy=strategy,
+                    optimizer=optimizer,
+                    alternatives=False,
+                    space=space,
+                )
             )
         except (InfeasibleError, ValueError):
             continue  # more devices than layers or samples: no candidate

@@ -268,6 +268,7 @@ def _bounded(plan: Plan, search: Search) -> Any:
 
 
 def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Plan:
+    """The plan with what the search has to say of itself."""
     provenance = {
         "meshwright": "0.1.0",
         "torch": torch.__version__,
@@ -278,7 +279,7 @@ def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Pl
     }
     notes = (*_notes(search, plan), *plan.prediction.notes)
     prediction = replace(plan.prediction, alternatives=tuple(others), notes=notes)
-    return replace(plan, prediction=prediction, provenance=provenance)
+    return replace(plan, prediction=prediction, provenance=provenance, graph=search.graph)
 
 
 def _notes(search: Search, plan: Plan) -> list[str]:

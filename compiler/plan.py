@@ -33,7 +33,9 @@ from .explain import explain
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 
 if TYPE_CHECKING:
+    from ..costmodel.cluster import Cluster
     from .graph import Graph
+    from .why import Why
 
 __all__ = [
     "BUCKET_BYTES",
@@ -273,6 +275,7 @@ class Plan:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     version: int = PLAN_VERSION
     precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
+    graph: Graph | None = field(default=None, compare=False, repr=False)  # of the model, where it was planned just now
 
     @property
     def num_devices(self) -> int:
@@ -309,6 +312,22 @@ class Plan:
         module."""
         return explain(self, graph, width)
 
+    def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Why:
+        """What was chosen for a layer, module, op or weight, and what every other choice would cost per step.
+
+        graph: the captured model, which a plan knows only in the process that made it; cluster: by default the plan's.
+        Raises ValueError for a name that the model does not have.
+        """
+        from .why import why  # needs the whole search, which nobody else who reads a plan does
+
+        graph = graph or self.graph
+        if graph is None:
+            raise ValueError(
+                "a plan that was loaded knows decisions, but got no graph= to ask the model about others; "
+                "pass what compiler.capture.capture(model, inputs) gives"
+            )
+        return why(self, name, graph, cluster)
+
     # ---- the document
 
     def to_json(self) -> dict[str, Any]:
@@ -342,7 +361,7 @@ class Plan:
             )
         if data["version"] == 1:
             data = _upgraded(data)
-        missing = [f.name for f in fields(cls) if f.name not in data]
+        missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
         try:
