@@ -1,4 +1,4 @@
-"""The command line: ``meshwright demo | plan | show | check | models | profile | diff``.
+"""The command line: ``meshwright demo | plan | show | why | check | models | profile | diff``.
 
 Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
 1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
@@ -90,22 +90,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
     plan.add_argument("--microbatches", type=_positive, metavar="M", help="force their number")
     plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
-    plan.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="pipeline schedule")
-    plan.add_argument(
-        "--recompute",
-        choices=("none", "selective", "full", "layer"),
-        default="none",
-        help="full (or layer): run each layer's forward again for its backward; selective: its light ops only",
-    )
+    _add_space(plan)
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
-    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan to FILE")
-    plan.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    plan.add_argument("--time-limit", type=_seconds, metavar="S", help="take the best plan after so many seconds")
+    several = plan.add_mutually_exclusive_group()
+    several.add_argument("--top-k", type=_positive, metavar="K", help="the K best plans of other cuts or meshes")
+    several.add_argument("--pareto", action="store_true", help="the front of step time against peak memory")
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
+    plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="explain a plan file")
     show.add_argument("plan", type=Path, metavar="PLAN")
     show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
     show.set_defaults(run=_show)
+
+    why = commands.add_parser("why", help="say what other choices of a layer, module, op or weight would cost")
+    why.add_argument("plan", type=Path, metavar="PLAN")
+    why.add_argument("name", metavar="NAME", help="as `show` has it: blocks.0.feed_forward, head.weight, linear_4")
+    why.add_argument("--target", required=True, metavar="TARGET", help=target_help)
+    why.set_defaults(run=_why)
 
     check = commands.add_parser("check", help="say what no longer holds in a plan file")
     check.add_argument("plan", type=Path, metavar="PLAN")
@@ -133,6 +137,28 @@ def _parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list the built-in targets")
     models.set_defaults(run=_models)
     return parser
+
+
+def _add_space(plan: argparse.ArgumentParser) -> None:
+    """What the search may choose from."""
+    plan.add_argument("--schedule", default="auto", metavar="NAME", help="auto, 1f1b, gpipe or zb-h1 (auto)")
+    plan.add_argument(
+        "--recompute",
+        default="auto",
+        metavar="MODE",
+        help="auto, none, full (run each layer's forward again for its backward) or selective (its light ops only)",
+    )
+    plan.add_argument(
+        "--zero", default="auto", metavar="LEVEL", help="auto, or the level of parameter sharding, 0 to 3"
+    )
+    plan.add_argument("--no-sequence", dest="sequence", action="store_false", help="cut no sequences and no space")
+    plan.add_argument("--executable", action="store_true", help="only what the runtime can run")
+    plan.add_argument(
+        "--constraint",
+        action="append",
+        metavar="TEXT",
+        help="such as 'stage boundary at blocks.4' or 'no tensor parallel' (docs/search.md); again for more",
+    )
 
 
 def _positive(text: str) -> int:
@@ -169,7 +195,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
         from . import api
-        from .compiler.summary import summary_json
+        from .compiler.summary import compared, summary_json
         from .targets import build_target
 
         cluster = _cluster(arguments.cluster)
@@ -178,23 +204,37 @@ def _plan(arguments: argparse.Namespace) -> None:
         gc.freeze()
         gc.enable()
         progress("capture", 0.0)
-        found = api.plan(
-            target.model,
-            cluster,
-            example_inputs=target.args,
-            example_kwargs=target.kwargs,
-            global_batch=arguments.global_batch or target.global_batch,
-            microbatches=arguments.microbatches,
-            strategy=arguments.strategy,
-            schedule=arguments.schedule,
-            optimizer=arguments.optimizer,
-            recompute=arguments.recompute,
-            progress=progress,
-        )
+        asked = {
+            "example_inputs": target.args,
+            "example_kwargs": target.kwargs,
+            "global_batch": arguments.global_batch or target.global_batch,
+            "microbatches": arguments.microbatches,
+            "strategy": arguments.strategy,
+            "schedule": arguments.schedule,
+            "optimizer": arguments.optimizer,
+            "recompute": arguments.recompute,
+            "zero": arguments.zero,
+            "sequence": arguments.sequence,
+            "executable": arguments.executable,
+            "constraints": arguments.constraint,
+            "time_limit_s": arguments.time_limit,
+            "progress": progress,
+        }
+        several = arguments.pareto or arguments.top_k is not None
+        if arguments.pareto:
+            found = api.pareto(target.model, cluster, **asked)
+        else:
+            found = api.plan(target.model, cluster, top_k=arguments.top_k or 1, **asked)
     if arguments.output is not None:
-        found.save(arguments.output)
+        found[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
-    print(json.dumps(summary_json(found)) if arguments.json else found.explain(width=width()))
+    if arguments.json:
+        figures = [summary_json(plan) for plan in found]
+        print(json.dumps(figures if several else figures[0]))
+    elif several:
+        print(compared(found, width()))
+    else:
+        print(found[0].explain(width=width()))
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -202,6 +242,19 @@ def _show(arguments: argparse.Namespace) -> None:
 
     plan = _load(arguments.plan)
     print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
+
+
+def _why(arguments: argparse.Namespace) -> None:
+    plan = _load(arguments.plan)
+    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
+        from .compiler.capture import capture
+        from .targets import build_target
+
+        progress("building", 0.0)
+        target = build_target(arguments.target)
+        progress("capture", 0.0)
+        answer = plan.why(arguments.name, capture(target.model, target.args, target.kwargs))
+    print(answer)
 
 
 def _check(arguments: argparse.Namespace) -> int:

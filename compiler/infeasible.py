@@ -121,8 +121,8 @@ def _short(search: Search, miss: Miss) -> str:
     largest = max(causes, key=lambda cause: causes[cause])
     return (
         f"the nearest has {miss.microbatches} microbatches, and its {where} needs {_size(why.needed_bytes)} per device "
-        f"beside the framework where {_size(why.limit_bytes)} are: {_size(why.missing_bytes)} are missing; most of it is "
-        f"{largest} ({_size(causes[largest])})"
+        f"beside the framework where {_size(why.limit_bytes)} are: {_size(why.missing_bytes)} are missing; most of it "
+        f"is {largest} ({_size(causes[largest])})"
     )
 
 
@@ -172,9 +172,9 @@ def _indivisible(search: Search) -> str | None:
     if worst is None:
         return None
     return (
-        f"the weight {worst[1]} takes {_size(worst[2])} with its gradient and optimizer state, and no mesh of this cluster "
-        f"cuts it below {_size(worst[0])} per device, where {_size(most)} are; use devices with more memory, more of them, "
-        "or extents with more divisors"
+        f"the weight {worst[1]} takes {_size(worst[2])} with its gradient and optimizer state, and no mesh of this "
+        f"cluster cuts it below {_size(worst[0])} per device, where {_size(most)} are: {_size(worst[0] - most)} are "
+        "missing; use devices with more memory, more of them, or extents with more divisors"
     )
 
 
@@ -196,9 +196,9 @@ def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
 
 def _remedies(search: Search, miss: Miss) -> str:
     found = [text for text, possible in _relaxations(search) if possible]
+    more = f"{_size(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
     if found:
-        return f"a plan fits with {', or with '.join(found)}"
-    more = f"{_size(miss.why.needed_bytes)} per device beside the framework would do; " if _known(miss) else ""
+        return f"{more}a plan fits with {', or with '.join(found)}"
     return f"{more}use more devices, devices with more memory, more microbatches or a smaller batch"
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .describe import axis_names
+from .typeset import bytes_text, seconds_text, table
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["num_idle_devices", "replicated_fraction", "source_shares", "summary_json", "tflops_per_device"]
+__all__ = ["compared", "num_idle_devices", "replicated_fraction", "source_shares", "summary_json", "tflops_per_device"]
 
 
 def summary_json(plan: Plan) -> dict[str, Any]:
@@ -89,3 +91,24 @@ def source_shares(plan: Plan) -> dict[str, float]:
 def num_idle_devices(plan: Plan) -> int:
     """Devices of the cluster that no stage uses."""
     return plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
+
+
+def compared(plans: Sequence[Plan], width: int = 100) -> str:
+    """Several plans side by side as text, a line each."""
+    rows = []
+    for number, plan in enumerate(plans):
+        meshes = " + ".join("×".join(map(str, stage.mesh_shape)) or "1" for stage in plan.stages)
+        rows.append(
+            (
+                str(number),
+                seconds_text(plan.prediction.step_s),
+                bytes_text(max(stage.peak_bytes for stage in plan.prediction.stages)),
+                f"{plan.prediction.bound_gap:.1%}",
+                f"{plan.microbatches} × {plan.schedule}",
+                meshes,
+                plan.recompute,
+                "no" if plan.not_executable() else "yes",
+            )
+        )
+    head = ("", "step", "peak", "gap", "microbatches", "stages", "recompute", "runs")
+    return "\n".join(table(head, rows, ">>>><<<<", width, 5))

@@ -152,7 +152,9 @@ def test_a_saved_plan_is_the_same_program_without_search(ranks: Any, tmp_path: P
 
     path = tmp_path / "plan.json"
     meta = copy.deepcopy(net()).to("meta")
-    made = mw.plan(meta, "local:4", example_inputs=batch(0, 3), global_batch=8, strategy=strategy, microbatches=2)
+    made = mw.plan(
+        meta, "local:4", example_inputs=batch(0, 3), global_batch=8, strategy=strategy, microbatches=2, executable=True
+    )
     made.save(path)
     assert mw.Plan.load(path) == made
     assert mw.Plan.load(path).to_json() == made.to_json()
@@ -762,7 +764,8 @@ def test_what_is_frozen_may_change_after_planning(ranks: Any, tmp_path: Path, st
     planned, model = net(), net()
     planned.up.requires_grad_(freeze)
     model.up.requires_grad_(not freeze)
-    mw.plan(planned, "local:2", example_inputs=BATCHES[0], strategy=strategy, microbatches=2).save(tmp_path / "p.json")
+    made = mw.plan(planned, "local:2", example_inputs=BATCHES[0], strategy=strategy, microbatches=2, executable=True)
+    made.save(tmp_path / "p.json")
     results = ranks.run(2, "test_api:thawed", str(tmp_path / "p.json"), freeze)
     expected = one_device(model, BATCHES, 2)
     assert all(losses == pytest.approx(expected["losses"], rel=1e-4) for losses, _ in results)
@@ -801,7 +804,9 @@ def spliced(folder: Path, model: nn.Module, inputs: Any, first: str, second: str
     sizes = [max(1, int(shape[2:])) for shape in (first, second)]
     assert sizes == list(devices)
     documents = [
-        mw.plan(model, "p3.16xlarge", example_inputs=inputs, strategy=f"pp2,{shape}", microbatches=2).to_json()
+        mw.plan(
+            model, "p3.16xlarge", example_inputs=inputs, strategy=f"pp2,{shape}", microbatches=2, executable=True
+        ).to_json()
         for shape in (first, second)
     ]
     assert documents[0]["stages"][0]["chunks"][0]["layers"] == documents[1]["stages"][0]["chunks"][0]["layers"]
@@ -867,7 +872,8 @@ def moved_to_the_end(path: str) -> tuple[list[float], dict[str, Tensor], list[st
 
 
 def test_ranks_without_a_stage(ranks: Any, tmp_path: Path) -> None:
-    document = mw.plan(net(), "local:2", example_inputs=BATCHES[0], strategy="pp1", microbatches=2).to_json()
+    made = mw.plan(net(), "local:2", example_inputs=BATCHES[0], strategy="pp1", microbatches=2, executable=True)
+    document = made.to_json()
     document["stages"][0]["devices"] = [1]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))

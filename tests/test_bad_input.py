@@ -58,7 +58,12 @@ def saved(
 ) -> mw.Plan:
     """A plan of two devices, after ``change`` of its document."""
     made = mw.plan(
-        model or net(), f"local:{devices}", example_inputs=BATCHES[0], strategy={"dp": devices}, microbatches=2
+        model or net(),
+        f"local:{devices}",
+        example_inputs=BATCHES[0],
+        strategy={"dp": devices},
+        microbatches=2,
+        executable=True,
     )
     data = json.loads(json.dumps(made.to_json()))
     if change is not None:
@@ -242,6 +247,14 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"microbatches": 0}, "microbatches"),
         ({"schedule": "zigzag"}, "1f1b"),
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
+        ({"schedule": "zb-v"}, "auto or one of gpipe, 1f1b, zb-h1, but got 'zb-v'"),
+        ({"schedule": "zb-h1", "executable": True}, "gpipe, 1f1b where plans are to be executable"),
+        ({"recompute": "full", "executable": True}, "recompute is auto or one of none where"),
+        ({"recompute": {"nothing": "full"}}, "names a layer of the model, but got 'nothing'"),
+        ({"zero": 4}, "zero is auto or one of 0, 1, 2, 3, but got '4'"),
+        ({"time_limit_s": 0}, "positive number of seconds"),
+        ({"top_k": 0}, "1 or more, but got 0"),
+        ({"constraints": "be quick"}, "a constraint reads like"),
         ({"strategy": "tp3"}, "needs 3 devices"),
         ({"cluster": "p9.huge:2"}, "p3.16xlarge"),
         ({"example_inputs": ()}, "x"),
@@ -339,7 +352,9 @@ PIPELINE_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("edit", list(PIPELINE_EDITS))
 def test_check_finds_bad_edits_of_pipelines(edit: str) -> None:
-    made = mw.plan(net(), "p3.16xlarge", example_inputs=BATCHES[0], strategy="pp2", microbatches=2).to_json()
+    made = mw.plan(
+        net(), "p3.16xlarge", example_inputs=BATCHES[0], strategy="pp2", microbatches=2, executable=True
+    ).to_json()
     graph = capture(net(), BATCHES[0])
     assert check_plan(mw.Plan.from_json(made), graph) == []
     data = json.loads(json.dumps(made))

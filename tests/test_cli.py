@@ -110,6 +110,21 @@ def test_json_is_one_object_and_nothing_else(folder: Path, capsys: pytest.Captur
     assert files(folder) == {"cli_targets.py"}
 
 
+def test_wishes_several_plans_and_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wishes = ["--executable", "--constraint", "stages = 2", "--time-limit", "60", "-o", "plan.json"]
+    assert main([*PLAN, *wishes, "--top-k", "2", "--json"]) == 0
+    several = json.loads(capsys.readouterr().out)
+    assert len(several) == 2
+    assert several[0]["step_s"] <= several[1]["step_s"]
+    assert all(len(figures["stages"]) == 2 and not figures["not_executable"] for figures in several)
+    assert main([*PLAN, "--pareto", "--executable", "--microbatches", "2"]) == 0
+    assert "peak" in capsys.readouterr().out
+    assert main(["why", "plan.json", "up", "--target", "cli_targets:tiny"]) == 0
+    assert "chosen" in capsys.readouterr().out
+    assert main(["why", "plan.json", "nowhere", "--target", "cli_targets:tiny"]) == 2
+    assert "a layer, module, op or weight of the model, but got 'nowhere'" in capsys.readouterr().err
+
+
 def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "cli_targets:keywords", "--cluster", "p3.16xlarge", "--strategy", "dp2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["global_batch"] == 8
@@ -135,7 +150,12 @@ def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureF
         ((*PLAN, "--strategy", "xx2"), 2, "a strategy gives"),
         ((*PLAN, "--strategy", "dp16"), 2, "needs 16 devices"),
         ((*PLAN, "--schedule", "zigzag"), 2, "zigzag"),
-        (("plan", "cli_targets:huge", "--cluster", "p3.16xlarge"), 3, "missing"),
+        (("plan", "cli_targets:huge", "--cluster", "p3.16xlarge"), 3, "the weight one.weight takes 1,024.00 GiB"),
+        ((*PLAN, "--zero", "7"), 2, "zero is auto or one of 0, 1, 2, 3, but got '7'"),
+        ((*PLAN, "--constraint", "no tensors"), 2, "a constraint reads like"),
+        ((*PLAN, "--constraint", "stages = 2", "--constraint", "stages = 3"), 2, "'stages = 2' and 'stages = 3'"),
+        ((*PLAN, "--top-k", "2", "--pareto"), 2, "not allowed with argument"),
+        (("why", "absent.json", "up", "--target", "cli_targets:tiny"), 2, "absent.json: cannot be read"),
         (("show", "absent.json"), 2, "absent.json: cannot be read"),
         (("check", "absent.json"), 2, "absent.json: cannot be read"),
         (("show", "torn.json"), 2, "truncated"),

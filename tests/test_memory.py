@@ -212,7 +212,7 @@ def test_predicted_bytes_are_those_measured(ranks: RankPool) -> None:
 
 def test_deeper_flight_keeps_more_and_equal_stages_share_a_run() -> None:
     model, args, _ = ZOO["gpt"](64, device="meta", layers=6, tied=False)
-    plan = mw.plan(model, Cluster.local(3), example_inputs=args, strategy="pp3", microbatches=8)
+    plan = mw.plan(model, Cluster.local(3), example_inputs=args, strategy="pp3", microbatches=8, executable=True)
     graph = capture(model, args)
     found = footprints(graph, plan)
     for index in range(3):
@@ -232,7 +232,12 @@ def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
     efficiency = tuple((kind, share) for kind, share in host.device.efficiency if kind != "scores")
     fused = replace(host, device=replace(host.device, efficiency=efficiency))
     plan = mw.plan(
-        model, replace(cluster, hosts=(host,)), example_inputs=(tokens, tokens), strategy="tp2", microbatches=2
+        model,
+        replace(cluster, hosts=(host,)),
+        example_inputs=(tokens, tokens),
+        strategy="tp2",
+        microbatches=2,
+        executable=True,
     )
     other = replace(plan, cluster=json.loads(replace(cluster, hosts=(fused,)).to_json()))
     kept = [sum(stage_memory(graph, each, 0).values()) for each in (plan, other)]
@@ -256,7 +261,7 @@ def test_attention_that_writes_its_scores_has_them_twice_over_the_probabilities_
 
 def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, _ = ZOO["mlp"](device="meta")
-    plan = mw.plan(model, Cluster.local(1), example_inputs=args)
+    plan = mw.plan(model, Cluster.local(1), example_inputs=args, executable=True)
     graph = capture(model, args)
 
     def refuse(*_: Any, **__: Any) -> Any:

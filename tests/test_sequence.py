@@ -168,7 +168,15 @@ def one_device(name: str, dropout: float) -> tuple[Graph, Plan, list[float], dic
     model, args, kwargs = ZOO[name](BATCH, **options, dropout=dropout)
     model = model.train().double()
     graph = capture(model, args, kwargs)
-    plan = mw.plan(model, fast_links(1), example_inputs=args, example_kwargs=kwargs, microbatches=1, optimizer="SGD")
+    plan = mw.plan(
+        model,
+        fast_links(1),
+        example_inputs=args,
+        example_kwargs=kwargs,
+        microbatches=1,
+        optimizer="SGD",
+        executable=True,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):

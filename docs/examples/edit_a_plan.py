@@ -34,7 +34,8 @@ def main() -> None:
     """Plan, edit, compare."""
     with torch.device("meta"):
         network, x = Network(), torch.zeros(64, 256)
-    plan = mw.plan(network, mw.Cluster.preset("cpu"), example_inputs=(x,), strategy="tp2", microbatches=1)
+    cluster = mw.Cluster.preset("cpu")
+    plan = mw.plan(network, cluster, example_inputs=(x,), strategy="tp2", microbatches=1, executable=True)
     graph = capture(network, (x,)).with_batch(plan.microbatch_size)
     ops = plan.stages[0].chunks[0].ops
     print("as planned:", {name: ",".join(labels) for name, labels in ops.items()})
