@@ -57,7 +57,9 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
         report("measuring this machine", 0.0)
         cluster = Cluster.local(ranks)
         report("planning", 0.0)
-        plan = api.plan(model, cluster, example_inputs=(tokens, targets), optimizer="AdamW", progress=report)
+        plan = api.plan(
+            model, cluster, example_inputs=(tokens, targets), optimizer="AdamW", executable=True, progress=report
+        )
     parameters = sum(p.numel() for p in model.parameters())
     _say(
         f"A GPT of {LAYERS} layers and {parameters / 1e6:.2f} M parameters learns from {len(corpus) / 1e6:.1f} MB of"
