@@ -55,6 +55,7 @@ class BatchIntervals:
     resident: np.ndarray
     saved: np.ndarray
     transient: np.ndarray
+    entry_s: np.ndarray  # the part of transfer_s that is received at the first border
 
     def of(self, name: str, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """The array of this name as [rows, L, L + 1], for some rows (positions in ``rows``) or all of them."""
@@ -309,10 +310,10 @@ class _Composition:
             key: np.stack([q[..., part] for q in (t.pace_s, t.step_s, t.resident, t.saved, t.transient)])
             for key, t in tables.items()
         }
-        self.results = np.empty((8, len(runs), len(variant)))
+        self.results = np.empty((9, len(runs), len(variant)))
 
     def run(self) -> np.ndarray:
-        """[8, runs, rows]: cost, floor_s and the ``QUANTITIES``."""
+        """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
         by_length: dict[int, list[int]] = {}
         for number, run in enumerate(self.runs):
             by_length.setdefault(run.length, []).append(number)
@@ -381,12 +382,13 @@ class _Composition:
         at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
         chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")
         possible = np.isfinite(chosen[0])
+        self.results[8, members] = chosen[4] * possible
         chosen[0] += back.reshape(-1).take(at, mode="clip")
         chosen[1] = vectors[1].min(axis=1)
         chosen[4] += back.reshape(-1).take(at, mode="clip")
         chosen[7] += peak
         chosen[2:] *= possible
-        self.results[:, members] = chosen
+        self.results[:8, members] = chosen
 
 
 def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:

@@ -90,7 +90,8 @@ class FloorCosts:
         room = rows.limit[:, None] - (0.0 if floors.transient is None else rows.packed(floors.transient))
         self.room = np.broadcast_to(np.maximum(room, 0.0), self.pace.shape)
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
-        self.once = np.where(self.is_first, self.step, 0.0)
+        entry = none if floors.entry_s is None else rows.packed(floors.entry_s)
+        self.once = np.where(self.is_first, self.step, entry)
         self.lagrange = [(row.byte, row.saved_byte, row.whole, rows.packed(row.value)) for row in floors.rows]
         self.returns = floors.forward_share + floors.input_share if schedule.startswith("zb") else 1.0
 
@@ -112,6 +113,7 @@ class FloorCosts:
         if self.returns != 1.0:
             trip *= self.returns
         head = np.where(self.is_first[row, pair] | ~np.isfinite(pace), whole, self.m * trip)
+        head = head + np.where(self.is_first[row, pair], 0.0, self.once[row, pair])
         return np.where(whole <= self.cap_s, head, inf), trip
 
     def back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:

@@ -71,8 +71,9 @@ class Floors:
     """What no choice of a stage undercuts, whatever its sharding; arrays [options, L, L + 1].
 
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
-    transfer_s: messages across the border behind the stage, there and back; transient: bytes beside resident and saved
-    ones. forward_share and input_share: at least this part of any choice's pace is forward, and backward of inputs.
+    transfer_s: messages across the border behind the stage, there and back; entry_s: across the border before it (each
+    in one of the two); transient: bytes beside resident and saved ones. forward_share and input_share: at least this
+    part of any choice's pace is forward, and backward of inputs.
     """
 
     options: tuple[StageOption, ...]
@@ -81,6 +82,7 @@ class Floors:
     step_s: Floats | None = None
     transfer_s: Floats | None = None
     transient: Floats | None = None
+    entry_s: Floats | None = None
     forward_share: float = 0.0
     input_share: float = 0.0
     rows: tuple[Lagrange, ...] = ()
@@ -129,7 +131,7 @@ class PipelineTable:
                                                    "entry_s"))  # fmt: skip
         if (floors := self.floors) is not None:
             shape = (len(floors.options), layers, layers + 1)
-            self._check("Floors", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient"))
+            self._check("Floors", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
             for row in floors.rows:
                 self._check("Lagrange", row, shape, ("value",))
 

@@ -66,7 +66,7 @@ def random_table(
         rows.append(Lagrange(byte, saved_byte, least(value), whole))
     floors = Floors(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
-        1 / 3, 1 / 3, tuple(rows),
+        None if entry is None else least(entry), 1 / 3, 1 / 3, tuple(rows),
     )  # fmt: skip
     return PipelineTable(
         layers, devices, tuple(options), pace, transfer, step, resident, saved, transient, entry, floors=floors
