@@ -237,15 +237,17 @@ class _Tables:
             rows.append(Lagrange(level.byte, level.saved_byte, value, whole=True))
         pace = np.stack([self._group(sub).array("floor_s", sub, m, 0) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
-        return Floors(options, pace, transfer_s=self._messages(m), rows=tuple(rows))
+        enter, behind = self._messages(m)
+        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
-    def _messages(self, m: int) -> np.ndarray:
-        """[submeshes, L, L + 1] the least seconds of the messages across the border behind a stage, there and back."""
+    def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
+        """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
+        the gradients back of what crosses the border behind it."""
         ends = [self._group(sub).least_messages(sub, m) for sub in self.submeshes]
-        enter = np.min([into for into, _ in ends], axis=0)  # whoever comes next
-        behind = np.stack([enter + back for _, back in ends])
-        behind[:, -1] = 0.0
-        return np.broadcast_to(behind[:, None, :], (len(self.submeshes), *self._shape))
+        shape = (len(self.submeshes), *self._shape)
+        enter = np.stack([into[:-1] for into, _ in ends])[:, :, None]
+        behind = np.stack([back for _, back in ends])[:, None, :]
+        return np.broadcast_to(enter, shape), np.broadcast_to(behind, shape)
 
     # ---- candidates
 
@@ -360,7 +362,7 @@ class _Tables:
     ) -> PipelineTable | None:
         """What stages cost under these options; None if no option can run anything."""
         arrays: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient")
+            name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
         }
         numbers = {sub: number for number, sub in enumerate(self.submeshes)}
         for sub, level in pairs:
@@ -376,6 +378,8 @@ class _Tables:
                     array = np.where(possible, array, inf)
                 elif name == "step_s":
                     array = array * m
+                elif name == "transfer_s":  # a message is before the stage that receives it
+                    array = np.maximum(array - group.array("entry_s", sub, m, level), 0.0)
                 values.append(array)
         stacked = {name: np.stack(values) for name, values in arrays.items()}
         if not np.isfinite(stacked["pace_s"]).any():
