@@ -45,7 +45,7 @@ __all__ = ["Candidate", "Miss", "Search", "StageRow", "explore", "fits", "neares
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per its memory
 FLIGHTS = (1.0, 6.0)  # microbatches in flight that a saved byte is priced for
-MIDDLE = (1.0, 3.0)
+MIDDLE = ((0.3, 1.0), (1.0, 2.0), (3.0, 4.0))
 LEANEST = (1e4, 1.0)
 VISITS = 1000  # partial pipelines looked at to rank candidates
 TRIALS = 3  # of bounds between what is proven and the best
@@ -211,10 +211,10 @@ class _Tables:
             search.bounds |= {(m, schedule): 0.0 for schedule in search.space.schedules}
         with search.timed("floors"):
             self._compose([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            middle = {m: self._level(m, *MIDDLE) for m in self.counts}
-            self._compose([(sub, m, middle[m]) for m in self.counts for sub in self.submeshes])
+            middle = {m: [self._level(m, *one) for one in MIDDLE] for m in self.counts}
+            self._compose([(sub, m, number) for m in self.counts for number in middle[m] for sub in self.submeshes])
         for m in reversed(self.counts):  # small microbatches fit: what they take bounds what is worth looking for
-            yield from self._solve(m, [(sub, middle[m]) for sub in self.submeshes], [middle[m]], 1)[:1]
+            yield from self._solve(m, [(sub, n) for n in middle[m] for sub in self.submeshes], middle[m], 1)[:1]
 
     def order(self) -> list[int]:
         """The microbatch counts, least bound first."""
