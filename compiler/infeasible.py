@@ -29,6 +29,7 @@ from .residency import PATTERNS, residencies, residency_bytes
 from .space import microbatch_counts, submeshes, usable_bytes
 from .spec import parse_pair
 from .strategy import InfeasibleError, divisors_of
+from .typeset import bytes_text
 
 __all__ = ["infeasible", "nearest"]
 
@@ -52,10 +53,10 @@ def infeasible(search: Search) -> InfeasibleError:
             f"no microbatch count of global_batch {search.global_batch} suits this model "
             "(its graph needs batch multiples that none of them gives); use another global_batch"
         )
-    if (tensor := _indivisible(search)) is not None:
-        return InfeasibleError(f"no plan fits {search.cluster.name}: {tensor}")
     miss = nearest(misses)
-    return InfeasibleError(f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_remedies(search, miss)}")
+    return InfeasibleError(
+        f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_indivisible(search) or _remedies(search, miss)}"
+    )
 
 
 def nearest(misses: Sequence[Miss]) -> Miss:
@@ -120,9 +121,9 @@ def _short(search: Search, miss: Miss) -> str:
     causes = _causes(search, miss)
     largest = max(causes, key=lambda cause: causes[cause])
     return (
-        f"the nearest has {miss.microbatches} microbatches, and its {where} needs {_size(why.needed_bytes)} per device "
-        f"beside the framework where {_size(why.limit_bytes)} are: {_size(why.missing_bytes)} are missing; most of it "
-        f"is {largest} ({_size(causes[largest])})"
+        f"the nearest has {miss.microbatches} microbatches, and its {where} needs {bytes_text(why.needed_bytes)} per "
+        f"device beside the framework where {bytes_text(why.limit_bytes)} are: {bytes_text(why.missing_bytes)} are "
+        f"missing; most of it is {largest} ({bytes_text(causes[largest])})"
     )
 
 
@@ -171,10 +172,11 @@ def _indivisible(search: Search) -> str | None:
             worst = least, source.name, whole
     if worst is None:
         return None
+    least, name, whole = worst
     return (
-        f"the weight {worst[1]} takes {_size(worst[2])} with its gradient and optimizer state, and no mesh of this "
-        f"cluster cuts it below {_size(worst[0])} per device, where {_size(most)} are: {_size(worst[0] - most)} are "
-        "missing; use devices with more memory, more of them, or extents with more divisors"
+        f"the weight {name} alone takes {bytes_text(whole)} with its gradient and optimizer state, and no mesh of this "
+        f"cluster cuts it below {bytes_text(least)} per device, which would fit in no less: use more devices, devices "
+        "with more memory, or extents with more divisors"
     )
 
 
@@ -196,7 +198,7 @@ def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
 
 def _remedies(search: Search, miss: Miss) -> str:
     found = [text for text, possible in _relaxations(search) if possible]
-    more = f"{_size(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
+    more = f"{bytes_text(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
     if found:
         return f"{more}a plan fits with {', or with '.join(found)}"
     return f"{more}use more devices, devices with more memory, more microbatches or a smaller batch"
@@ -226,7 +228,3 @@ def _relaxations(search: Search) -> Iterator[tuple[str, bool]]:
     if search.global_batch > 1:
         half = next(number for number in divisors_of(search.global_batch)[::-1] if 2 * number <= search.global_batch)
         yield f"global_batch={half}", _possible(search, global_batch=half)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

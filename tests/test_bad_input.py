@@ -237,6 +237,7 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
     assert "missing" in text
     assert "would fit" in text
     assert "use more devices" in text
+    assert "up.weight alone takes" in text
 
 
 @pytest.mark.parametrize(

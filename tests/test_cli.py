@@ -150,7 +150,7 @@ def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureF
         ((*PLAN, "--strategy", "xx2"), 2, "a strategy gives"),
         ((*PLAN, "--strategy", "dp16"), 2, "needs 16 devices"),
         ((*PLAN, "--schedule", "zigzag"), 2, "zigzag"),
-        (("plan", "cli_targets:huge", "--cluster", "p3.16xlarge"), 3, "the weight one.weight takes 1,024.00 GiB"),
+        (("plan", "cli_targets:huge", "--cluster", "p3.16xlarge"), 3, "the weight one.weight alone takes 1,024 GiB"),
         ((*PLAN, "--zero", "7"), 2, "zero is auto or one of 0, 1, 2, 3, but got '7'"),
         ((*PLAN, "--constraint", "no tensors"), 2, "a constraint reads like"),
         ((*PLAN, "--constraint", "stages = 2", "--constraint", "stages = 3"), 2, "'stages = 2' and 'stages = 3'"),
