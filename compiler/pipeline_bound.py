@@ -64,7 +64,7 @@ from .pipeline_prices import turn_lines
 from .pipeline_search import WIDER, Mode, gather, minimise, solved
 from .pipeline_table import Constraints, Floats, Floors, Ints, PipelineTable
 
-__all__ = ["TRIALS", "FloorCosts", "Makespan", "candidate_makespan", "lower_bound"]
+__all__ = ["TRIALS", "FloorCosts", "LowerBound", "Makespan", "candidate_makespan"]
 
 _CLOSE = 2e-3  # of the bound: nearer to the largest provable it need not be
 TRIALS = 6
@@ -94,9 +94,17 @@ class FloorCosts:
         self.once = np.where(self.is_first, self.step, entry)
         self.lagrange = [(row.byte, row.saved_byte, row.whole, rows.packed(row.value)) for row in floors.rows]
         self.returns = floors.forward_share + floors.input_share if schedule.startswith("zb") else 1.0
+        self._all: dict[int, tuple[Floats, Floats]] = {}  # by q, of all rows and pairs
 
     def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """(pace, m · pace + per-step work)."""
+        if not isinstance(row, slice):
+            return self._computed(q, row, pair)
+        if q not in self._all:
+            self._all[q] = self._computed(q, row, pair)
+        return self._all[q]
+
+    def _computed(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         pace, whole, room = self.pace[row, pair], self.whole[row, pair], self.room[row, pair]
         for byte, saved_byte, counts_step, value in self.lagrange:
             least = value[row, pair] - room * max(byte, saved_byte / q)
@@ -138,66 +146,67 @@ class FloorCosts:
         return whole, self.floors.forward_share * np.where(np.isfinite(pace), pace, 0.0)
 
 
-def lower_bound(
-    table: PipelineTable,
-    m: int,
-    schedule: str,
-    of: Sequence[Mode],
-    constraints: Constraints,
-    most: float = inf,
-    trials: int = TRIALS,
-) -> float:
-    """Seconds that the makespan of no pipeline undercuts, by the floors; ``most`` where they allow none so fast.
+class LowerBound:
+    """What the makespan of no pipeline undercuts, by a table's floors; what was looked at is kept."""
 
-    trials: how many times to look between what is known to be too little and what is not."""
-    floors = table.floors
-    if floors is None:
-        return 0.0
-    rows = Rows(floors.options, table.num_layers, table.num_devices)
-    if not len(rows.option):
-        return most
-    costs = FloorCosts(floors, rows, m, schedule)
-    flights = sorted({q for mode in of for q in mode.flights})
-    allowed = constraints.allowed(rows.first, rows.end)
-    bound = _narrowed(costs, of, flights, allowed, most, trials)
-    if floors.forward_share and bound < most:
-        found = minimise(Search(rows, costs.ahead, flights, allowed), of, most=most)
-        bound = max(bound, most if found is None else min(found.best, most))
-    return bound
+    def __init__(
+        self, table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: Constraints
+    ) -> None:
+        self.of, self.flights = of, sorted({q for mode in of for q in mode.flights})
+        self.floors, self._least = table.floors, dict[float, float]()
+        if table.floors is not None:
+            self.rows = Rows(table.floors.options, table.num_layers, table.num_devices)
+            self.allowed = constraints.allowed(self.rows.first, self.rows.end)
+            self.costs = FloorCosts(table.floors, self.rows, m, schedule)
 
+    def seconds(self, most: float = inf, trials: int = TRIALS) -> float:
+        """Seconds; ``most`` where the floors allow none so fast. trials: how many times to look between what is known
+        to be too little and what is not."""
+        if self.floors is None:
+            return 0.0
+        if not len(self.rows.option):
+            return most
+        bound = self._narrowed(most, trials)
+        if self.floors.forward_share and bound < most:
+            search = Search(self.rows, self.costs.ahead, self.flights, self.allowed)
+            found = minimise(search, self.of, most=most)
+            bound = max(bound, most if found is None else min(found.best, most))
+        return bound
 
-def _narrowed(
-    costs: FloorCosts, of: Sequence[Mode], flights: Sequence[int], allowed: Bools, most: float, trials: int
-) -> float:
-    """The largest min(λ, g(λ)) of some λ ≤ most, with g(λ) the least Z of pipelines whose V and stages are at most λ.
+    def _search(self, limit: float) -> Search:
+        self.costs.cap_s = limit
+        costs = self.costs
+        return Search(self.rows, costs.back, self.flights, self.allowed, turns=costs.turns, parts=costs.parts)
 
-    No pipeline under λ is left out of g(λ), so each of these is a bound."""
+    def least(self, limit: float) -> float:
+        """The least Z of pipelines whose V and stages are at most ``limit``; inf if there are none."""
+        if limit not in self._least:
+            search = self._search(limit)
+            self._least[limit] = solved(gather(search, self.of, limit)).best if search.low <= limit else inf
+        return self._least[limit]
 
-    def least(limit: float) -> float:
-        costs.cap_s = limit
-        search = Search(costs.rows, costs.back, flights, allowed, turns=costs.turns, parts=costs.parts)
-        return solved(gather(search, of, limit)).best if search.low <= limit else inf
-
-    low = Search(costs.rows, costs.back, flights, allowed).low if most == inf else 0.0
-    limits = [low * (1.0 + wider) if isfinite(wider) else inf for wider in WIDER] if most == inf else [most]
-    high = value = inf
-    for high in limits if low < inf else ():
-        if (value := least(high)) <= high:
-            break
-        low = high
-    if not value <= high or value == inf:
-        return min(most, max(low, value))
-    low = max(low, value)
-    for _ in range(trials):
-        if high <= low * (1.0 + _CLOSE):
-            break
-        middle = (low * high) ** 0.5 if low else high / 2
-        value = least(middle)
-        if value <= middle:
-            low, high = max(low, value), middle
-        else:
-            low = middle
-    return low
+    def _narrowed(self, most: float, trials: int) -> float:
+        """The largest min(λ, least(λ)) of some λ ≤ most: each is a bound, as no pipeline under λ is left out."""
+        low = self._search(inf).low if most == inf else 0.0
+        limits = [low * (1.0 + wider) if isfinite(wider) else inf for wider in WIDER] if most == inf else [most]
+        high = value = inf
+        for high in limits if low < inf else ():
+            if (value := self.least(high)) <= high:
+                break
+            low = high
+        if not value <= high or value == inf:
+            return min(most, max(low, value))
+        low = max(low, value)
+        for _ in range(trials):
+            if high <= low * (1.0 + _CLOSE):
+                break
+            middle = (low * high) ** 0.5 if low else high / 2
+            value = self.least(middle)
+            if value <= middle:
+                low, high = max(low, value), middle
+            else:
+                low = middle
+        return low
 
 
 # ---- of one pipeline

@@ -40,7 +40,7 @@ from math import inf, isfinite
 import numpy as np
 
 from .pipeline_arcs import Rows, Search
-from .pipeline_bound import TRIALS, candidate_makespan, lower_bound
+from .pipeline_bound import TRIALS, LowerBound, candidate_makespan
 from .pipeline_prices import Prices
 from .pipeline_ranked import Ranking, fastest
 from .pipeline_search import Mode, gather, minimise, modes, solved
@@ -74,12 +74,13 @@ def solve(
     stage per device group and of any family there is but those with chunks (``pipeline_chunks``).
 
     most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
-    is missing where nothing fits. trials: ``pipeline_bound.lower_bound``'s. ValueError on bad arguments.
+    is missing where nothing fits. trials: ``pipeline_bound.LowerBound``'s. ValueError on bad arguments.
     """
     m, constraints = num_microbatches, constraints or Constraints()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
-    bound = lower_bound(table, m, schedule, of, constraints, most, 0) if isfinite(most) else 0.0
+    lower = LowerBound(table, m, schedule, of, constraints)
+    bound = lower.seconds(most, 0) if isfinite(most) else 0.0
     if bound >= most:
         return Infeasible(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
@@ -89,7 +90,7 @@ def solve(
         pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
     upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
     if trials or not isfinite(most):
-        bound = max(bound, lower_bound(table, m, schedule, of, constraints, upper, trials))
+        bound = max(bound, lower.seconds(upper, trials))
     if pipelines:
         return Solution(tuple(pipelines), least, bound, complete)
     if explain and not isfinite(most):
@@ -164,7 +165,7 @@ def bound_of(
 ) -> float:
     """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
     of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
-    return lower_bound(table, m, schedule, of, constraints, most, trials)
+    return LowerBound(table, m, schedule, of, constraints).seconds(most, trials)
 
 
 def _flights(of: Sequence[Mode]) -> list[int]:
