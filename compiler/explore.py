@@ -264,10 +264,17 @@ class _Tables:
         ladder = [self._level(m, factor, flight) for factor in LADDER for flight in FLIGHTS if flight <= m]
         with self.search.timed("compose"):
             self._compose([(sub, m, number) for number in ladder for sub in chosen])
-        return self._solve(m, pairs + [(sub, number) for number in ladder for sub in chosen], [1, *ladder])
+        return self._solve(
+            m, pairs + [(sub, number) for number in ladder for sub in chosen], [1, *ladder], trials=TRIALS
+        )
 
     def _solve(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 8
+        self,
+        m: int,
+        pairs: Sequence[tuple[Submesh, int]],
+        priced: Sequence[int],
+        top_k: int = 8,
+        trials: int = 0,
     ) -> list[Candidate]:
         """Pipelines of these (submesh, level) options, of every schedule, best first."""
         search, found = self.search, []
@@ -278,7 +285,7 @@ class _Tables:
                     continue
                 answer = solve(
                     table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best,
-                    trials=TRIALS if top_k > 1 else 0,
+                    trials=trials,
                 )  # fmt: skip
                 search.bounds[m, schedule] = max(search.bounds[m, schedule], answer.bound_s)
                 if isinstance(answer, Solution):
