@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf, isfinite, prod
 
 import numpy as np
+from torch.fx import Node
 
 from ..costmodel.cluster import Cluster
 from .batch_compose import BatchComposer, BatchIntervals
 from .batch_section import build_batch_section
 from .batch_tables import Level
 from .constraints import Constraints, Resolved
+from .exposure import lowered, most_hidden_seconds
 from .graph import Graph, rescale, types_of
 from .layers import Layering
 from .pipeline_dp import solve
@@ -194,7 +196,13 @@ class _Tables:
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE, PLAIN]
         self.best = inf  # seconds of the best plan so far: what is slower does not matter
-        self.usable = np.array(usable_bytes(cluster))
+        batch = sum(
+            _whole_bytes(node, search.graph, search.global_batch) for node in search.graph.placeholders("input")
+        )
+        self.usable = np.array(usable_bytes(cluster)) - batch  # every device holds the step's whole batch
+        self.hidden_s = most_hidden_seconds(
+            search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
+        )
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -287,7 +295,8 @@ class _Tables:
                     table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best,
                     trials=trials,
                 )  # fmt: skip
-                search.bounds[m, schedule] = max(search.bounds[m, schedule], answer.bound_s)
+                bound_s = lowered(answer.bound_s, m, search.cluster, self.hidden_s)
+                search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
                 if isinstance(answer, Solution):
                     found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
         return sorted(found, key=lambda candidate: candidate.estimate_s)
@@ -456,6 +465,15 @@ def _groups(search: Search, subs: Sequence[Submesh], counts: Sequence[int], leve
     if search.samples is None:
         search.samples = Samples(search.graph, search.layering)
     return [_Group(search, members, counts, levels) for members in by_kind.values()] if counts else []
+
+
+def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:
+    """Bytes of an input at this batch extent."""
+    kind = node.meta["type"]
+    try:
+        return prod(rescale(extent, graph.batch, batch) for extent in kind.shape) * int(kind.dtype.itemsize)
+    except ValueError:  # an extent that no microbatch count gives either
+        return 0
 
 
 def _fits(search: Search, m: int) -> bool:

@@ -1,4 +1,4 @@
-"""Stage costs for every run of layers, composed from one small table per layer class.
+"""Stage costs for every run of layers, one mesh and microbatch count at a time: the oracle of ``batch_compose``.
 
 For a layer and a mesh let M[s, s'] be the cheapest way to run it with its entering tensors in boundary state s and its
 leaving ones in s' (``eliminate``). A run of layers then costs the min-plus product of its tables, and all intervals
@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-
-from .eliminate import Table, eliminate
-from .graph import Graph, op_name, types_of
-from .intra_op import Edge, Operator, Problem
-from .layers import Layering
-from .pricing import MeshPricer
-from .problem import Restriction, Section, build_section, divides
-from .recompute import NOTHING, Recompute
-from .spec import Pair, Placement, R, S
+from meshwright.compiler.eliminate import Table, eliminate
+from meshwright.compiler.graph import Graph, op_name, types_of
+from meshwright.compiler.intra_op import Edge, Operator, Problem
+from meshwright.compiler.layers import Layering
+from meshwright.compiler.pricing import MeshPricer
+from meshwright.compiler.problem import Restriction, Section, build_section, divides
+from meshwright.compiler.recompute import NOTHING, Recompute
+from meshwright.compiler.spec import Pair, Placement, R, S
 
 __all__ = ["Composer", "Intervals", "LayerTable"]
 

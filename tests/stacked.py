@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.problem import label
 from meshwright.compiler.recompute import recompute_of
+from scalar_composer import Composer
 
 
 def scalar_composers(variants, restriction, modes, schedule="1f1b"):

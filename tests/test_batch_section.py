@@ -14,7 +14,6 @@ import torch
 from meshwright.architectures import Llama
 from meshwright.compiler.batch_section import BatchSection, build_batch_section
 from meshwright.compiler.capture import capture
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.graph import Graph, op_name, types_of
 from meshwright.compiler.layers import Layering, cluster_layers
 from meshwright.compiler.layouts import note_layouts
@@ -28,6 +27,7 @@ from meshwright.compiler.variants import Case, Variants, split_by_axes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from scalar_composer import Composer
 from zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels
 
 BATCH = 64

@@ -10,16 +10,15 @@ import pytest
 import torch
 import zoo
 from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan, proven
+from meshwright.compiler.driver import make_plan
+from meshwright.compiler.exposure import lowered, most_hidden_seconds
 from meshwright.compiler.graph import Graph, TensorType
-from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.overlap import Bucket, Gradient, bucketed, hidden_seconds
 from meshwright.compiler.plan import Plan, Stage
 from meshwright.compiler.predict import _post
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.schedule import generate
-from meshwright.compiler.search import Search
 from meshwright.compiler.signature import plan_probes
 from meshwright.compiler.simulate import simulate, simulate_plan
 from meshwright.compiler.spec import parse_spec, without_partials
@@ -250,13 +249,11 @@ def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
 
 @pytest.mark.parametrize(("overlap", "m", "seconds", "least"), [(0.0, 4, 1.0, 1.0), (0.8, 4, 1e-9, 0.8e-9)])
 def test_what_hides_lowers_the_bound(overlap: float, m: int, seconds: float, least: float) -> None:
-    graph = captured("gpt")
-    search = Search(graph, with_device(CLUSTER, overlap=overlap), 8, "AdamW", "1f1b", lambda *_: None)
-    search.layering = cluster_layers(graph)
-    search.bounds = {m: seconds}
-    assert proven(search) == pytest.approx(least)
-    search.bounds = {m: 1e6}  # seconds beside which all gradients are nothing
-    assert proven(search) == pytest.approx(1e6, rel=1e-6)
+    cluster = with_device(CLUSTER, overlap=overlap)
+    hidden_s = most_hidden_seconds(captured("gpt"), cluster, "AdamW", [(2,), (4,), (2, 2)])
+    assert lowered(seconds, m, cluster, hidden_s) == pytest.approx(least)
+    # beside a million seconds all gradients are nothing
+    assert lowered(1e6, m, cluster, hidden_s) == pytest.approx(1e6, rel=1e-6)
 
 
 def test_the_search_never_asks_more_for_gradients_than_the_buckets_take() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from meshwright.compiler.capture import capture
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import op_name
 from meshwright.compiler.layers import cluster_layers
@@ -19,6 +18,7 @@ from meshwright.compiler.strategy import StageShape, Strategy, divide, parse_str
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import SCORE_BYTES, op_price
 from meshwright.models import gpt_flops
+from scalar_composer import Composer
 from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
@@ -30,7 +30,11 @@ def published():
     spec = importlib.util.spec_from_file_location("published", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     sys.modules["published"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(BENCHMARK.parent))  # as python does for a script
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCHMARK.parent))
     return module
 
 

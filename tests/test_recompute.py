@@ -12,7 +12,6 @@ import pytest
 from meshwright.cli import main
 from meshwright.compiler.assemble import solve_section, transient_bytes
 from meshwright.compiler.capture import capture
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.eliminate import eliminate
 from meshwright.compiler.graph import op_name, types_of
@@ -28,6 +27,7 @@ from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import writes_scores
 from meshwright.runtime.stage import Session
+from scalar_composer import Composer
 from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")

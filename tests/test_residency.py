@@ -10,7 +10,6 @@ import pytest
 import torch
 from meshwright.compiler.assemble import describe_stage, solve_section
 from meshwright.compiler.capture import capture
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.graph import TensorType
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.plan import BUCKET_BYTES, Residency
@@ -29,6 +28,7 @@ from meshwright.compiler.residency import (
 )
 from meshwright.compiler.spec import local_shape, parse_pair, parse_spec
 from meshwright.costmodel.cluster import Cluster
+from scalar_composer import Composer
 from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
