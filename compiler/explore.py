@@ -31,7 +31,7 @@ from .batch_compose import BatchComposer, BatchIntervals
 from .batch_section import build_batch_section
 from .batch_tables import Level
 from .constraints import Constraints, Resolved
-from .exposure import lowered, most_hidden_seconds
+from .exposure import lowered, most_hidden_seconds, raised
 from .graph import Graph, rescale, types_of
 from .layers import Layering
 from .pipeline_dp import solve
@@ -272,9 +272,9 @@ class _Tables:
         ladder = [self._level(m, factor, flight) for factor in LADDER for flight in FLIGHTS if flight <= m]
         with self.search.timed("compose"):
             self._compose([(sub, m, number) for number in ladder for sub in chosen])
-        return self._solve(
-            m, pairs + [(sub, number) for number in ladder for sub in chosen], [1, *ladder], trials=TRIALS
-        )
+        pairs += [(sub, number) for number in ladder for sub in chosen]
+        found += self._solve(m, pairs, [1, *ladder], trials=TRIALS)
+        return sorted(found, key=lambda candidate: candidate.estimate_s)
 
     def _solve(
         self,
@@ -291,10 +291,10 @@ class _Tables:
             for schedule in search.space.schedules:
                 if schedule in CHUNKED or table is None:
                     continue
+                most = raised(self.best, m, search.cluster, self.hidden_s)
                 answer = solve(
-                    table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best,
-                    trials=trials,
-                )  # fmt: skip
+                    table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=trials
+                )
                 bound_s = lowered(answer.bound_s, m, search.cluster, self.hidden_s)
                 search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
                 if isinstance(answer, Solution):

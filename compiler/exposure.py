@@ -15,7 +15,7 @@ from ..costmodel.cluster import Cluster
 from .graph import Graph
 from .pricing import MeshPricer
 
-__all__ = ["lowered", "most_hidden_seconds"]
+__all__ = ["lowered", "most_hidden_seconds", "raised"]
 
 
 def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
@@ -27,6 +27,12 @@ def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: 
 def lowered(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
     """A bound that counts reductions as exposed, made one of the true makespan."""
     return max(bound_s * (1 - _overlap(cluster) / microbatches), bound_s - hidden_s)
+
+
+def raised(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """What counts reductions as exposed and is ``lowered`` to these seconds: what is above can be no faster."""
+    share = _overlap(cluster) / microbatches
+    return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
 
 
 def _overlap(cluster: Cluster) -> float:
