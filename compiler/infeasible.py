@@ -13,6 +13,7 @@ an estimate as good as the search's own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -26,14 +27,15 @@ from .plan import RECOMPUTE_MODES
 from .prepare import prepare
 from .pricing import MeshPricer
 from .residency import PATTERNS, residencies, residency_bytes
-from .space import microbatch_counts, submeshes, usable_bytes
+from .space import Space, microbatch_counts, submeshes, usable_bytes
 from .spec import parse_pair
 from .strategy import InfeasibleError, divisors_of
 from .typeset import bytes_text
 
 __all__ = ["infeasible", "nearest"]
 
-COUNTS = 4  # microbatch counts that are tried per question
+PATIENCE_S = 5.0  # no further relaxation is tried after so many seconds
+COUNTS = 2  # microbatch counts that are tried per question
 CAUSES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
 
 
@@ -102,6 +104,8 @@ def _possible(search: Search, **instead: Any) -> bool:
         counts = [m for m in counts if m in other.constraints.microbatches]
         other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS)][::-1])
         other.share = search.share
+        if other.resolved == search.resolved:
+            other.samples = search.samples  # what rules say of the ops of the same layers
         return fits(other)
     except ValueError:
         return False
@@ -197,7 +201,11 @@ def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
 
 
 def _remedies(search: Search, miss: Miss) -> str:
-    found = [text for text, possible in _relaxations(search) if possible]
+    stop, found = time.perf_counter() + PATIENCE_S, []
+    for text, possible in _relaxations(search):
+        found += [text] if possible else []
+        if time.perf_counter() > stop:
+            break
     more = f"{bytes_text(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
     if found:
         return f"{more}a plan fits with {', or with '.join(found)}"
@@ -206,6 +214,16 @@ def _remedies(search: Search, miss: Miss) -> str:
 
 def _known(miss: Miss) -> bool:
     return isfinite(miss.why.needed_bytes) and miss.why.choice is not None
+
+
+def _sharding(search: Search, wide: Space, later: str) -> Iterator[tuple[str, bool]]:
+    """The lowest level of parameter sharding that fits; the highest if that does not either."""
+    spaces = {level: replace(wide, residencies=PATTERNS[: level + 1]) for level in (3, 1, 2)}
+    if not _possible(search, space=spaces.pop(3)):
+        yield "zero=3", False
+        return
+    fit = next((level for level, space in spaces.items() if _possible(search, space=space)), 3)
+    yield f"zero={fit}{later}", True
 
 
 def _relaxations(search: Search) -> Iterator[tuple[str, bool]]:
@@ -218,8 +236,7 @@ def _relaxations(search: Search) -> Iterator[tuple[str, bool]]:
     if set(space.recompute) < set(RECOMPUTE_MODES):
         yield f'recompute="auto"{later}', _possible(search, space=replace(wide, recompute=RECOMPUTE_MODES))
     if set(space.residencies) < set(PATTERNS):
-        fit = [k for k in range(1, 4) if _possible(search, space=replace(wide, residencies=PATTERNS[: k + 1]))][:1]
-        yield f"zero={fit[0] if fit else 3}{later}", bool(fit)
+        yield from _sharding(search, wide, later)
     if search.strategy is not None:
         yield f"another strategy than {search.strategy}", _possible(search, strategy=None)
     else:
