@@ -2,8 +2,8 @@
 
 As in ``compose``, a run of layers costs the min-plus product of its layers' tables (``batch_tables``) between entering
 a border in some state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so
-equal sequences are one run: ids are hash-consed, id(i, j + 1) = cons(id(i, j), class of layer j, border j + 1), and a
-GPT of 98 layers has some 500 of them where it has 4,851 intervals. All runs of one length are extended together.
+equal sequences are one run (``batch_runs``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals.
+All runs of one length are extended together. ``mixtures`` does the same for rows of two levels.
 
 **What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
 the transfer x of what crosses its borders, forward and back,
@@ -19,22 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .batch_eliminate import Running, in_chunks
+from .batch_eliminate import in_chunks
+from .batch_runs import PERIOD, Composition, Key, Mixed, Row, Run, Taken, runs_of
 from .batch_section import BatchSection, build_batch_section
 from .batch_tables import LayerTables, Level, Template, Weights
 from .graph import op_name, tensor_operands, types_of
 from .problem import Restriction
 from .variants import State, Variants
 
-__all__ = ["BatchComposer", "BatchIntervals", "Row"]
+__all__ = ["BatchComposer", "BatchIntervals", "Mixed", "Row"]
 
-Row = tuple[int, int]  # (variant, level)
 Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
-QUANTITIES = ("pace_s", "step_s", "transfer_s", "resident", "saved", "transient")
+_TAKEN = ("pace_s", "step_s", "resident", "saved", "transient")
 _SLICE = 256  # rows that one thread composes at a time
 
 
@@ -45,7 +46,7 @@ class BatchIntervals:
     run: int [L, L + 1], −1 below the diagonal. Impossible runs have inf cost and floor_s, and 0 otherwise.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Row | Mixed, ...]
     run: np.ndarray
     cost: np.ndarray
     floor_s: np.ndarray
@@ -63,16 +64,6 @@ class BatchIntervals:
         below = np.inf if name in ("cost", "floor_s") else 0.0
         padded = np.concatenate([values, np.full((len(values), 1), below)], axis=1)
         return np.asarray(padded.take(self.run, axis=1, mode="wrap"))  # −1 is the padding
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A run of layers: the one that it extends by a layer (−1: none), and the first interval that it is."""
-
-    before: int
-    first: int
-    last: int
-    length: int
 
 
 @dataclass(eq=False)
@@ -201,53 +192,94 @@ class BatchComposer:
     def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
         """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
         tables = self.tables(rows)
-        runs, index = self._runs()
-        variant = np.array([v for v, _ in rows], dtype=np.intp)
+
+        def layers(part: slice) -> dict[Key, Taken]:
+            return {
+                (key, 0): (
+                    np.ascontiguousarray(t.cost[..., part]),
+                    np.stack([getattr(t, q)[..., part] for q in _TAKEN]),
+                )
+                for key, t in tables.items()
+            }
+
+        return self._composed(rows, layers, 1)
+
+    def mixtures(self, rows: Sequence[Mixed]) -> BatchIntervals:
+        """The intervals of mixed rows. Their cost and floor_s bound nothing: they are sums of several objectives."""
+        pure = list(dict.fromkeys(row.of(k) for row in rows for k in (0, PERIOD - 1)))
+        missing = [row for row in pure if row not in self._found]
+        if missing:
+            self.tables(missing)
+        place = {row: position for position, row in enumerate(pure)}
+        columns = [np.array([place[row.of(k)] for row in rows]) for k in range(PERIOD)]
+        pieces = {key: self._taken(key, pure) for key in self._found[pure[0]][0]} if pure else {}
+
+        def layers(part: slice) -> dict[Key, Taken]:
+            return {
+                (key, k): (cost.take(columns[k][part], axis=-1), taken.take(columns[k][part], axis=-1))
+                for key, (cost, taken) in pieces.items()
+                for k in range(PERIOD)
+            }
+
+        return self._composed(rows, layers, PERIOD)
+
+    def _taken(self, key: str, rows: Sequence[Row]) -> Taken:
+        """The tables of a class for rows that were made at different times."""
+        tables = [(self._found[row][0][key], self._found[row][1]) for row in rows]
+        cost = np.stack([table.cost[..., at] for table, at in tables], axis=-1)
+        return cost, np.stack(
+            [np.stack([getattr(table, name)[..., at] for table, at in tables], axis=-1) for name in _TAKEN]
+        )
+
+    def _composed(
+        self, rows: Sequence[Row | Mixed], layers: Callable[[slice], dict[Key, Taken]], period: int
+    ) -> BatchIntervals:
+        runs, index = self._runs
+        variant = np.array([row[0] for row in rows], dtype=np.intp)
         borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
         actions = self._actions()
-        peaks = [self.peak_bytes(k) for k in range(len(self.variants.layering.layers))]
+        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
 
         def work(part: slice) -> np.ndarray:
-            return _Composition(self, tables, runs, borders, actions, peaks, variant[part], part).run()
+            return Composition(runs, layers(part), borders, actions, peaks, variant[part], period).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
         return BatchIntervals(tuple(rows), index, *np.concatenate(parts, axis=2))
 
-    def _runs(self) -> tuple[list[_Run], np.ndarray]:
-        """The distinct runs, a run after the one that it extends; and the run of every interval."""
+    @cached_property
+    def _runs(self) -> tuple[list[Run], np.ndarray]:
+        """The distinct runs, and the run of every interval."""
         layers = self.variants.layering.layers
         borders = [self.variants.border_key(b) for b in range(len(layers) + 1)]
-        numbers: dict[Any, int] = {}
-        borders_at = [numbers.setdefault(key, len(numbers)) for key in borders]
-        ids: dict[tuple[int, int, str, int], int] = {}
-        runs: list[_Run] = []
-        index = np.full((len(layers), len(layers) + 1), -1)
-        for first in range(len(layers)):
-            before, start = -1, borders_at[first]
-            for last in range(first, len(layers)):
-                key = before, start, layers[last].class_key, borders_at[last + 1]
-                if key not in ids:
-                    ids[key] = len(runs)
-                    runs.append(_Run(before, first, last, last - first + 1))
-                before = index[first, last + 1] = ids[key]
-                start = -1  # the runs before say where they start
-        return runs, index
+        return runs_of([layer.class_key for layer in layers], borders)
+
+    def _by_layer(self, row: Row | Mixed, first: int, end: int) -> list[tuple[LayerTables, int]]:
+        """The table, and the position in it, of layers [first, end) as a run of this row."""
+        seen: dict[str, int] = {}
+        found = []
+        for layer in self.variants.layering.layers[first:end]:
+            key = layer.class_key
+            one = row.of(seen.get(key, 0)) if isinstance(row, Mixed) else row
+            seen[key] = seen.get(key, 0) + 1
+            if one not in self._found:
+                self.tables([one])
+            tables, position = self._found[one]
+            found.append((tables[key], position))
+        return found
 
     # ---- the way back
 
-    def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
+    def choices(
+        self, row: Row | Mixed, first: int, end: int
+    ) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
         [first, end). A parameter that several of these layers use has the label of the first. ValueError where there
         is no way."""
-        if row not in self._found:
-            self.tables([row])
-        tables, position = self._found[row]
-        path = self._path(row, first, end)
-        layers = self.variants.layering.layers
+        by_layer = self._by_layer(row, first, end)
+        path = self._path(row, first, end, by_layer)
         labels: dict[str, str] = {}
         modes = []
-        for layer, into, out in zip(range(first, end), path, path[1:]):
-            table = tables[layers[layer].class_key]
+        for layer, (table, position), into, out in zip(range(first, end), by_layer, path, path[1:]):
             chosen, mode = table.choices(position, into, out)
             modes.append(table.template.modes[mode])
             section, names = table.template.section, self._names(table.template.layer, layer)
@@ -257,14 +289,12 @@ class BatchComposer:
         states = tuple(self.states(first + k)[0][s] for k, s in enumerate(path))
         return labels, tuple(modes), states
 
-    def _path(self, row: Row, first: int, end: int) -> list[int]:
+    def _path(self, row: Row | Mixed, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
         """The border states (indices) of the best way through layers [first, end)."""
-        tables, position = self._found[row]
-        layers = self.variants.layering.layers
         cost = self.border_seconds(first)[0][:, row[0]] + self._actions()[row[0]]
         back = []
-        for layer in range(first, end):
-            total = cost[:, None] + tables[layers[layer].class_key].cost[..., position]
+        for table, position in by_layer:
+            total = cost[:, None] + table.cost[..., position]
             back.append(total.argmin(axis=0))
             cost = total.min(axis=0)
         cost = cost + self.border_seconds(end)[1][:, row[0]]
@@ -286,109 +316,6 @@ class BatchComposer:
                 if one.op == "placeholder":
                     names.setdefault(one.name, other.name)
         return names
-
-
-class _Composition:
-    """The min-plus products of all runs, for a slice of the rows. Arrays [runs, states, rows]."""
-
-    def __init__(
-        self,
-        composer: BatchComposer,
-        tables: dict[str, LayerTables],
-        runs: list[_Run],
-        borders: dict[int, tuple[np.ndarray, np.ndarray]],
-        actions: np.ndarray,
-        peaks: list[np.ndarray],
-        variant: np.ndarray,
-        part: slice,
-    ) -> None:
-        self.keys = [layer.class_key for layer in composer.variants.layering.layers]
-        self.runs, self.borders, self.variant = runs, borders, variant
-        self.actions, self.peaks = actions[variant], {k: peak[variant] for k, peak in zip(self.keys, peaks)}
-        self.cost = {key: np.ascontiguousarray(table.cost[..., part]) for key, table in tables.items()}
-        self.taken = {
-            key: np.stack([q[..., part] for q in (t.pace_s, t.step_s, t.resident, t.saved, t.transient)])
-            for key, t in tables.items()
-        }
-        self.results = np.empty((9, len(runs), len(variant)))
-
-    def run(self) -> np.ndarray:
-        """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
-        by_length: dict[int, list[int]] = {}
-        for number, run in enumerate(self.runs):
-            by_length.setdefault(run.length, []).append(number)
-        before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        for _, numbers in sorted(by_length.items()):
-            groups: dict[str, list[int]] = {}
-            for number in numbers:
-                groups.setdefault(self.keys[self.runs[number].last], []).append(number)
-            now: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-            for key, members in groups.items():
-                starts = [self._start(number, before) for number in members]
-                vectors = self._extended(key, np.stack([start for start, _ in starts], axis=1))
-                peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key])
-                for place, number in enumerate(members):
-                    now[number] = vectors[:, place], peak[place]
-                self._leave(members, vectors, peak)
-            before = now
-        return self.results
-
-    def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """What came before the last layer of a run: [8, in states, rows], and the peak [rows]."""
-        run = self.runs[number]
-        if run.before >= 0:
-            return before[run.before]
-        entry = self.borders[run.first][0][:, self.variant]
-        start = np.zeros((8, *entry.shape))
-        start[0] = entry + self.actions
-        start[1] = start[2] = self.actions
-        start[4] = entry
-        return start, np.zeros(len(self.variant))
-
-    def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
-        """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
-        table = self.cost[key]
-        num_into, num_out, num_rows = table.shape
-        shape = start.shape[1], num_out, num_rows
-        found = np.empty((8, *shape))
-        least, lowest = found[0], found[1]
-        running = Running(least, num_into)
-        total, better = np.empty(shape), np.empty(shape, dtype=bool)
-        for state, line in enumerate(table):
-            if state == 0:
-                np.add(start[0][:, 0, None], line, out=least)
-                np.add(start[1][:, 0, None], line, out=lowest)
-                continue
-            running.offer(np.add(start[0][:, state, None], line, out=total), state, None, better)
-            np.minimum(lowest, np.add(start[1][:, state, None], line, out=total), out=lowest)
-        rows = np.arange(num_rows)
-        best = running.best.astype(np.intp)
-        old = best * num_rows
-        old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
-        best *= num_out * num_rows
-        best += np.arange(num_out)[:, None] * num_rows + rows
-        start.reshape(8, -1)[2:].take(old, axis=1, out=found[2:], mode="clip")
-        taken = self.taken[key].reshape(5, -1).take(best, axis=1, mode="clip")
-        found[2:4] += taken[:2]
-        found[5:7] += taken[2:4]
-        np.maximum(found[7], taken[4], out=found[7])
-        return found
-
-    def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
-        """The best state to leave in, for the runs ``members``."""
-        _, num_runs, num_out, num_rows = vectors.shape
-        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.variant] for n in members])
-        state = (vectors[0] + back).argmin(axis=1)
-        at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
-        chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")
-        possible = np.isfinite(chosen[0])
-        self.results[8, members] = chosen[4] * possible
-        chosen[0] += back.reshape(-1).take(at, mode="clip")
-        chosen[1] = vectors[1].min(axis=1)
-        chosen[4] += back.reshape(-1).take(at, mode="clip")
-        chosen[7] += peak
-        chosen[2:] *= possible
-        self.results[:8, members] = chosen
 
 
 def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
