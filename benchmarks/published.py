@@ -145,7 +145,7 @@ def published_plan(row: Row, graph: Graph) -> dict[str, Any]:
         try:
             plan = make_plan(
                 graph, cluster_of(row.gpus, limit), row.batch, row.microbatches, parse_strategy(row.division),
-                alternatives=False, recompute="layer",
+                alternatives=False, recompute="full",
             )  # fmt: skip
             break
         except InfeasibleError:
@@ -165,7 +165,7 @@ def own_plan(row: Row, graph: Graph) -> dict[str, Any]:
     """The figures of the best plan that the search finds for the row, within the memory there is."""
     begin = time.perf_counter()
     found: list[Plan] = []
-    for recompute in ("none", "layer"):
+    for recompute in ("none", "full"):
         try:
             found.append(make_plan(graph, cluster_of(row.gpus), row.batch, alternatives=False, recompute=recompute))
         except InfeasibleError:

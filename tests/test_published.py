@@ -138,7 +138,7 @@ def test_a_row_is_predicted(published):
     graph = published.captured(row)
     plan = published.published_plan(row, graph)
     assert not plan["lifted"]
-    assert plan["recompute"] == "layer"
+    assert plan["recompute"] == "full"
     assert plan["ratio_step"] == plan["step_s"]
     assert plan["ratio_tflops"] == pytest.approx(row.counted_tflops(plan["step_s"]))
     assert len(plan["stages"]) == 2
