@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from .graph import Graph, op_name, tensor_operands
 from .layers import Layering
@@ -95,8 +96,9 @@ class Constraints:
             ("zero", patterns, space.residencies),
         ):
             if not left:
+                texts = " and ".join(map(repr, self.texts(what)))
                 raise ValueError(
-                    f"constraints leave some {what} open, but got {' and '.join(map(repr, self.texts(what))) or 'none'} where the search has only "
+                    f"constraints leave some {what} open, but got {texts} where the search has only "
                     f"{', '.join(offered)}; drop a constraint"
                 )
         tensor = self.tensor.both(Range(space.min_tensor, space.max_tensor))
@@ -186,6 +188,11 @@ def _add(found: Constraints, text: str) -> Constraints:
     )
 
 
+def _with(found: Constraints, name: str, value: Any, said: tuple[tuple[str, str], ...]) -> Constraints:
+    changed: dict[str, Any] = {name: value, "said": said}
+    return replace(found, **changed)
+
+
 def _range(match: re.Match[str], low: int) -> Range:
     number = int(match["number"])
     return {"<=": Range(low, number), ">=": Range(number), "=": Range(number, number)}[match["sign"]]
@@ -197,7 +204,7 @@ def _ranged(name: str, subject: str, low: int = 1) -> Callable[[Constraints, re.
         both = getattr(found, name).both(_range(match, low))
         if both.empty:
             raise ValueError(_conflict([t for about, t in said if about == subject], "no number satisfies them"))
-        return replace(found, **{name: both}, said=said)
+        return _with(found, name, both, said)
 
     return apply
 
@@ -212,7 +219,7 @@ def _listed(name: str, subject: str, known: Callable[[], Sequence[str]], fixed: 
         said = (*found.said, (subject, text))
         if not left:
             raise ValueError(_conflict([t for about, t in said if about == subject], f"no {subject} is left"))
-        return replace(found, **{name: left}, said=said)
+        return _with(found, name, left, said)
 
     return apply
 
@@ -220,13 +227,13 @@ def _listed(name: str, subject: str, known: Callable[[], Sequence[str]], fixed: 
 def _named(name: str, subject: str) -> Callable[[Constraints, re.Match[str], str], Constraints]:
     def apply(found: Constraints, match: re.Match[str], text: str) -> Constraints:
         value = (match["name"], match["label"]) if "label" in match.groupdict() else match["name"]
-        return replace(found, **{name: (*getattr(found, name), value)}, said=(*found.said, (subject, text)))
+        return _with(found, name, (*getattr(found, name), value), (*found.said, (subject, text)))
 
     return apply
 
 
 def _flag(name: str, value: bool, subject: str) -> Callable[[Constraints, re.Match[str], str], Constraints]:
-    return lambda found, _, text: replace(found, **{name: value}, said=(*found.said, (subject, text)))
+    return lambda found, _, text: _with(found, name, value, (*found.said, (subject, text)))
 
 
 def _no_tensor(found: Constraints, match: re.Match[str], text: str) -> Constraints:
@@ -308,9 +315,9 @@ def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, 
 def distinguished(
     layering: Layering, graph: Graph, found: Constraints, resolved: Resolved
 ) -> tuple[Layering, Resolved]:
-    """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each class:
-    two layers are alike if they are so without constraints, and these concern the same ones of their ops and weights
-    and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left."""
+    """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each
+    class: two layers are alike if they are so without constraints, and these concern the same ones of their ops and
+    weights and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left."""
     nodes, layers, modes = graph.by_name(), [], {}
     own = _modes_of([layer.name for layer in layering.layers], found)
     for index, layer in enumerate(layering.layers):

@@ -108,8 +108,8 @@ def make_plans(
     if top_k < 1:
         raise ValueError(f"top_k is how many plans are wanted, 1 or more, but got {top_k}")
     search = start_search(
-        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute, space,
-        constraints, time_limit_s,
+        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
+        space, constraints, time_limit_s,
     )  # fmt: skip
     with without_gc():
         plans = best_plans(search, top_k)

@@ -45,8 +45,8 @@ def make_front(
     if points < 1:
         raise ValueError(f"points is how many plans are wanted at most, 1 or more, but got {points}")
     search = start_search(
-        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute, space,
-        constraints, time_limit_s,
+        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
+        space, constraints, time_limit_s,
     )  # fmt: skip
     front: list[Plan] = []
     with without_gc():

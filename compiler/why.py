@@ -1,13 +1,13 @@
 """Why a plan has a choice, and what every other one would cost.
 
-The stage of the op is one problem again (``assemble``). Everything in other layers stays as the plan has it; in the op's
-own layer the rest may answer. For each choice c of the op
+The stage of the op is one problem again (``assemble``). Everything in other layers stays as the plan has it; in the
+op's own layer the rest may answer. For each choice c of the op
 
     cost(c) = min over the layer's other choices, given c and what is pinned outside       (a min-marginal)
 
-by eliminating all operators but this one (``eliminate``). A row is cost(c) − cost(chosen), times the microbatches: what
-the stage's devices would work longer per step. On a stage that is not the slowest one a step need not take longer. For a
-layer, the rows are its recompute modes and the residencies of its weights instead, everything else pinned.
+by eliminating all operators but this one (``eliminate``). A row is cost(c) − cost(chosen), times the microbatches:
+what the stage's devices would work longer per step. On a stage that is not the slowest one a step need not take longer.
+For a layer, the rows are its recompute modes and the residencies of its weights instead, everything else pinned.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ MOST = 6  # ops of a module that are looked at, the heavy ones first
 
 @dataclass(frozen=True)
 class Row:
-    """One choice of one subject (an op, "weights of LAYER", "recompute of LAYER"): seconds per step and bytes per device
-    more than what was chosen takes (inf: impossible), and why it was not chosen; "" for what was."""
+    """One choice of one subject (an op, "weights of LAYER", "recompute of LAYER"): seconds per step and bytes per
+    device more than what was chosen takes (inf: impossible), and why it was not chosen; "" for what was."""
 
     subject: str
     label: str
@@ -112,8 +112,8 @@ def why(plan: Plan, name: str, graph: Graph, cluster: Cluster | None = None) -> 
     model than the plan's."""
     if plan.model != graph.fingerprint():
         raise ValueError(
-            f"why asks about the model that the plan is for, but got {graph.fingerprint()} and a plan for {plan.model}; "
-            "pass that model"
+            f"why asks about the model that the plan is for, but got {graph.fingerprint()} and a plan for "
+            f"{plan.model}; pass that model"
         )
     cluster = Cluster.from_json(json.dumps(plan.cluster)) if cluster is None else cluster
     return _Question(plan, graph.with_batch(plan.microbatch_size), cluster).answer(name)
@@ -236,7 +236,7 @@ class _Question:
                 size - held[base],
                 label == chosen,
                 _runs(choice),
-            )  # fmt: skip
+            )
             for label, (seconds, _), size, choice in zip(labels, found, held, section.choices[place])
         ]
         return sorted(rows, key=lambda row: (not row.chosen, row.seconds))
@@ -309,7 +309,7 @@ class _Question:
                 size - base[1],
                 label == present,
                 label in (*RECOMPUTES, *RESIDENCIES),
-            )  # fmt: skip
+            )
             for label, (seconds, size) in cost.items()
         ]
         return sorted(rows, key=lambda row: (not row.chosen, row.seconds))

@@ -78,7 +78,8 @@ class NoWeights(nn.Module):
 
 
 def test_a_model_of_one_op_and_one_without_weights() -> None:
-    made = mw.plan(OneOp(), with_devices(2), example_inputs=(torch.ones(8),), batch_dims={"args.0": None}, global_batch=1)
+    x = torch.ones(8)
+    made = mw.plan(OneOp(), with_devices(2), example_inputs=(x,), batch_dims={"args.0": None}, global_batch=1)
     holds(made, 2)
     with pytest.raises(ValueError, match="computes something from its parameters, but this one's graph uses none"):
         mw.plan(NoWeights(), with_devices(2), example_inputs=(torch.ones(8, 4),))

@@ -36,7 +36,7 @@ def planned(graph: Graph, constraints: str | list[str], cluster: Cluster = V100,
 
 
 @pytest.mark.parametrize(
-    "text, field, value",
+    ("text", "field", "value"),
     [
         ("stage boundary at blocks.1", "boundaries", ("blocks.1",)),
         ("no stage  boundary at blocks.*", "joined", ("blocks.*",)),
@@ -71,7 +71,7 @@ def test_several_constraints_of_one_subject_narrow_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("make it fast", "a constraint reads like .* but got 'make it fast'"),
         ("stages = 2; stages = 3", "got 'stages = 2' and 'stages = 3': no number satisfies them; drop one"),
@@ -88,7 +88,7 @@ def test_texts_that_say_nothing_or_exclude_each_other_are_refused_by_name(text: 
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("stage boundary at blocks.7", r"names a layer of the model, but got 'blocks.7'; use one like "),
         ("replicate blocks.0.up", r"names a parameter of the model, but got"),
@@ -162,7 +162,7 @@ def test_recompute_and_zero_are_kept_layer_by_layer(graph: Graph) -> None:
     modes = plan.stages[0].chunks[0].recompute
     assert modes[1] == "none"
     assert set(modes[2:-1]) == {"full"}
-    with pytest.raises(ValueError, match="'no recompute' and 'recompute full of .*': no mode is left"):
+    with pytest.raises(ValueError, match=r"'no recompute' and 'recompute full of .*': no mode is left"):
         planned(graph, "no recompute", recompute={names[1]: "full"})
 
 
