@@ -148,20 +148,20 @@ class BatchComposer:
             kind = nodes[name].meta["type"]
             whole = variants.shapes(kind).prod(axis=1)[variants.extent_of] * float(kind.dtype.itemsize)
             for i, state in enumerate(states):
-                entry[i] += self._transfer(whole, state[t].value)
+                entry[i] += self._transfer(whole, state[t].value, True)
                 if name in grad:
-                    leave[i] += self._transfer(whole, state[t].cotangent)
+                    leave[i] += self._transfer(whole, state[t].cotangent, False)
         return entry, leave
 
-    def _transfer(self, whole: np.ndarray, spec: Any) -> np.ndarray:
+    def _transfer(self, whole: np.ndarray, spec: Any, before: bool) -> np.ndarray:
         """[cases] seconds to send a tensor of these whole bytes to each device, cut as ``spec`` says."""
         mask = sum(1 << axis for axis, placement in enumerate(spec) if placement.is_shard)
-        key = "transfer", mask, whole.tobytes()
+        key = "transfer", mask, before, whole.tobytes()
         cache = self.variants.cache
         if key not in cache:
             sizes = whole / self.variants.divisor[:, mask]
             pricers = [self.variants.pricer(v) for v in range(self.variants.num)]
-            cache[key] = np.array([p.transfer_seconds(size) for p, size in zip(pricers, sizes.tolist())])
+            cache[key] = np.array([p.transfer_seconds(size, before) for p, size in zip(pricers, sizes.tolist())])
         return np.asarray(cache[key])
 
     def _actions(self) -> np.ndarray:

@@ -221,17 +221,15 @@ class MeshPricer:
                 seconds += self.axes[step.axis].seconds(step.kind.removesuffix("_max"), size)
         return seconds
 
-    def transfer_seconds(self, size: float) -> float:
-        """Seconds to send ``size`` bytes to each device from the stage before, between this mesh's end and its
-        neighbour, to all devices at once."""
-        if not size or self.cluster.num_devices == 1:
+    def transfer_seconds(self, size: float, before: bool = False) -> float:
+        """Seconds to send ``size`` bytes to each device across the border behind this mesh (``before``: in front of
+        it), to all devices at once; where no device lies there, across the other."""
+        if not size or self.num_devices == self.cluster.num_devices:
             return 0.0
-        last = self.offset + self.num_devices - 1
-        neighbour = last + 1 if last + 1 < self.cluster.num_devices else self.offset - 1
-        if neighbour < 0:
-            return 0.0
-        here = last if neighbour == last + 1 else self.offset
-        return p2p_seconds(self.cluster, neighbour, here, size, self.num_devices)
+        first, last = self.offset, self.offset + self.num_devices - 1
+        if (before and first > 0) or last + 1 == self.cluster.num_devices:
+            return p2p_seconds(self.cluster, first - 1, first, size, self.num_devices)
+        return p2p_seconds(self.cluster, last + 1, last, size, self.num_devices)
 
     # ---- parameters
 

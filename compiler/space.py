@@ -9,8 +9,9 @@ a 64th of the cluster, and on clusters of more than 64 devices submeshes start a
 shapes: one axis, or two of which the minor one tiles the hosts (inside one host the major axis is the longer one: both
 orders cost the same).
 
-Devices at different offsets may have different prices (mixed hosts). Offsets whose hosts are alike, in the same order,
-form one submesh with one price; ``site`` is the first of them.
+Devices at different offsets may have different prices: hosts may be unlike, and what lies in front of a submesh or
+behind it may be in the same host or in another. Offsets that are alike in all of this form one submesh with one price;
+``site`` is the first of them.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def _sites(cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = Tr
     total, hosts = cluster.num_devices, cluster.hosts
     step = -(-total // POSITIONS) if coarse else 1
     kinds = {host: index for index, host in reversed(list(enumerate(dict.fromkeys(hosts))))}
-    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}  # (kind, devices) by host, after (front, behind) inside
     for number in range(len(hosts)):
         for device in range(starts[number], starts[number + 1]):
             room = starts[number + 1] - device
@@ -231,7 +232,9 @@ def _sites(cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = Tr
                 at, left = at + 1, left - taken
                 if len(kinds) == 1:  # all alike: what is left is known by its size
                     break
-            groups.setdefault(tuple(key), []).append(device)
+            # messages to what lies in front and behind stay inside the host or cross the network
+            inner = len(hosts) == 1 or device != starts[number], len(hosts) == 1 or size < room
+            groups.setdefault((inner, *key), []).append(device)
     return [tuple(found) for found in groups.values()]
 
 

@@ -282,7 +282,7 @@ class Composer:
         for t, name in enumerate(self.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
             for i, state in enumerate(states):
-                out[i] += self.pricer.transfer_seconds(self.pricer.local_bytes(kind, state[t].value))
+                out[i] += self.pricer.transfer_seconds(self.pricer.local_bytes(kind, state[t].value), True)
         return out
 
     def exit_seconds(self, boundary: int) -> np.ndarray:

@@ -105,7 +105,7 @@ def test_floors_are_intervals_without_transfers(graph, axes, monkeypatch):
     composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
     found = composer.intervals([(v, 0) for v in range(variants.num)])
     for row, scalar in enumerate(scalar_composers(variants, FREE, ["none"])):
-        monkeypatch.setattr(scalar["none"].pricer, "transfer_seconds", lambda size: 0.0)
+        monkeypatch.setattr(scalar["none"].pricer, "transfer_seconds", lambda size, before=False: 0.0)
         expected = scalar["none"].intervals().seconds
         possible = np.isfinite(expected)
         np.testing.assert_allclose(found.of("floor_s", [row])[0][possible], expected[possible], rtol=1e-9)
