@@ -31,7 +31,7 @@ from .variants import State
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
 
-FREE_SOLVE_OPERATORS = 600  # beyond this many operators the composed choice stands as it is
+FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..costmodel.memory import FRAMEWORK_BYTES
@@ -122,14 +122,17 @@ def _twin(
 
 
 def _flops(search: Search, graph: Graph) -> float:
-    single = MeshPricer(search.cluster, 0, (), search.optimizer)
-    return sum(single.op(node, choice, search.layering.needs_grad).flops for node, choice in _whole_choices(graph))
+    """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops."""
+    single, layering = MeshPricer(search.cluster, 0, (), search.optimizer), search.layering
+    nodes = graph.by_name()
 
+    def of(names: Iterable[str]) -> float:
+        found = [nodes[name] for name in names if op_name(nodes[name]) != "getitem"]
+        return sum(single.op(node, mesh_choices(node, ())[0], layering.needs_grad).flops for node in found)
 
-def _whole_choices(graph: Graph) -> Iterator[tuple[Any, Any]]:
-    for node in graph.ops():
-        if op_name(node) != "getitem":
-            yield node, mesh_choices(node, ())[0]
+    first = {layer.class_key: layer for layer in reversed(layering.layers)}
+    by_class = {key: of(layer.ops) for key, layer in first.items()}
+    return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
 
 
 def _check_memory(plan: Plan, limits: Sequence[float]) -> None:
