@@ -432,9 +432,7 @@ def reprice_alone(cluster: Cluster, strategy: str, microbatches: int) -> float:
     import meshwright as mw
 
     batch = torch.randn(64, 128), torch.randn(64, 128)
-    plan = mw.plan(
-        Pair(), cluster, example_inputs=batch, strategy=strategy, microbatches=microbatches, executable=True
-    )
+    plan = mw.plan(Pair(), cluster, example_inputs=batch, strategy=strategy, microbatches=microbatches, executable=True)
     return plan.prediction.step_s
 
 
