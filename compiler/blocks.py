@@ -39,8 +39,8 @@ from .block_state import Audit, State, Tensors, UnprovableError, canonical, desc
 
 __all__ = ["BLOCK", "Blocks", "Record", "UnsoundError"]
 
-_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("block(Tensor[] inputs, Tensor[] outputs, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.define("block(Tensor[] inputs, Tensor[] outputs, int call) -> Tensor[]")
 _TYPES: dict[int, list[Any]] = {}  # call → what its op gives; for the time of a capture
 _NUMBERS = itertools.count()  # never twice: fake tensors remember what an op gave
 
@@ -49,7 +49,7 @@ def _block_type(inputs: list[torch.Tensor], outputs: list[torch.Tensor], call: i
     return [torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in _TYPES[call]]
 
 
-_LIBRARY.impl("block", _block_type, "Meta")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("block", _block_type, "Meta")
 BLOCK = torch.ops.meshwright.block.default
 
 
@@ -304,7 +304,7 @@ class _Hidden(dict[str, Any]):
     def _look(self, name: str) -> Callable[..., Any]:
         if self.blocks.armed:
             raise HiddenError("the tensors of a block that looked like a copy are read from outside of it")
-        return getattr(super(), name)  # type: ignore[no-any-return]
+        return getattr(super(), name)
 
     def __contains__(self, key: object) -> bool:
         return bool(self._look("__contains__")(key))
@@ -352,7 +352,7 @@ class _Watched:
 
 def _rebuilt(record: Record, call: _Call, made: list[torch.Tensor]) -> Any:
     found = {"input": lambda i: call.inputs[i], "made": lambda i: made[i], "is": lambda value: value}
-    return pytree.tree_unflatten([found[kind](value) for kind, value in record.outputs], record.spec)  # type: ignore[no-untyped-call]
+    return pytree.tree_unflatten([found[kind](value) for kind, value in record.outputs], record.spec)
 
 
 def _equal(record: Record, call: _Call) -> bool:
@@ -400,7 +400,7 @@ def _storage(tensor: torch.Tensor | None) -> Any:
 
 def _process_state() -> Any:
     """What else a trace depends on."""
-    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if nn.modules.module._has_any_global_hook():
         raise UnprovableError("a hook on all modules")
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),

@@ -297,8 +297,9 @@ def keep_loss_dims(graph: Graph) -> None:
     """Cross entropy over [..., C] as the model had it before it merged the leading dims into one, of which only the
     first could be cut; the sum is the same."""
     for node in _find(graph, local_ops.cross_entropy):
-        merged = [operand.meta["type"].shape for operand in node.args[:2]]
-        logits, target = (_before_views(operand) for operand in node.args[:2])
+        operands = tensor_operands(node)[:2]
+        merged = [operand.meta["type"].shape for operand in operands]
+        logits, target = map(_before_views, operands)
         shape = logits.meta["type"].shape
         if shape[-1] == merged[0][-1] and shape[:-1] == target.meta["type"].shape and len(shape) > len(merged[0]):
             node.args = (logits, target, *node.args[2:])

@@ -91,7 +91,7 @@ class _Inner(torch.autograd.Function):
 
 def _inner(anchor: Tensor, x: Tensor) -> Tensor:
     """``x`` where the graph inside the op begins."""
-    made: Tensor = _Inner.apply(anchor, x)  # type: ignore[no-untyped-call]
+    made: Tensor = _Inner.apply(anchor, x)
     return made
 
 
@@ -172,5 +172,5 @@ def ring_attention(
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
     attend = partial(kernel, scale=scale, enable_gqa=enable_gqa)
     ring = _Ring(current().comm, tuple(ring_axes))
-    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, attend)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, attend)
     return out
