@@ -25,7 +25,7 @@ def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Wher
         for c, pair in enumerate(pairs):
             columns.setdefault(pair, []).append(c)
         for pair, at in columns.items():
-            where: np.ndarray = offered[:, at].any(axis=1)
+            where = np.asarray(offered[:, at].any(axis=1))
             found[pair] = found[pair] | where if pair in found else where
     return found
 
