@@ -6,7 +6,8 @@
    (``pipeline_bound``), which nothing with that count undercuts.
 2. *Candidates.* Counts in the order of their bounds, until the next bound is no less than the best plan found. For
    each, tables without a price on bytes; if the best pipeline that fits is farther than ε above the bound, tables at a
-   ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
+   ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice,
+   and mixtures of these prices over equal layers (``mixing``), of those that stages near the memory limit gain most by.
    The prices of a byte are those at which a stage's whole time would pay for its whole memory, times powers of a
    constant; that of a saved byte, which counts once per microbatch in flight, is the same times how many there may be.
 3. *The bound* of a count that was looked at is lifted by the ladder's own Lagrangian values. The bound of the search is
@@ -27,13 +28,14 @@ import numpy as np
 from torch.fx import Node
 
 from ..costmodel.cluster import Cluster
-from .batch_compose import BatchComposer, BatchIntervals
+from .batch_compose import BatchComposer, BatchIntervals, Mixed, Row
 from .batch_section import build_batch_section
 from .batch_tables import Level
 from .constraints import Constraints, Resolved
 from .exposure import lowered, most_hidden_seconds, raised
 from .graph import Graph, rescale, types_of
 from .layers import Layering
+from .mixing import Mixture, Points, Price, promising, stages_that_count
 from .pipeline_dp import solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
@@ -50,6 +52,7 @@ FLIGHTS = (1.0, 6.0)  # microbatches in flight that a saved byte is priced for
 MIDDLE = ((0.3, 1.0), (1.0, 2.0), (3.0, 4.0))
 LEANEST = (1e4, 1.0)
 VISITS = 1000  # partial pipelines looked at to rank candidates
+MIXTURES = 2  # of a submesh
 TRIALS = 3  # of bounds between what is proven and the best
 PACE = Level(step_share=0.0)
 PLAIN = Level()
@@ -57,10 +60,10 @@ PLAIN = Level()
 
 @dataclass(frozen=True, eq=False)
 class StageRow:
-    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
+    """Where a stage's choices are found: the composer, and the row (variant, level or two) of its tables."""
 
     composer: BatchComposer
-    row: tuple[int, int]
+    row: Row | Mixed
     submesh: Submesh
 
 
@@ -246,7 +249,16 @@ class _Tables:
         pace = np.stack([self._group(sub).array("floor_s", sub, m, 0) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m)
-        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+        return Floors(options, pace, transfer_s=behind, entry_s=enter, transient=self._peaks(m), rows=tuple(rows))
+
+    def _peaks(self, m: int) -> np.ndarray:
+        """[submeshes, L, L + 1] bytes beside what is kept that every choice of a stage has at its peak."""
+        num, _ = self._shape
+        of_layers = np.stack([self._group(sub).peaks(sub, m) for sub in self.submeshes])
+        most = np.zeros((len(self.submeshes), num, num + 1))
+        for first in range(num):
+            most[:, first, first + 1 :] = np.maximum.accumulate(of_layers[:, first:], axis=1)
+        return most
 
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
@@ -263,7 +275,7 @@ class _Tables:
         """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
         with self.search.timed("compose"):
             self._compose([(sub, m, 1) for sub in self.submeshes])
-        pairs = [(sub, 1) for sub in self.submeshes]
+        pairs: list[tuple[Submesh, Price]] = [(sub, 1) for sub in self.submeshes]
         found = self._solve(m, pairs, [1])
         best = min([self.best, *(candidate.estimate_s for candidate in found)])
         if best * (1 - EPSILON) <= self.bound(m):
@@ -273,13 +285,43 @@ class _Tables:
         with self.search.timed("compose"):
             self._compose([(sub, m, number) for number in ladder for sub in chosen])
         pairs += [(sub, number) for number in ladder for sub in chosen]
+        pairs += self._mixed(m, chosen, best)
         found += self._solve(m, pairs, [1, *ladder], trials=TRIALS)
         return sorted(found, key=lambda candidate: candidate.estimate_s)
+
+    def _mixed(self, m: int, subs: Sequence[Submesh], best: float) -> list[tuple[Submesh, Price]]:
+        """Mixtures of the levels that are known of these submeshes, where the best plan takes so many seconds."""
+        work = np.min(
+            [self._group(sub).array("floor_s", sub, m, 0) * sub.num_devices for sub in self.submeshes], axis=0
+        )
+        classes = [layer.class_key for layer in self.search.layering.layers]
+        mixed: list[tuple[Submesh, Price]] = []
+        with self.search.timed("compose"):
+            for sub in subs if isfinite(work[0, -1]) else ():
+                stages = stages_that_count(work, classes, sub.num_devices / self.search.cluster.num_devices, m)
+                mixed += [(sub, one) for one in self._promising(sub, m, best / m, stages)]
+            self._compose([(sub, m, price) for sub, price in mixed])
+        return mixed
+
+    def _promising(
+        self, sub: Submesh, m: int, most: float, stages: tuple[np.ndarray, np.ndarray, np.ndarray]
+    ) -> list[Mixture]:
+        """Mixtures that may be of use for these stages on a submesh, none of which may take longer than ``most``."""
+        first, end, flights = stages
+        group = self._group(sub)
+        levels = [n for n in range(1, len(self.levels)) if group.knows(sub, m, n)]
+        cost, pace, step, resident, saved, transient = (
+            np.stack([group.array(name, sub, m, n)[first, end] for n in levels])
+            for name in ("cost", "pace_s", "step_s", "resident", "saved", "transient")
+        )
+        points = Points(np.where(np.isfinite(cost), pace + step, inf), resident, saved, transient, flights)
+        limit = max(self._option(sub, 0, 0).limit_bytes, default=0.0)
+        return promising(levels, points, limit, most, MIXTURES)
 
     def _solve(
         self,
         m: int,
-        pairs: Sequence[tuple[Submesh, int]],
+        pairs: Sequence[tuple[Submesh, Price]],
         priced: Sequence[int],
         top_k: int = 8,
         trials: int = 0,
@@ -301,12 +343,14 @@ class _Tables:
                     found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
-    def _candidate(self, m: int, schedule: str, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> Candidate:
+    def _candidate(
+        self, m: int, schedule: str, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, Price]]
+    ) -> Candidate:
         rows = []
         for stage in pipeline.stages:
-            sub, number = pairs[stage.option]
+            sub, price = pairs[stage.option]
             group = self._group(sub)
-            rows.append(StageRow(group.composer, (group.variant(sub, m), number), sub))
+            rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
         return Candidate(m, schedule, pipeline, tuple(rows))
 
     def misses(self) -> list[Miss]:
@@ -336,7 +380,7 @@ class _Tables:
             return Miss(answer, m)
         sub = pairs[answer.choice.option][0]
         group = self._group(sub)
-        return Miss(answer, m, StageRow(group.composer, (group.variant(sub, m), level), sub))
+        return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
 
     def _level(self, m: int, factor: float, flight: float) -> int:
         """The number of a new level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
@@ -360,7 +404,7 @@ class _Tables:
         num = len(self.search.layering.layers)
         return num, num + 1
 
-    def _compose(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+    def _compose(self, rows: Sequence[tuple[Submesh, int, Price]]) -> None:
         """Make the intervals of these (submesh, microbatches, level)."""
         for group in self.groups:
             group.compose([row for row in rows if row[0] in group.places])
@@ -374,35 +418,36 @@ class _Tables:
         return StageOption(sub.num_devices, sub.offsets, limits, number, level)
 
     def _table(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors | None, limited: bool = True
+        self, m: int, pairs: Sequence[tuple[Submesh, Price]], floors: Floors | None, limited: bool = True
     ) -> PipelineTable | None:
         """What stages cost under these options; None if no option can run anything."""
         arrays: dict[str, list[np.ndarray]] = {
             name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
         }
         numbers = {sub: number for number, sub in enumerate(self.submeshes)}
-        for sub, level in pairs:
+        for sub, price in pairs:
             group = self._group(sub)
-            possible = np.isfinite(group.array("cost", sub, m, level))
+            possible = np.isfinite(group.array("cost", sub, m, price))
             if sub.place is not None:
                 only = np.zeros_like(possible)
                 only[sub.place] = True
                 possible &= only
             for name, values in arrays.items():
-                array = group.array(name, sub, m, level)
+                array = group.array(name, sub, m, price)
                 if name == "pace_s":
                     array = np.where(possible, array, inf)
                 elif name == "step_s":
                     array = array * m
                 elif name == "transfer_s":  # a message is before the stage that receives it
-                    array = np.maximum(array - group.array("entry_s", sub, m, level), 0.0)
+                    array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
                 values.append(array)
         stacked = {name: np.stack(values) for name, values in arrays.items()}
         if not np.isfinite(stacked["pace_s"]).any():
             return None
         if not limited and floors is not None:
             floors = replace(floors, options=tuple(self._option(s, n, 0, False) for n, s in enumerate(self.submeshes)))
-        options = tuple(self._option(sub, numbers[sub], level, limited) for sub, level in pairs)
+        levels = [price if isinstance(price, int) else price.level for _, price in pairs]
+        options = tuple(self._option(sub, numbers[sub], n, limited) for (sub, _), n in zip(pairs, levels))
         return PipelineTable(
             self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
         )  # fmt: skip
@@ -417,25 +462,31 @@ class _Group:
         self.counts = {m: index for index, m in enumerate(counts)}
         cases = tuple(Case(sub.shape, sub.site, m) for m in counts for sub in subs)
         space = search.space
+        assert search.samples is not None
         variants = Variants(
             search.graph, search.layering, search.cluster, search.optimizer, search.global_batch, cases,
             space.schedules[0], search.samples,
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
-        self._at: dict[tuple[int, int], tuple[BatchIntervals, int]] = {}
+        self._at: dict[Row | Mixed, tuple[BatchIntervals, int]] = {}
 
     def variant(self, sub: Submesh, m: int) -> int:
         """The case's number."""
         return self.counts[m] * len(self.submeshes) + self.places[sub]
 
-    def compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+    def row(self, sub: Submesh, m: int, price: Price) -> Row | Mixed:
+        """The row of the composer."""
+        return Mixed(self.variant(sub, m), *price) if isinstance(price, tuple) else (self.variant(sub, m), price)
+
+    def compose(self, cases: Sequence[tuple[Submesh, int, Price]]) -> None:
         """Make the intervals of these (submesh, microbatches, level), as far as they are not there."""
-        rows = [(self.variant(sub, m), level) for sub, m, level in cases]
-        rows = [row for row in rows if row not in self._at]
-        if rows:
-            made = self.composer.intervals(rows)
-            self._at |= {row: (made, place) for place, row in enumerate(rows)}
+        rows = [row for row in (self.row(*case) for case in cases) if row not in self._at]
+        mixed = [row for row in rows if isinstance(row, Mixed)]
+        pure = [row for row in rows if not isinstance(row, Mixed)]
+        for made in (self.composer.intervals(pure) if pure else None, self.composer.mixtures(mixed) if mixed else None):
+            if made is not None:
+                self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
 
     def least_messages(self, sub: Submesh, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[borders] the least seconds to receive what crosses each border, and to get its gradients back."""
@@ -447,13 +498,18 @@ class _Group:
                 both[:, border] = [seconds[possible, v].min() for seconds in self.composer.border_seconds(border)]
         return both[0], both[1]
 
-    def knows(self, sub: Submesh, m: int, level: int) -> bool:
-        """Whether these intervals were made."""
-        return (self.variant(sub, m), level) in self._at
+    def peaks(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L] the least transient bytes of each layer."""
+        num = len(self.composer.variants.layering.layers)
+        return np.array([self.composer.peak_bytes(layer)[self.variant(sub, m)] for layer in range(num)])
 
-    def array(self, name: str, sub: Submesh, m: int, level: int) -> np.ndarray:
+    def knows(self, sub: Submesh, m: int, price: Price) -> bool:
+        """Whether these intervals were made."""
+        return self.row(sub, m, price) in self._at
+
+    def array(self, name: str, sub: Submesh, m: int, price: Price) -> np.ndarray:
         """One array [L, L + 1] of the intervals."""
-        made, place = self._at[self.variant(sub, m), level]
+        made, place = self._at[self.row(sub, m, price)]
         found: np.ndarray = made.of(name, [place])[0]
         return found
 
