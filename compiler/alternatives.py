@@ -41,7 +41,14 @@ def _alternative(
     thinned = usable[:: max(1, len(usable) // COUNTS)]
     counts = {*thinned, *(m for m in usable if m == plan.microbatches)}
     inner = replace(
-        search, strategy=strategy, counts=tuple(sorted(counts)), passes={}, bounds={}, tables=None, headroom=1.0
+        search,
+        strategy=strategy,
+        counts=tuple(sorted(counts)),
+        passes={},
+        bounds={},
+        tables=None,
+        thorough=False,
+        headroom=1.0,
     )
     try:
         other = best_plans(inner)[0]

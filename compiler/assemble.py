@@ -110,7 +110,7 @@ def _within(section: Section, in_flight: int, limit_bytes: float, layering: Laye
     chosen = solve_section(section, in_flight)
     problem = section.problem(in_flight)
     room = limit_bytes - transient_bytes(section, chosen, layering)
-    if evaluate(problem, chosen)[1] <= room:
+    if evaluate(problem, chosen)[1] <= room or len(section.names) > FREE_SOLVE_OPERATORS:
         return chosen
     leaner = solve(problem, room, FREE_SOLVE_S)
     return chosen if isinstance(leaner, Infeasible) else leaner.choice

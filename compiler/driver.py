@@ -50,7 +50,7 @@ __all__ = [
     "without_gc",
 ]
 
-TRIES = 6  # candidates that are finished, at most
+TRIES = 5  # candidates that are finished, at most
 INTERRUPTED = "it was interrupted"
 TIGHTER = 3  # times that the limit is lowered because what was assembled did not fit
 
@@ -192,7 +192,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     explorer = explore(search)
     found = _collected(search, explorer)
     error: InfeasibleError | None = None
-    for _ in range(TIGHTER):
+    for _ in range(TIGHTER if search.thorough else 1):
         if not found:
             break
         plans, error, over = _finished(search, found, top_k)
@@ -212,7 +212,7 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
         if not found:
             raise
         search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.estimate_s)
+    return sorted(found, key=lambda candidate: candidate.clock_s)
 
 
 def _finished(
@@ -221,8 +221,8 @@ def _finished(
     """(plans that fit, fastest first; why the last of the others does not; the part of its bytes that would)."""
     plans: list[Plan] = []
     error, over = None, 1.0
-    for candidate in found[: max(TRIES, 2 * top_k)]:
-        if len(plans) >= top_k and candidate.estimate_s >= plans[top_k - 1].prediction.step_s:
+    for candidate in found[: max(TRIES if search.thorough else 2, 2 * top_k)]:
+        if len(plans) >= top_k and candidate.clock_s >= plans[top_k - 1].prediction.step_s:
             break
         if plans and (search.cut_short or time.perf_counter() > search.stop):
             search.cut_short = search.cut_short or "the time limit passed"

@@ -4,7 +4,7 @@
    microbatch of every run of layers, whatever its bytes (``PACE``), and the least at a middling price of a byte. From
    the second a first pipeline for every count, and from both a bound of each count that knows the memory limit
    (``pipeline_bound``), which nothing with that count undercuts.
-2. *Candidates.* Counts in the order of their bounds, until the next bound is no less than the best plan found. For
+2. *Candidates.* The counts whose first pipelines are the fastest, as far as their bounds allow a better plan. For
    each, tables without a price on bytes; if the best pipeline that fits is farther than ε above the bound, tables at a
    ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice,
    and mixtures of these prices over equal layers (``mixing``), of those that stages near the memory limit gain most by.
@@ -36,7 +36,8 @@ from .exposure import lowered, most_hidden_seconds, raised
 from .graph import Graph, rescale, types_of
 from .layers import Layering
 from .mixing import Mixture, Points, Price, promising, stages_that_count
-from .pipeline_dp import solve
+from .pipeline_clock import clock_seconds
+from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
 from .problem import Restriction
@@ -53,6 +54,8 @@ MIDDLE = ((0.3, 1.0), (1.0, 2.0), (3.0, 4.0))
 LEANEST = (1e4, 1.0)
 VISITS = 1000  # partial pipelines looked at to rank candidates
 MIXTURES = 2  # of a submesh
+THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
+EXPOSED = 0.7  # of a message's seconds, where pipelines with few messages are looked for
 TRIALS = 3  # of bounds between what is proven and the best
 PACE = Level(step_share=0.0)
 PLAIN = Level()
@@ -76,9 +79,11 @@ class Candidate:
     pipeline: Pipeline
     rows: tuple[StageRow, ...]
 
+    clock_s: float  # the makespan on a clock, by the tables' seconds
+
     @property
     def estimate_s(self) -> float:
-        """What to rank by: of the makespan, not yet simulated."""
+        """What is proven of the makespan."""
         return self.pipeline.estimate_s
 
 
@@ -115,6 +120,7 @@ class Search:
     asked: Space | None = None  # the space before the constraints narrowed it
     share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
+    thorough: bool = True  # whether to look further than at the first pipelines of all counts
     tables: _Tables | None = None
 
     @contextmanager
@@ -150,14 +156,18 @@ def explore(search: Search) -> Iterator[Candidate]:
         search.tables = _Tables(search)
     tables = search.tables
     best = tables.best = inf
+    first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
     for candidate in tables.floors():
         told = yield candidate
         best = tables.best = min(best, candidate.estimate_s if told is None else told)
-    order = tables.order()
+        first[candidate.microbatches] = min(first.get(candidate.microbatches, inf), candidate.clock_s)
+    if not search.thorough and best < inf:
+        return
+    order = sorted(tables.order(), key=lambda m: first.get(m, inf))[: THOROUGH if first else None]
     for place, m in enumerate(order):
         search.progress("search", place / len(order))
         if tables.bound(m) >= best * (1 - EPSILON):
-            return
+            continue
         if time.perf_counter() > search.stop:
             search.cut_short = "the time limit passed"
             return
@@ -287,6 +297,7 @@ class _Tables:
         pairs += [(sub, number) for number in ladder for sub in chosen]
         pairs += self._mixed(m, chosen, best)
         found += self._solve(m, pairs, [1, *ladder], trials=TRIALS)
+        found += self._solve(m, pairs, [], exposed=EXPOSED)
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
     def _mixed(self, m: int, subs: Sequence[Submesh], best: float) -> list[tuple[Submesh, Price]]:
@@ -325,33 +336,46 @@ class _Tables:
         priced: Sequence[int],
         top_k: int = 8,
         trials: int = 0,
+        exposed: float = 0.0,
     ) -> list[Candidate]:
-        """Pipelines of these (submesh, level) options, of every schedule, best first."""
+        """Pipelines of these (submesh, level) options, of every schedule, best first. exposed: this part of a stage's
+        messages counts in its pace while pipelines are looked for, and nothing is proven then."""
         search, found = self.search, []
         with search.timed("stages"):
-            table = self._table(m, pairs, self._floors(m, priced))
+            table = self._table(m, pairs, None if exposed else self._floors(m, priced))
+            asked = table
+            if table is not None and exposed:
+                messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
+                asked = replace(table, pace_s=table.pace_s + exposed * messages)
             for schedule in search.space.schedules:
-                if schedule in CHUNKED or table is None:
+                if schedule in CHUNKED or table is None or asked is None:
                     continue
-                most = raised(self.best, m, search.cluster, self.hidden_s)
+                most = raised(self.best, m, search.cluster, self.hidden_s) * (1 + exposed)
                 answer = solve(
-                    table, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=trials
+                    asked, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=trials
                 )
-                bound_s = lowered(answer.bound_s, m, search.cluster, self.hidden_s)
-                search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
+                if not exposed:
+                    bound_s = lowered(answer.bound_s, m, search.cluster, self.hidden_s)
+                    search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
                 if isinstance(answer, Solution):
-                    found += [self._candidate(m, schedule, one, pairs) for one in answer.pipelines]
+                    described = [describe_pipeline(table, m, schedule, one.stages) for one in answer.pipelines]
+                    found += [self._candidate(m, schedule, one, pairs, table) for one in described]
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
     def _candidate(
-        self, m: int, schedule: str, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, Price]]
+        self,
+        m: int,
+        schedule: str,
+        pipeline: Pipeline,
+        pairs: Sequence[tuple[Submesh, Price]],
+        table: PipelineTable,
     ) -> Candidate:
         rows = []
         for stage in pipeline.stages:
             sub, price = pairs[stage.option]
             group = self._group(sub)
             rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
-        return Candidate(m, schedule, pipeline, tuple(rows))
+        return Candidate(m, schedule, pipeline, tuple(rows), clock_seconds(table, m, schedule, pipeline))
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
