@@ -15,18 +15,23 @@ from .strategy import InfeasibleError, Strategy
 
 __all__ = ["find_alternatives"]
 
+Plans = Callable[[Search], tuple[list[Plan], InfeasibleError | None]]
 COUNTS = 4  # microbatch counts that are tried, beside the plan's
 
 
-def find_alternatives(search: Search, plan: Plan, best_plans: Callable[[Search], list[Plan]]) -> list[dict[str, Any]]:
+def find_alternatives(search: Search, plan: Plan, search_plans: Plans) -> list[dict[str, Any]]:
     """The best plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
-    return [_alternative(search, plan, name, strategy, best_plans) for name, strategy in kinds.items()]
+    return [_alternative(search, plan, name, strategy, search_plans) for name, strategy in kinds.items()]
 
 
 def _alternative(
-    search: Search, plan: Plan, name: str, strategy: Strategy, best_plans: Callable[[Search], list[Plan]]
+    search: Search,
+    plan: Plan,
+    name: str,
+    strategy: Strategy,
+    search_plans: Plans,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
     if strategy.pp > len(search.layering.layers):
@@ -51,12 +56,15 @@ def _alternative(
         headroom=1.0,
     )
     try:
-        other = best_plans(inner)[0]
-    except InfeasibleError:
-        missing = nearest(nearest_misses(inner)).why.missing_bytes
-        return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
+        plans, unfit = search_plans(inner)
     except ValueError as error:
         return row | {"why": str(error)}
+    if unfit is not None:
+        return row | {"why": str(unfit)}
+    if not plans:
+        missing = nearest(nearest_misses(inner)).why.missing_bytes
+        return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
+    other = plans[0]
     return row | {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
 
 

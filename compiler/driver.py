@@ -152,7 +152,7 @@ def start_search(
 
 def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
     try:
-        return find_alternatives(search, plan, best_plans)
+        return find_alternatives(search, plan, search_plans)
     except KeyboardInterrupt:  # the plan is there
         search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
         return []
@@ -198,8 +198,9 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
         plans, error, over = _finished(search, found, top_k)
         if plans:
             return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None
-        search.headroom *= min(over, 0.98)
-        found = _collected(search, explore(search))
+        if search.thorough:
+            search.headroom *= min(over, 0.98)
+            found = _collected(search, explore(search))
     return [], error
 
 

@@ -161,7 +161,7 @@ def explore(search: Search) -> Iterator[Candidate]:
         told = yield candidate
         best = tables.best = min(best, candidate.estimate_s if told is None else told)
         first[candidate.microbatches] = min(first.get(candidate.microbatches, inf), candidate.clock_s)
-    if not search.thorough and best < inf:
+    if not search.thorough:
         return
     order = sorted(tables.order(), key=lambda m: first.get(m, inf))[: THOROUGH if first else None]
     for place, m in enumerate(order):

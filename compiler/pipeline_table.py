@@ -152,7 +152,10 @@ class PipelineTable:
 
     def share(self, name: str, at: tuple[int, int, int]) -> float:
         """``forward_share`` or ``input_share`` of one entry."""
-        return float(np.broadcast_to(getattr(self, name), self.pace_s.shape)[at])
+        value = getattr(self, name)
+        if isinstance(value, float):
+            return value
+        return float(np.broadcast_to(value, self.pace_s.shape)[at])
 
 
 @dataclass(frozen=True)
