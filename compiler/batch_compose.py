@@ -169,7 +169,7 @@ class BatchComposer:
         return np.array([2 * self.variants.pricer(v).device.action_s for v in range(self.variants.num)])
 
     def peak_bytes(self, layer: int) -> np.ndarray:
-        """[cases] the largest op's operands and outputs, twice (value and cotangent), cut evenly over the mesh: a floor
+        """[cases] the gradients of the operands and outputs of the largest op, cut evenly over the mesh: an estimate
         of the peak beside what is kept."""
         key = self.variants.layering.layers[layer].class_key
         if key not in self._peaks:
@@ -184,7 +184,7 @@ class BatchComposer:
                     sum(self.variants.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds)
                 )
             most = np.max(sizes, axis=0)[self.variants.extent_of]
-            self._peaks[key] = 2.0 * most / self.variants.num_devices
+            self._peaks[key] = most / self.variants.num_devices
         return self._peaks[key]
 
     # ---- intervals

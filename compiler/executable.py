@@ -10,7 +10,7 @@ precision       any but the model's own
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -58,10 +58,14 @@ def _recompute(plan: Plan) -> Iterator[str]:
 
 
 def _residency(plan: Plan) -> Iterator[str]:
-    counts = Counter(
-        home.pattern for stage in plan.stages for chunk in stage.chunks for home in chunk.parameters.values()
-    )
-    yield from (f"parameters in {name} ({n})" for name, n in sorted(counts.items()) if name not in RESIDENCIES)
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for stage in plan.stages:
+        for chunk in stage.chunks:
+            for name, home in chunk.parameters.items():
+                found[home.pattern].append(name)
+    for pattern, names in sorted(found.items()):
+        if pattern not in RESIDENCIES:
+            yield f"parameters in {pattern} ({len(names)}: {names[0]}{', …' if len(names) > 1 else ''})"
 
 
 def _labels(plan: Plan, graph: Graph) -> Iterator[str]:

@@ -259,16 +259,7 @@ class _Tables:
         pace = np.stack([self._group(sub).array("floor_s", sub, m, 0) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m)
-        return Floors(options, pace, transfer_s=behind, entry_s=enter, transient=self._peaks(m), rows=tuple(rows))
-
-    def _peaks(self, m: int) -> np.ndarray:
-        """[submeshes, L, L + 1] bytes beside what is kept that every choice of a stage has at its peak."""
-        num, _ = self._shape
-        of_layers = np.stack([self._group(sub).peaks(sub, m) for sub in self.submeshes])
-        most = np.zeros((len(self.submeshes), num, num + 1))
-        for first in range(num):
-            most[:, first, first + 1 :] = np.maximum.accumulate(of_layers[:, first:], axis=1)
-        return most
+        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
@@ -521,11 +512,6 @@ class _Group:
             if possible.any():
                 both[:, border] = [seconds[possible, v].min() for seconds in self.composer.border_seconds(border)]
         return both[0], both[1]
-
-    def peaks(self, sub: Submesh, m: int) -> np.ndarray:
-        """[L] the least transient bytes of each layer."""
-        num = len(self.composer.variants.layering.layers)
-        return np.array([self.composer.peak_bytes(layer)[self.variant(sub, m)] for layer in range(num)])
 
     def knows(self, sub: Submesh, m: int, price: Price) -> bool:
         """Whether these intervals were made."""

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from .axis_union import AxisUnion
 from .graph import tensor_operands, types_of
-from .problem import SPLIT_WORK, Restriction
+from .problem import SPLIT_WORK, Restriction, cuts_weights
 from .prune import MOST
 from .rules import MeshChoice, pairs_choice, rule_for
 from .rules.base import Internal
@@ -175,6 +175,9 @@ def _filtered(
         for axis in range(variants.axes):
             if restriction.roles[axis : axis + 1] != ("data",):
                 split = stands & (combos[:, axis] != 0)
+                stands = np.where(split.any(axis=1)[:, None], split, stands)
+            if restriction.roles[axis : axis + 1] == ("tensor",):
+                split = stands & np.array([cuts_weights(node, choice, axis) for choice in made.choices])
                 stands = np.where(split.any(axis=1)[:, None], split, stands)
     return stands
 

@@ -277,6 +277,9 @@ class Plan:
     precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
     graph: Graph | None = field(default=None, compare=False, repr=False)  # of the model, where it was planned just now
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "graph": None}  # a graph stays in the process that captured it
+
     @property
     def num_devices(self) -> int:
         """Devices that the plan's cluster has, the idle ones included."""

@@ -36,7 +36,7 @@ from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .saved import saved_bytes, saved_tensors
 from .spec import P, Pair, R, S, Spec, parse_pair
 
-__all__ = ["Restriction", "Section", "boundary_states", "build_section"]
+__all__ = ["Restriction", "Section", "boundary_states", "build_section", "cuts_weights"]
 
 
 SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
@@ -45,7 +45,7 @@ SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
 @dataclass(frozen=True)
 class Restriction:
     """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
-    no batch, but the work of every heavy op that it can) or None.
+    no batch, but the work of every heavy op that it can, by its weights where it has any) or None.
 
     pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
     parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
@@ -66,6 +66,18 @@ class Restriction:
     def splits(self, op: str, labels: Sequence[str]) -> bool:
         """Whether a choice with these labels keeps to ``split``."""
         return set(self.split.get(op, ())) <= set(labels)
+
+
+def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
+    """Whether a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
+    weights = [
+        pair.value[axis]
+        for operand, pair in zip(tensor_operands(node), choice.inputs)
+        if operand.op == "placeholder"
+        and operand.meta["source"].kind == "parameter"
+        and len(operand.meta["type"].shape) > 1
+    ]
+    return all(placement.is_shard for placement in weights)
 
 
 Choice = MeshChoice | Residency | Pair
@@ -318,6 +330,8 @@ class _Builder:
             for axis in range(len(self.mesh)):
                 if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
+                if self.restriction.roles[axis : axis + 1] == ("tensor",):
+                    allowed = [c for c in allowed if cuts_weights(node, c, axis)] or allowed
         return allowed
 
     def _allowed(self, node: Node, choice: MeshChoice) -> bool:

@@ -262,7 +262,7 @@ class Composer:
                     for node in map(nodes.__getitem__, layer.ops)
                     if op_name(node) != "getitem"
                 ]
-                found[layer.class_key] = 2.0 * max(sizes) / self.pricer.num_devices
+                found[layer.class_key] = max(sizes) / self.pricer.num_devices
         return np.array([found[layer.class_key] for layer in self.layering.layers])
 
     # ---- intervals
