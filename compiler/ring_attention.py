@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.nn.attention.bias import causal_lower_right
 
 from .context import Comm, current
 
@@ -99,6 +98,8 @@ def _last_rows(queries: int, keys: int, like: Tensor) -> Tensor:
     """The causal mask of the last ``queries`` of ``keys`` positions: as a name for kernels that know it, else written
     out."""
     if like.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right  # brings all of dynamo, a second that plans do not need
+
         named: Tensor = causal_lower_right(queries, keys)
         return named
     return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril_(keys - queries)
