@@ -1,38 +1,28 @@
-"""What else there was: the best pure data, tensor and pipeline plans, and why they lost."""
+"""What else there was: the best pure data, tensor and pipeline plans by the tables' seconds, and why they lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .explore import Search, nearest_misses
+from .explore import Candidate, Search, explore, nearest_misses
 from .infeasible import nearest
 from .plan import Plan
 from .space import microbatch_counts
 from .stage_price import STEP_CAUSES
-from .strategy import InfeasibleError, Strategy
+from .strategy import Strategy
 
 __all__ = ["find_alternatives"]
 
-Plans = Callable[[Search], tuple[list[Plan], InfeasibleError | None]]
-COUNTS = 4  # microbatch counts that are tried, beside the plan's
 
-
-def find_alternatives(search: Search, plan: Plan, search_plans: Plans) -> list[dict[str, Any]]:
-    """The best plan of each pure kind: name, step_s (None if infeasible) and why it lost."""
+def find_alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
+    """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
-    return [_alternative(search, plan, name, strategy, search_plans) for name, strategy in kinds.items()]
+    return [_alternative(search, plan, name, strategy) for name, strategy in kinds.items()]
 
 
-def _alternative(
-    search: Search,
-    plan: Plan,
-    name: str,
-    strategy: Strategy,
-    search_plans: Plans,
-) -> dict[str, Any]:
+def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
     if strategy.pp > len(search.layering.layers):
         return row | {"why": f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"}
@@ -43,12 +33,14 @@ def _alternative(
         return row | {
             "why": f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
         }
-    thinned = usable[:: max(1, len(usable) // COUNTS)]
-    counts = {*thinned, *(m for m in usable if m == plan.microbatches)}
+    counts = {min(usable, key=lambda m: abs(m - plan.microbatches)), usable[-1]}
+    if strategy.pp == 1:
+        counts.add(usable[len(usable) // 2])
     inner = replace(
         search,
         strategy=strategy,
         counts=tuple(sorted(counts)),
+        space=replace(search.space, schedules=search.space.schedules[:1]),
         passes={},
         bounds={},
         tables=None,
@@ -56,48 +48,31 @@ def _alternative(
         headroom=1.0,
     )
     try:
-        plans, unfit = search_plans(inner)
+        found = list(explore(inner))
     except ValueError as error:
         return row | {"why": str(error)}
-    if unfit is not None:
-        return row | {"why": str(unfit)}
-    if not plans:
+    if not found:
         missing = nearest(nearest_misses(inner)).why.missing_bytes
         return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
-    other = plans[0]
-    return row | {"step_s": other.prediction.step_s, "microbatches": other.microbatches, "why": _why(plan, other)}
+    other = min(found, key=lambda candidate: candidate.clock_s)
+    return row | {"step_s": other.clock_s, "microbatches": other.microbatches, "why": _why(plan, other)}
 
 
-_WORDS = {
-    "backward_input": "backward",
-    "backward_weight": "the gradient of weights",
-    "tied": "the exchange of tied weights",
-    "loss": "telling the loss",
-}
-
-
-def _why(plan: Plan, other: Plan) -> str:
-    """The cause that grew most against the plan, in seconds per step."""
-    if other.prediction.step_s <= plan.prediction.step_s * 1.001:
-        return (
-            "as good: it is what was chosen"
-            if other.prediction.step_s > plan.prediction.step_s * 0.999
-            else "better in simulation"
-        )
-
-    def causes(p: Plan) -> dict[str, float]:
-        slowest = max(p.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * p.microbatches + s.step_s)
-        found = {
-            _WORDS.get(cause, cause): seconds * (1 if cause in STEP_CAUSES else p.microbatches)
-            for cause, seconds in slowest.seconds.items()
-            if cause != "overlapped"
-        }
-        found["pipeline bubble"] = max(0.0, p.prediction.step_s - sum(found.values()))
-        return found
-
-    mine, theirs = causes(plan), causes(other)
-    grown = max(theirs, key=lambda k: theirs[k] - mine.get(k, 0.0))
-    return f"{grown} takes {_ms(theirs[grown])} a step against {_ms(mine.get(grown, 0.0))}"
+def _why(plan: Plan, other: Candidate) -> str:
+    """The part of a step that grew most against the plan's."""
+    mine, theirs = plan.prediction.step_s, other.clock_s
+    if theirs <= mine * 1.02:
+        return "as good, as far as tables tell" if theirs > mine * 0.98 else "better by the tables, which count less"
+    slowest = max(plan.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * plan.microbatches + s.step_s)
+    once = sum(slowest.seconds.get(cause, 0.0) for cause in STEP_CAUSES)
+    each = plan.microbatches * (slowest.forward_s + slowest.backward_s)
+    causes = {
+        "the work on microbatches": (each, other.pace_s * other.microbatches),
+        "reducing gradients and the update": (once, other.once_s),
+        "the bubble, with messages,": (mine - each - once, theirs - other.pace_s * other.microbatches - other.once_s),
+    }
+    cause, (before, after) = max(causes.items(), key=lambda item: item[1][1] - item[1][0])
+    return f"{cause} takes {_ms(after)} a step against {_ms(max(before, 0.0))}"
 
 
 def _ms(seconds: float) -> str:

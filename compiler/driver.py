@@ -152,7 +152,7 @@ def start_search(
 
 def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
     try:
-        return find_alternatives(search, plan, search_plans)
+        return find_alternatives(search, plan)
     except KeyboardInterrupt:  # the plan is there
         search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
         return []

@@ -80,6 +80,8 @@ class Candidate:
     rows: tuple[StageRow, ...]
 
     clock_s: float  # the makespan on a clock, by the tables' seconds
+    pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
+    once_s: float = 0.0  # and at the end of the step
 
     @property
     def estimate_s(self) -> float:
@@ -366,7 +368,9 @@ class _Tables:
             sub, price = pairs[stage.option]
             group = self._group(sub)
             rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
-        return Candidate(m, schedule, pipeline, tuple(rows), clock_seconds(table, m, schedule, pipeline))
+        at = max(((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i])
+        clock_s = clock_seconds(table, m, schedule, pipeline)
+        return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
