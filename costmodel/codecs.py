@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from .collectives import AxisPrice
 from .hardware import Device
 
-__all__ = ["CODECS", "Codec", "coded_seconds"]
+__all__ = ["CODECS", "Codec", "coded_messages", "coded_seconds", "coding_seconds"]
 
 PATTERNS = ("all_reduce", "two_step", "all_gather")
 
@@ -51,21 +51,32 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def coded_seconds(axis: AxisPrice, device: Device, nbytes: float, itemsize: int, codec: Codec) -> float:
-    """Seconds to sum a gradient of ``nbytes`` over the groups of an axis in this code; 0 on an axis of one device.
-
-    "none" is the plain all-reduce of the gradient in its own dtype."""
-    if axis.size == 1 or not nbytes:
-        return 0.0
-    if codec.name == "none":
-        return axis.seconds("all_reduce", nbytes)
-    elements = nbytes / itemsize
-    wire = codec.wire_bytes * elements
+def coding_seconds(codec: Codec, device: Device, group: int) -> float:
+    """Seconds per element of the gradient to encode and decode on one of ``group`` devices."""
     encode = codec.encode_ns * 1e-9 if device.kind == "cpu" else codec.passes * 4 / device.memory_bytes_per_s
     if codec.pattern == "all_reduce":
-        return 2 * encode * elements + axis.seconds("all_reduce", wire)
+        return 2 * encode
     if codec.pattern == "two_step":
-        coding = encode * elements * (3 + 1 / axis.size)
-        return coding + axis.seconds("all_to_all", wire) + axis.seconds("all_gather", wire)
-    decoded = axis.size * wire / 8  # values that arrive, each added in its place
-    return encode * (elements + decoded) + axis.seconds("all_gather", axis.size * wire)
+        return encode * (3 + 1 / group)
+    return encode * (1 + group * codec.wire_bytes / 8)  # values that arrive, each added in its place
+
+
+def coded_messages(codec: Codec, group: int, itemsize: int) -> tuple[tuple[str, float], ...]:
+    """The collectives that a gradient takes, each with its bytes per byte of the gradient. "none" is the plain
+    all-reduce of the gradient in its own dtype."""
+    share = codec.wire_bytes / itemsize
+    if codec.name == "none":
+        return (("all_reduce", 1.0),)
+    if codec.pattern == "all_reduce":
+        return (("all_reduce", share),)
+    if codec.pattern == "two_step":
+        return (("all_to_all", share), ("all_gather", share))
+    return (("all_gather", group * share),)
+
+
+def coded_seconds(axis: AxisPrice, device: Device, nbytes: float, itemsize: int, codec: Codec) -> float:
+    """Seconds to sum a gradient of ``nbytes`` over the groups of an axis in this code; 0 on an axis of one device."""
+    if axis.size == 1 or not nbytes:
+        return 0.0
+    sending = sum(axis.seconds(kind, share * nbytes) for kind, share in coded_messages(codec, axis.size, itemsize))
+    return coding_seconds(codec, device, axis.size) * nbytes / itemsize + sending

@@ -22,6 +22,7 @@ from .wires import Form, Lines, WirePrice, cheapest, form_of, matching
 
 __all__ = [
     "ALGORITHMS",
+    "REDUCTIONS",
     "AxisPrice",
     "Steps",
     "mesh_prices",
@@ -29,6 +30,8 @@ __all__ = [
     "p2p_source",
     "steps_of",
 ]
+
+REDUCTIONS = (*ALGORITHMS["all_reduce"], "hierarchical")  # algorithms of all-reduces, all of them exact
 
 
 def _line(steps: Steps, alpha: float, message: float, call: float, rate: float) -> tuple[float, float]:
@@ -112,23 +115,28 @@ class AxisPrice:
 
 
 def mesh_prices(cluster: Cluster, mesh: Mesh, algorithms: str = "backend") -> tuple[AxisPrice, ...]:
-    """One AxisPrice per mesh axis. ``algorithms``: "backend", what NCCL or Gloo runs by itself, or "all", every row of
-    the table and every wire, whichever algorithm it is of.
+    """One AxisPrice per mesh axis. ``algorithms``: "backend", what NCCL or Gloo runs by itself; "all", every row of
+    the table and every wire, whichever algorithm it is of; or one of ``REDUCTIONS``, which prices all-reduces alone,
+    and nothing on an axis whose groups it is not defined for.
 
     The price of an axis is that of its slowest group; groups of the axis run at once and share their hosts' network
     adapters."""
-    if algorithms not in ("backend", "all"):
-        raise ValueError(f"algorithms is 'backend' or 'all', but got {algorithms!r}; use one of them")
-    return _mesh_prices(cluster, mesh, algorithms == "all")
+    if algorithms not in ("backend", "all", *REDUCTIONS):
+        known = ", ".join(REDUCTIONS)
+        raise ValueError(f"algorithms is backend, all, or one of {known}, but got {algorithms!r}; use one of them")
+    return _mesh_prices(cluster, mesh, algorithms)
 
 
 @lru_cache(maxsize=65536)
-def _mesh_prices(cluster: Cluster, mesh: Mesh, every: bool) -> tuple[AxisPrice, ...]:
-    kinds = {
-        kind: (*names, "hierarchical") if every else BACKENDS[cluster.backend][kind]
-        for kind, names in ALGORITHMS.items()
-    }
-    return tuple(_axis_price(cluster, mesh, axis, kinds, every) for axis in range(len(mesh.shape)))
+def _mesh_prices(cluster: Cluster, mesh: Mesh, algorithms: str) -> tuple[AxisPrice, ...]:
+    kinds: dict[str, tuple[str, ...]] = {"all_reduce": (algorithms,)}
+    if algorithms in ("backend", "all"):
+        kinds = {
+            kind: (*names, "hierarchical") if algorithms == "all" else BACKENDS[cluster.backend][kind]
+            for kind, names in ALGORITHMS.items()
+        }
+    measured = None if algorithms == "all" else (algorithms,)
+    return tuple(_axis_price(cluster, mesh, axis, kinds, measured) for axis in range(len(mesh.shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,10 @@ class _Group:
     crossing: int
 
 
-def _axis_price(cluster: Cluster, mesh: Mesh, axis: int, kinds: dict[str, tuple[str, ...]], every: bool) -> AxisPrice:
+def _axis_price(
+    cluster: Cluster, mesh: Mesh, axis: int, kinds: dict[str, tuple[str, ...]], measured: tuple[str, ...] | None
+) -> AxisPrice:
+    """``measured``: wires of these algorithms count; None: of any."""
     size = mesh.shape[axis]
     if size == 1:
         return AxisPrice(1, "none", False, dict.fromkeys((*kinds, *ALIASES), ((0.0, 0.0),)))
@@ -176,20 +187,23 @@ def _axis_price(cluster: Cluster, mesh: Mesh, axis: int, kinds: dict[str, tuple[
     form = Form(size, max(shape.members for shape in shapes), len(groups))
     slowest = max(shapes, key=_slowness)
     for kind, names in kinds.items():
-        envelopes = [_envelope(_lines(cluster, shape, kind, names)) for shape in shapes]
+        lines = [_lines(cluster, shape, kind, names) for shape in shapes]
+        if not all(lines):
+            continue
+        envelopes = [_envelope(one) for one in lines]
         # the slowest group: upper bound by the larger of each coefficient, exact where groups are alike
         if len(envelopes) == 1:
             pieces[kind] = envelopes[0]
         else:
             pieces[kind] = ((max(e[-1][0] for e in envelopes), max(e[-1][1] for e in envelopes)),)
-        found, exact = matching(cluster.wires, kind, form, None if every else ("backend",))
+        found, exact = matching(cluster.wires, kind, form, measured)
         if exact:
             wires[kind] = tuple(WirePrice(wire, True) for wire in found)
-        elif found:
-            there = _envelope(_lines(cluster, _measured_on(cluster, found[0], slowest), kind, names))
-            wires[kind] = (WirePrice.scaled(found[0], pieces[kind], there),)
+        elif found and (there := _lines(cluster, _measured_on(cluster, found[0], slowest), kind, names)):
+            wires[kind] = (WirePrice.scaled(found[0], pieces[kind], _envelope(there)),)
     for alias, kind in ALIASES.items():
-        pieces[alias] = pieces[kind]
+        if kind in pieces:
+            pieces[alias] = pieces[kind]
         if kind in wires:
             wires[alias] = wires[kind]
     crosses = any(len(counts) > 1 for counts in per_host)
