@@ -21,23 +21,37 @@ chunk is read off the schedule (``held``), as a loss's large saved bytes are hel
 Bound. Whatever the cuts, max_k T_k ≥ Σ_c t_c / p: so m Z(S)/p on floors, for the best option, p and v. A Lagrangian
 pair (λ, μ) of ``pipeline_bound`` adds: at some time each chunk of a group holds h microbatches, so λ Σ r + μ Σ s ≤
 max(λ, μ/h) (Σ r + h Σ s), and T_k ≥ Σ_{c ∈ D_k} value_c − M max(λ, μ/h).
+
+``quick_bound`` is the same with any number of chunks, h = 1 and the most groups there is room for, which is the least
+over all families with chunks, p and v. Pairs whose values count the per-step work, divided by m, are as good there: a
+group does its end of step σ_k after all its actions, so the makespan is at least m T_k + σ_k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .pipeline_table import Constraints, Floats, Infeasible, Pipeline, PipelineTable, Solution, StageChoice, StageOption
+from .pipeline_table import (
+    Constraints,
+    Floats,
+    Floors,
+    Infeasible,
+    Pipeline,
+    PipelineTable,
+    Solution,
+    StageChoice,
+    StageOption,
+)
 from .schedule import generate, in_flight_formula, virtual_order
 
-__all__ = ["chunked", "held"]
+__all__ = ["chunked", "held", "least_sums", "quick_bound"]
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
@@ -87,28 +101,32 @@ def chunked(
     chunks: Sequence[int] = (2,),
     constraints: Constraints | None = None,
     top_k: int = 8,
+    most: float = inf,
 ) -> Solution | Infeasible:
     """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v, and a bound on all
-    that have one option for all stages. The constraints' cuts are those of chunks, their stages are device groups."""
+    that have one option for all stages. The constraints' cuts are those of chunks, their stages are device groups.
+    most: seconds; pipelines whose estimate is at least that do not matter."""
     m, constraints = num_microbatches, constraints or Constraints()
     if schedule not in ("interleaved", "zb-v"):
         raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
     cases = []
+    work = least_sums(table.pace_s, constraints)
     for index, option in enumerate(table.options):
-        pace = _allowed(table.pace_s[index], constraints)
-        counts = list(_counts(table.num_layers, option, chunks, constraints))
+        counts = _counts(table.num_layers, option, chunks, constraints)
+        counts = [(p, v) for p, v in counts if m * work[index] / p < most]
         if counts:
+            pace = _allowed(table.pace_s[index], constraints)
             largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
             cases += [_Case(index, p, v, m * max(float(largest[p * v]), float(least[p * v]) / p)) for p, v in counts]
     found: list[Pipeline] = []
     nearest: tuple[float, Pipeline] | None = None
-    for case in sorted((one for one in cases if isfinite(one.low_s)), key=lambda one: one.low_s):
+    for case in sorted((one for one in cases if one.low_s < most), key=lambda one: one.low_s):
         if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
             break
         one = _pipeline(table, m, schedule, case, constraints)
         missing = max(a - b for a, b in zip(one.peak_bytes, one.limit_bytes))
         if missing <= 0:
-            found.append(one)
+            found += [one] if one.estimate_s < most else []
         elif nearest is None or missing < nearest[0]:
             nearest = missing, one
     if not found:
@@ -118,6 +136,37 @@ def chunked(
     return Solution(best, min(one.path_s for one in best), min(bound, best[0].estimate_s), False)
 
 
+def least_sums(values: Floats, constraints: Constraints) -> Floats:
+    """[options] the least sum of [options, L, L + 1] values along the layers, cut into any number of runs."""
+    layers = values.shape[1]
+    first, end = np.indices((layers, layers + 1))
+    allowed = (first < end) & constraints.allowed(first, end)
+    least = np.full((len(values), layers + 1), inf)
+    least[:, 0] = 0.0
+    for j in range(1, layers + 1):
+        runs = np.flatnonzero(allowed[:j, j])
+        if len(runs):
+            least[:, j] = (least[:, runs] + values[:, runs, j]).min(axis=1)
+    return least[:, layers]
+
+
+def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
+    """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
+    room for none."""
+    layers = floors.pace_s.shape[1]
+    counts = [_counts(layers, option, (2,), constraints) for option in floors.options]
+    room = [index for index, some in enumerate(counts) if some]
+    if not room:
+        return inf
+    groups = np.array([max(p for p, _ in counts[index]) for index in room])
+    limits = np.array([max(floors.options[index].limit_bytes) for index in room])
+    load = least_sums(floors.pace_s[room], constraints) / groups
+    for row in floors.rows:
+        priced = max(row.byte, row.saved_byte)
+        load = np.maximum(load, least_sums(row.value[room], constraints) / groups - limits * priced)
+    return float(m * load.min())
+
+
 def _allowed(pace: Floats, constraints: Constraints) -> Floats:
     at = np.indices(pace.shape)
     return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
@@ -125,12 +174,12 @@ def _allowed(pace: Floats, constraints: Constraints) -> Floats:
 
 def _counts(
     num_layers: int, option: StageOption, chunks: Sequence[int], constraints: Constraints
-) -> Iterator[tuple[int, int]]:
+) -> list[tuple[int, int]]:
     """(p, v) for which there is room; one group alone is no pipeline."""
     least, most = constraints.stages
     room = len(_offsets(option))
-    for p in range(max(2, least), min(room, num_layers, room if most is None else most) + 1):
-        yield from ((p, v) for v in chunks if p * v <= num_layers)
+    every = range(max(2, least), min(room, num_layers, room if most is None else most) + 1)
+    return [(p, v) for p in every for v in chunks if p * v <= num_layers]
 
 
 def _offsets(option: StageOption) -> list[int]:
@@ -228,7 +277,7 @@ def _lower_bound(table: PipelineTable, m: int, schedule: str, chunks: Sequence[i
         return 0.0
     bound = inf
     for index, option in enumerate(floors.options):
-        counts = list(_counts(table.num_layers, option, chunks, constraints))
+        counts = _counts(table.num_layers, option, chunks, constraints)
         if not counts:
             continue
         most, limit = max(p * v for p, v in counts), max(option.limit_bytes)
