@@ -155,10 +155,11 @@ def describe_stage(
     framework: float,
     microbatches: int,
     recompute: Recompute = NOTHING,
+    wire: Sequence[Wire] = (),
 ) -> Assembled:
-    """The stage that these choices make, with everything that its prices say."""
+    """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
     nodes, grad = graph.by_name(), layering.needs_grad
-    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute)
+    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute, wire)
     memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
@@ -225,8 +226,8 @@ def describe_stage(
     )
     first_device = pricer.offset
     devices = tuple(range(first_device, first_device + pricer.num_devices))
-    wire = _wires(section, chosen, graph, pricer, grad)
-    stage = Stage(devices, pricer.mesh_shape, (chunk,), wire)
+    wires = _wires(section, chosen, graph, pricer, grad, price.ways)
+    stage = Stage(devices, pricer.mesh_shape, (chunk,), wires)
     prediction = StagePrediction(
         price.forward_s,
         price.backward_s,
@@ -239,9 +240,15 @@ def describe_stage(
 
 
 def _wires(
-    section: Section, chosen: Sequence[int], graph: Graph, pricer: MeshPricer, grad: frozenset[str]
+    section: Section,
+    chosen: Sequence[int],
+    graph: Graph,
+    pricer: MeshPricer,
+    grad: frozenset[str],
+    ways: Mapping[tuple[int, ...], tuple[str, str]],
 ) -> tuple[Wire, ...]:
-    """How the gradients travel, by the axes over which they are sums: as the backend does it by itself, exactly."""
+    """How the gradients travel, by the axes over which they are sums; where ``ways`` does not say, as the backend does
+    it by itself, exactly."""
     nodes, sizes = graph.by_name(), defaultdict[tuple[int, ...], float](float)
     for name, choices, pick in zip(section.names, section.choices, chosen):
         choice, node = choices[pick], nodes[name]
@@ -249,4 +256,4 @@ def _wires(
             continue
         if axes := partial_axes(choice.compute, pricer.mesh_shape):
             sizes[axes] += pricer.local_bytes(node.meta["type"], choice.compute.value)
-    return tuple(Wire(axes, bytes=sizes[axes]) for axes in sorted(sizes))
+    return tuple(Wire(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))

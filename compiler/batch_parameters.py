@@ -156,4 +156,8 @@ class _Table:
         if not mask:
             return np.zeros_like(size)
         full = np.maximum(size, BUCKET_BYTES)
-        return self.pricer.tariff(mask, collective).seconds(full) * size / full
+        if collective == "all_reduce":  # of gradients
+            tariff = self.pricer.gradients(mask, self.kind.dtype.itemsize)
+        else:
+            tariff = self.pricer.tariff(mask, collective)
+        return tariff.seconds(full) * size / full

@@ -26,6 +26,7 @@ from .rules import MeshChoice, rule_for
 from .signature import signature, sum_signature
 from .spec import Spec, local_shape
 from .variants import Variants, cut_mask
+from .wires import EXACT, cheapest_offers, offered_ways
 
 __all__ = ["BatchPricer", "OpPrices"]
 
@@ -81,6 +82,19 @@ class BatchPricer:
                     joint = pricer.joint(axes) if axes else None
                     known[id(pricer)] = None if joint is None else joint.pieces_of(kind)
                 offers.append(known[id(pricer)])
+            self._tariffs[key] = Tariff(offers)
+        return self._tariffs[key]
+
+    def gradients(self, mask: int, itemsize: int) -> Tariff:
+        """Prices of summing gradients of such elements in these groups, in the cheapest way."""
+        if self.variants.communication == EXACT:
+            return self.tariff(mask, "all_reduce")
+        key = mask, f"gradients of {itemsize} bytes"
+        if key not in self._tariffs:
+            variants, offers = self.variants, list[Offers | None]()
+            for v in range(variants.num):
+                axes = [a for a in range(variants.axes) if mask >> a & 1 and variants.sizes[v, a] > 1]
+                offers.append(cheapest_offers(offered_ways(variants.pricer(v), axes, itemsize)) if axes else None)
             self._tariffs[key] = Tariff(offers)
         return self._tariffs[key]
 

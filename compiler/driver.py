@@ -38,6 +38,7 @@ from .prepare import prepare
 from .rules import rule_for
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
+from .wires import lossy_notes
 
 __all__ = [
     "INTERRUPTED",
@@ -289,6 +290,7 @@ def _notes(search: Search, plan: Plan) -> list[str]:
     )
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
+    notes += lossy_notes(plan.stages)
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)

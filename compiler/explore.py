@@ -484,7 +484,7 @@ class _Group:
         assert search.samples is not None
         variants = Variants(
             search.graph, search.layering, search.cluster, search.optimizer, search.global_batch, cases,
-            space.schedules[0], search.samples,
+            space.schedules[0], search.samples, communication=space.communication,
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)

@@ -89,7 +89,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
             parts.append(part)
             continue
-        pricer = MeshPricer(cluster, offset, shape, search.optimizer)
+        pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication)
         restriction = search.restriction(row.submesh.roles)
         part = assemble_stage(
             graph,

@@ -93,13 +93,14 @@ def together(parts: Sequence[Assembled]) -> Assembled:
     if len(parts) == 1:
         return parts[0]
     first, predictions = parts[0], [part.prediction for part in parts]
-    wires: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    wires: dict[tuple[int, ...], Wire] = {}  # chunks that sum over the same axes do so in the same way
     for wire in (wire for part in parts for wire in part.stage.wire):
-        wires[wire.axes] += wire.bytes
+        size = wires[wire.axes].bytes if wire.axes in wires else 0.0
+        wires[wire.axes] = replace(wires.get(wire.axes, wire), bytes=size + wire.bytes)
     stage = replace(
         first.stage,
         chunks=tuple(chunk for part in parts for chunk in part.stage.chunks),
-        wire=tuple(Wire(axes, bytes=size) for axes, size in sorted(wires.items())),
+        wire=tuple(wires[axes] for axes in sorted(wires)),
     )
     memory = _summed([one.memory_bytes for one in predictions])
     for cause in ("temporary", "framework"):

@@ -24,6 +24,7 @@ from .reshard import FREE, step_bytes, steps_between
 from .rules import MeshChoice, rule_for
 from .signature import signature, sum_signature
 from .spec import P, Pair, Spec, local_shape
+from .wires import EXACT, Communication, Way, offered_ways
 
 __all__ = ["Facts", "MeshPricer", "OpPrice", "facts_of", "partial_axes"]
 
@@ -80,9 +81,11 @@ class MeshPricer:
     offset: int
     mesh_shape: tuple[int, ...]
     optimizer: str = "AdamW"
+    communication: Communication = EXACT  # how gradients may travel
+    ways: dict[tuple[tuple[int, ...], int], tuple[Way, ...]] = field(default_factory=dict, repr=False)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _known: dict[Node, Facts] = field(default_factory=dict)
-    _joint: dict[tuple[int, ...], AxisPrice | None] = field(default_factory=dict)
+    _joint: dict[tuple[tuple[int, ...], str], AxisPrice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = Mesh.of(self.cluster, self.offset, self.mesh_shape)
@@ -242,20 +245,18 @@ class MeshPricer:
         bill = parameter_bytes(elements, kind.dtype, self.optimizer, mixed_precision=half)
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
-    def joint(self, axes: Sequence[int]) -> AxisPrice | None:
-        """Prices in the groups that several axes form together; None where these axes are not neighbours."""
-        key = tuple(axes)
-        if len(key) == 1:
-            return self.axes[key[0]]
+    def joint(self, axes: Sequence[int], algorithm: str = "backend") -> AxisPrice | None:
+        """Prices in the groups that several axes form together; None where these axes are not neighbours. algorithm:
+        as ``mesh_prices`` has it."""
+        first, last, key = axes[0], axes[-1], (tuple(axes), algorithm)
+        if first == last and algorithm == "backend":
+            return self.axes[first]
         if key not in self._joint:
             found = None
-            if key == tuple(range(key[0], key[-1] + 1)):
-                shape = (
-                    *self.mesh_shape[: key[0]],
-                    prod(self.mesh_shape[axis] for axis in key),
-                    *self.mesh_shape[key[-1] + 1 :],
-                )
-                found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape))[key[0]]
+            if key[0] == tuple(range(first, last + 1)):
+                size = prod(self.mesh_shape[axis] for axis in axes)
+                shape = (*self.mesh_shape[:first], size, *self.mesh_shape[last + 1 :])
+                found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
             self._joint[key] = found
         return self._joint[key]
 
@@ -272,12 +273,15 @@ class MeshPricer:
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
         """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full
-        bucket, as if nothing hid behind compute. Buckets that are not full cost more per byte, never less."""
+        bucket, as if nothing hid behind compute, in the cheapest way. Buckets that are not full cost more per byte,
+        never less."""
         axes = partial_axes(pair, self.mesh_shape)
         if not axes:
             return 0.0
         size = self.local_bytes(kind, pair.value)
         full = max(size, BUCKET_BYTES)
+        if self.communication != EXACT and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
+            return min(way.seconds(full) for way in ways) * size / full
         return self.reduce_seconds(full, axes) * size / full
 
     def accumulate_seconds(self, kind: TensorType, pair: Pair, microbatches: int) -> float:

@@ -25,6 +25,7 @@ from .recompute import Recompute, modes_in, recompute_of
 from .residency import residency_text
 from .schedule import in_flight_formula
 from .spec import Pair
+from .wires import lossy_notes
 
 __all__ = ["reprice"]
 
@@ -49,13 +50,14 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     recompute = recompute_of(graph, layering, modes_in(plan.stages), plan.schedule)
     parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
     step = predict(small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts)
+    kept = [n for n in plan.prediction.notes if not n.startswith(("memory of stage", "gradients are compressed"))]
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=step.step_s,
         stages=step.stages,
         flops=plan.prediction.flops,
         replicated_flops=plan.prediction.replicated_flops,
-        notes=tuple(note for note in plan.prediction.notes if not note.startswith("memory of stage")),
+        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages), *kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
@@ -84,7 +86,17 @@ def _stage(
         chosen = [0] * len(section.names)
         parts.append(
             describe_stage(
-                graph, pricer, layering, part.layers, section, chosen, flight, framework, plan.microbatches, recompute
+                graph,
+                pricer,
+                layering,
+                part.layers,
+                section,
+                chosen,
+                flight,
+                framework,
+                plan.microbatches,
+                recompute,
+                stage.wire,
             )
         )
     priced = together(parts)

@@ -29,6 +29,7 @@ from .recompute import ALIASES
 from .residency import PATTERNS
 from .schedule import executable_schedules, known_schedules
 from .strategy import Strategy, divisors_of
+from .wires import EXACT, Communication
 
 __all__ = ["CHUNKED", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
 
@@ -59,6 +60,7 @@ class Space:
     min_tensor: int = 1
     max_tensor: int | None = None
     tensor_inside_host: bool = False
+    communication: Communication = EXACT
 
     @classmethod
     def whole(cls) -> Space:
@@ -86,10 +88,12 @@ class Space:
         zero: str | int = "auto",
         sequence: bool = True,
         executable: bool = False,
+        communication: str | Sequence[str] | None = None,
     ) -> Space:
         """The space in which these are given or, where "auto", open. recompute: a mode, or modes by patterns of layer
-        names; zero: a level of parameter sharding, 0 to 3. Raises ValueError for what is unknown, and for what the
-        runtime cannot run where only ``executable`` plans are asked for."""
+        names; zero: a level of parameter sharding, 0 to 3; communication: see ``Communication.asked``. Raises
+        ValueError for what is unknown, and for what the runtime cannot run where only ``executable`` plans are asked
+        for."""
         space = cls.executable() if executable else cls.whole()
         runs = executable_schedules() if executable else known_schedules()
         if schedule != "auto":
@@ -104,7 +108,7 @@ class Space:
             levels = [str(PATTERNS.index(name)) for name in (RESIDENCIES if executable else PATTERNS)]
             level = int(_one_of("zero", str(zero), levels, executable))
             space = replace(space, residencies=(PATTERNS[level],))
-        return replace(space, sequence=sequence)
+        return replace(space, sequence=sequence, communication=Communication.asked(communication, executable))
 
 
 def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> str:

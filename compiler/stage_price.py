@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
 from .graph import Graph, tensor_operands
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
-from .plan import Residency
+from .plan import Residency, Wire
 from .pricing import MeshPricer, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
@@ -33,6 +33,7 @@ from .reshard import FREE, steps_between
 from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, scattered_axes
 from .rules import MeshChoice
 from .spec import Pair
+from .wires import bucket_seconds, choose_ways, way_source
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
@@ -60,6 +61,8 @@ class StagePrice:
     seconds: Mapping[str, float]
     sources: Mapping[str, float]
     wasted_flops: float
+    # (algorithm, compressor) by which gradients are summed, per group of axes
+    ways: Mapping[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
 
 
 def price_stage(
@@ -70,9 +73,11 @@ def price_stage(
     chosen: Sequence[int],
     microbatches: int,
     recompute: Recompute = NOTHING,
+    wire: Sequence[Wire] = (),
 ) -> StagePrice:
-    """The price of ``chosen`` (an index per operator of ``section``) on one stage."""
-    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute).run()
+    """The price of ``chosen`` (an index per operator of ``section``) on one stage. Gradients travel as ``wire`` says,
+    those that it does not name in the best way that ``pricer.communication`` allows."""
+    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute, wire).run()
 
 
 class _Pricing:
@@ -85,7 +90,9 @@ class _Pricing:
         chosen: Sequence[int],
         microbatches: int,
         recompute: Recompute,
+        wire: Sequence[Wire],
     ) -> None:
+        self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
         self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
         self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
         self.nodes = graph.by_name()
@@ -110,7 +117,7 @@ class _Pricing:
         self._host()
         self._gradients(trained)
         step_s = self.once + self.seconds["optimizer"]
-        return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted)
+        return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways)
 
     def _op(self, node: Node, choice: MeshChoice) -> None:
         price, seconds = self.pricer.op(node, choice, self.grad), self.seconds
@@ -217,16 +224,22 @@ class _Pricing:
         if not buckets:
             return
 
-        def seconds(bucket: Bucket) -> float:
-            return pricer.reduce_seconds(bucket.nbytes, bucket.axes)
+        def reduced(seconds: Callable[[Bucket], float]) -> tuple[float, float]:
+            return hidden_seconds(buckets, seconds, ready, self.backward, pricer.device.overlap)
 
-        total_s, hidden = hidden_seconds(buckets, seconds, ready, self.backward, pricer.device.overlap)
+        def exposed(seconds: Callable[[Bucket], float]) -> float:
+            total, hidden = reduced(seconds)
+            return total - hidden
+
+        self.ways = choose_ways(pricer, buckets, exposed, self.wire)
+        prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
+        total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
-        copy_s = copied / pricer.device.memory_bytes_per_s
-        self.once += total_s - hidden + copy_s
-        self.seconds["gradient"] += total_s - hidden + copy_s
+        beside_s = copied / pricer.device.memory_bytes_per_s + sum(coding for coding, _ in prices.values())
+        self.once += total_s - hidden + beside_s
+        self.seconds["gradient"] += total_s - hidden + beside_s
         self.seconds["overlapped"] = hidden
-        self.sources["analytic"] += copy_s
+        self.sources["analytic"] += beside_s
         for bucket in buckets:
-            share = seconds(bucket) / total_s if total_s else 0.0
-            self.sources[pricer.reduce_source(bucket.axes)] += share * (total_s - hidden)
+            share = prices[id(bucket)][1] / total_s if total_s else 0.0
+            self.sources[way_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)

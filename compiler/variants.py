@@ -30,6 +30,7 @@ from .graph import Graph, TensorType, copy_at, output_of, rescale
 from .layers import Layering
 from .pricing import MeshPricer
 from .spec import Pair, Placement, R, S, Spec
+from .wires import EXACT, Communication
 
 __all__ = ["Case", "Samples", "State", "Variants", "cut_mask", "split_by_axes"]
 
@@ -125,6 +126,7 @@ class Variants:
     schedule: str = "1f1b"  # decides only whether the layer with the loss is run again
     samples: Samples = field(default=None)  # type: ignore[assignment]  # of the same graph; by default its own
     cache: dict[Any, Any] = field(default_factory=dict)  # prices by content, shared by all templates
+    communication: Communication = EXACT
 
     def __post_init__(self) -> None:
         counts = {len(case.mesh_shape) for case in self.cases}
@@ -163,7 +165,9 @@ class Variants:
         case = self.cases[v]
         key = case.mesh_shape, case.offset
         if key not in self._pricers:
-            self._pricers[key] = MeshPricer(self.cluster, case.offset, case.mesh_shape, self.optimizer)
+            self._pricers[key] = MeshPricer(
+                self.cluster, case.offset, case.mesh_shape, self.optimizer, self.communication
+            )
         return self._pricers[key]
 
     def samples_of(self, layer: int) -> list[dict[str, Node]]:

@@ -1,0 +1,301 @@
+"""By which algorithm and in which code gradients are summed: what is offered, what it costs, and what is chosen.
+
+A *way* is an all-reduce's algorithm (``collectives.REDUCTIONS``, or "backend": what the library runs by itself) and a
+compressor (``codecs.CODECS``, or "none"). Codes that do not all-reduce run by the backend's own algorithms. To sum n
+bytes over a group of p devices takes
+
+    coding · n + sending(n),    sending(n) = Σ over the code's messages of min over its offers of a + b · share · n
+
+Coding keeps the device busy and hides behind nothing; sending overlaps as any reduction does (``overlap``). Both parts
+of a step that grow with a bucket's seconds never shrink with them, so of two ways of which one takes no longer for any
+bucket the other need not be looked at; of what is left (a few per group of axes) all combinations are tried.
+
+Searches price a gradient by its cheapest way as its share of a full bucket, which no choice for whole stages undercuts,
+so bounds hold as they are. Ways are chosen per stage and group of mesh axes once a stage is assembled. Where the
+backend was measured, algorithms that were not are left out: an assumed rate would win against a measured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..costmodel.codecs import CODECS, coded_messages, coding_seconds
+from ..costmodel.collectives import REDUCTIONS, AxisPrice
+from .overlap import Bucket
+from .plan import Stage, Wire
+
+if TYPE_CHECKING:
+    from .pricing import MeshPricer
+
+__all__ = [
+    "EXACT",
+    "Communication",
+    "Way",
+    "bucket_seconds",
+    "cheapest_offers",
+    "choose_ways",
+    "lossy_notes",
+    "offered_ways",
+    "way_of",
+    "way_source",
+]
+
+Piece = tuple[float, float, float]  # (from_bytes, a, b): seconds = a + b · bytes from there on
+Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How gradients may travel: algorithms, "backend" first, and compressors, "none" first."""
+
+    algorithms: tuple[str, ...] = ("backend",)
+    compressors: tuple[str, ...] = ("none",)
+
+    @classmethod
+    def asked(cls, asked: str | Sequence[str] | None, executable: bool = False) -> Communication:
+        """None or "exact": as the backend does it; "auto": any exact algorithm; "lossy": any algorithm and code; or the
+        names of those that are allowed beside the backend's plain sum, as a sequence or with commas between them.
+        Raises ValueError for others, and for all but "exact" where plans are to be ``executable``."""
+        every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
+        modes = {"exact": cls(), "auto": cls(every), "lossy": cls(every, codes)}
+        if asked is None or asked == "exact":
+            return modes["exact"]
+        known = f"exact, auto, lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
+        if executable:
+            raise ValueError(
+                f"communication is exact where plans are to be executable, but got {asked!r}; leave it out"
+            )
+        if isinstance(asked, str) and asked in modes:
+            return modes[asked]
+        names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
+        if not names or any(name not in (*every, *codes) for name in names):
+            raise ValueError(f"communication is {known}, but got {asked!r}; use one of these")
+        return cls(
+            tuple(name for name in every if name == "backend" or name in names),
+            tuple(name for name in codes if name == "none" or name in names),
+        )
+
+
+EXACT = Communication()
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way with its prices in the groups of some axes, for elements of one size. messages: per collective of the code
+    its offers, of which the cheapest counts, by bytes of the gradient; source: where these prices come from."""
+
+    algorithm: str
+    compressor: str
+    coding_s_per_byte: float
+    messages: tuple[tuple[Offer, ...], ...]
+    source: str
+
+    def sending(self, nbytes: float) -> float:
+        """Seconds that a gradient of so many bytes travels."""
+        return sum(min(_at(offer, nbytes) for offer in offers) for offers in self.messages) if nbytes else 0.0
+
+    def coding(self, nbytes: float) -> float:
+        """Seconds to encode and decode it."""
+        return self.coding_s_per_byte * nbytes
+
+    def seconds(self, nbytes: float) -> float:
+        """Both."""
+        return self.coding(nbytes) + self.sending(nbytes)
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        """``seconds`` as ``AxisPrice.pieces_of`` has it: the cheapest offer counts."""
+        coding: Offer = ((0.0, 0.0, self.coding_s_per_byte),)
+        found: list[Offer] = []
+        for combination in product(*self.messages):
+            total = coding
+            for offer in combination:
+                total = _added(total, offer)
+            found.append(total)
+        return tuple(found)
+
+
+def _at(offer: Offer, nbytes: float) -> float:
+    _, a, b = _piece(offer, nbytes)
+    return a + b * nbytes
+
+
+def _piece(offer: Offer, nbytes: float) -> Piece:
+    return next(piece for piece in reversed(offer) if piece[0] <= nbytes)
+
+
+def _added(one: Offer, other: Offer) -> Offer:
+    """The sum of two prices of the same bytes."""
+    starts = sorted({piece[0] for piece in (*one, *other)})
+    pairs = [(start, _piece(one, start), _piece(other, start)) for start in starts]
+    return tuple((start, first[1] + second[1], first[2] + second[2]) for start, first, second in pairs)
+
+
+def _scaled(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
+    """The offers of a collective of ``share`` bytes per byte of the gradient."""
+    return tuple(tuple((start / share, a, b * share) for start, a, b in offer) for offer in price.pieces_of(kind))
+
+
+# ---- what there is
+
+
+def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> Way:
+    """The prices of one way over the groups that ``axes`` form together. Raises ValueError for what is unknown, and for
+    what these groups cannot do."""
+    way = _possible(pricer, axes, itemsize, algorithm, compressor)
+    if way is None:
+        raise ValueError(
+            f"gradients over mesh axes {list(axes)} of {list(pricer.mesh_shape)} have no sum by {algorithm!r} in code "
+            f"{compressor!r}; algorithms are backend (with every code), {', '.join(REDUCTIONS)} (with codes that "
+            f"all-reduce; hierarchical: over several hosts of equally many devices); codes are {', '.join(CODECS)}"
+        )
+    return way
+
+
+def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> Way | None:
+    codec = CODECS.get(compressor)
+    if codec is None or algorithm not in ("backend", *REDUCTIONS):
+        return None
+    price = pricer.joint(axes, algorithm)
+    if price is None or (algorithm != "backend" and codec.pattern != "all_reduce"):
+        return None
+    messages = coded_messages(codec, price.size, itemsize)
+    if any(kind not in price.pieces for kind, _ in messages):
+        return None
+    return Way(
+        algorithm,
+        compressor,
+        coding_seconds(codec, pricer.device, price.size) / itemsize,
+        tuple(_scaled(price, kind, share) for kind, share in messages),
+        price.source(messages[0][0]),
+    )
+
+
+def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[Way, ...]:
+    """The ways that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes form no
+    groups together (then there is no choice)."""
+    key = (tuple(axes), itemsize)
+    if key not in pricer.ways:
+        allowed, backend = pricer.communication, pricer.joint(axes)
+        measured = backend is not None and backend.source("all_reduce") != "analytic"
+        found = []
+        for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
+            way = _possible(pricer, axes, itemsize, algorithm, compressor)
+            if way is not None and not (measured and algorithm != "backend" and way.source == "analytic"):
+                found.append(way)
+        pricer.ways[key] = tuple(found)
+    return pricer.ways[key]
+
+
+def cheapest_offers(ways: Sequence[Way]) -> tuple[Offer, ...]:
+    """Offers of which the cheapest is what the cheapest way takes, without those that never are."""
+    return _undercut(tuple(dict.fromkeys(offer for way in ways for offer in way.offers)))
+
+
+@lru_cache(maxsize=4096)
+def _undercut(offers: tuple[Offer, ...]) -> tuple[Offer, ...]:
+    lines = sorted((offer for offer in offers if len(offer) == 1), key=lambda offer: offer[0][1:])
+    kept: list[Offer] = []
+    for line in lines:
+        if not kept or line[0][2] < kept[-1][0][2]:
+            kept.append(line)
+    return (*kept, *(offer for offer in offers if len(offer) > 1))
+
+
+# ---- what is chosen
+
+
+def choose_ways(
+    pricer: MeshPricer,
+    buckets: Sequence[Bucket],
+    exposed: Callable[[Callable[[Bucket], float]], float],
+    wire: Sequence[Wire] = (),
+) -> dict[tuple[int, ...], tuple[str, str]]:
+    """(algorithm, compressor) per group of axes that sums some bucket: of least exposed seconds, with the coding; what
+    ``wire`` has of these axes stands. exposed: seconds of a stage's reductions that nothing hides, given how long each
+    bucket travels. Raises ValueError for a wire that its groups cannot do."""
+    fixed = {one.axes: (one.algorithm, one.compressor) for one in wire}
+    groups: dict[tuple[int, ...], list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(bucket.axes, []).append(bucket)
+    names: list[list[tuple[str, str]]] = []
+    for axes, members in groups.items():
+        if axes in fixed:
+            names.append([fixed[axes]])
+            for size in {itemsize_of(bucket) for bucket in members} if fixed[axes] != ("backend", "none") else ():
+                way_of(pricer, axes, size, *fixed[axes])
+        else:
+            names.append(_worth_a_look(pricer, axes, members))
+    combinations = [dict(zip(groups, chosen)) for chosen in product(*names)]
+    if len(combinations) == 1:
+        return combinations[0]
+
+    def seconds(chosen: Mapping[tuple[int, ...], tuple[str, str]]) -> float:
+        prices = {id(bucket): bucket_seconds(pricer, bucket, chosen[bucket.axes]) for bucket in buckets}
+        return exposed(lambda bucket: prices[id(bucket)][1]) + sum(coding for coding, _ in prices.values())
+
+    return min(combinations, key=seconds)
+
+
+def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> tuple[float, float]:
+    """(coding, sending) of one bucket."""
+    if way == ("backend", "none"):
+        return 0.0, pricer.reduce_seconds(bucket.nbytes, bucket.axes)
+    priced = way_of(pricer, bucket.axes, itemsize_of(bucket), *way)
+    return priced.coding(bucket.nbytes), priced.sending(bucket.nbytes)
+
+
+def way_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
+    """Where the seconds that a bucket travels come from: "measured", "scaled" or "analytic"."""
+    if way == ("backend", "none"):
+        return pricer.reduce_source(bucket.axes)
+    return way_of(pricer, bucket.axes, itemsize_of(bucket), *way).source
+
+
+def itemsize_of(bucket: Bucket) -> int:
+    """Bytes of an element of the bucket's gradients, which agree in their dtype."""
+    dtype: Hashable = bucket.gradients[0].key
+    assert isinstance(dtype, torch.dtype), dtype
+    return dtype.itemsize
+
+
+def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
+    """The ways that no other one undercuts for these buckets, the plain sum first where it is among them."""
+    if pricer.communication == EXACT:
+        return [("backend", "none")]
+    offered: dict[tuple[str, str], list[Way]] = {}
+    sizes = {itemsize_of(bucket) for bucket in buckets}
+    for size in sorted(sizes):
+        for way in offered_ways(pricer, axes, size):
+            offered.setdefault((way.algorithm, way.compressor), []).append(way)
+    shapes = sorted({(bucket.nbytes, itemsize_of(bucket)) for bucket in buckets})
+    prices: dict[tuple[str, str], tuple[float, ...]] = {}
+    for name, ways in offered.items():
+        if len(ways) == len(sizes):
+            of = dict(zip(sorted(sizes), ways))
+            coding = sum(of[itemsize_of(bucket)].coding(bucket.nbytes) for bucket in buckets)
+            prices[name] = (coding, *(of[size].sending(nbytes) for nbytes, size in shapes))
+    kept: list[tuple[str, str]] = []
+    for name, price in prices.items():
+        if not any(_no_worse(prices[other], price) for other in kept):
+            kept = [other for other in kept if not _no_worse(price, prices[other])] + [name]
+    return kept or [("backend", "none")]
+
+
+def _no_worse(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def lossy_notes(stages: Sequence[Stage]) -> list[str]:
+    """A line for a plan whose gradients are not summed exactly."""
+    found = {wire.compressor for stage in stages for wire in stage.wire}
+    codes = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
+    if not codes:
+        return []
+    return [f"gradients are compressed by {', '.join(codes)}, which is lossy: training differs from the exact sum"]
