@@ -45,7 +45,7 @@ def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> d
         bounds={},
         tables=None,
         thorough=False,
-        headroom=1.0,
+        beside={},
     )
     try:
         found = list(explore(inner))

@@ -18,6 +18,7 @@ from .graph import Graph, tensor_operands
 from .layers import cluster_layers
 from .rules import rule_for
 from .spec import Spec
+from .typeset import bytes_text
 
 if TYPE_CHECKING:
     from .plan import Chunk, Plan, Residency, Stage
@@ -193,13 +194,15 @@ def residency_words(plan: Plan) -> str:
 
 
 def wire_words(stage: Stage) -> str:
-    """What the gradients of a stage are summed over, and how where that is not the backend's own and exact: "data",
-    "data by ring, compressed by topk"; "" if nothing is summed."""
+    """What the gradients of a stage are summed over, and how and how many where that is not the backend's own and
+    exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
     names, texts = axis_names(stage), []
     for wire in stage.wire:
         text = " and ".join(names[axis] for axis in wire.axes)
         text += f" by {wire.algorithm}" if wire.algorithm != "backend" else ""
-        texts.append(text + (f", compressed by {wire.compressor}" if wire.compressor != "none" else ""))
+        text += f", compressed by {wire.compressor}" if wire.compressor != "none" else ""
+        plain = (wire.algorithm, wire.compressor) == ("backend", "none")
+        texts.append(text if plain else f"{text} ({bytes_text(wire.bytes)} each)")
     return "; ".join(texts)
 
 

@@ -29,10 +29,11 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
 from .constraints import by_layer, parse_constraints
-from .explore import Candidate, Search, explore
-from .finish import finish
+from .explore import Candidate, Search, corrected, explore
+from .finish import Overfull, finish, with_memory
 from .graph import Graph, op_name
 from .infeasible import infeasible
+from .other_schedules import simplest_first, with_other_schedules
 from .plan import Plan
 from .prepare import prepare
 from .rules import rule_for
@@ -53,7 +54,7 @@ __all__ = [
 
 TRIES = 5  # candidates that are finished, at most
 INTERRUPTED = "it was interrupted"
-TIGHTER = 3  # times that the limit is lowered because what was assembled did not fit
+TIGHTER = 8  # times that what was assembled may not fit without counting as a try
 
 
 def make_plan(
@@ -190,19 +191,12 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
 
 def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
     """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
-    explorer = explore(search)
-    found = _collected(search, explorer)
-    error: InfeasibleError | None = None
-    for _ in range(TIGHTER if search.thorough else 1):
-        if not found:
-            break
-        plans, error, over = _finished(search, found, top_k)
-        if plans:
-            return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None
-        if search.thorough:
-            search.headroom *= min(over, 0.98)
-            found = _collected(search, explore(search))
-    return [], error
+    try:
+        found = with_other_schedules(search, _collected(search, explore(search)))
+    except InfeasibleError as error:
+        return [], error
+    plans, error = _finished(search, found, top_k)
+    return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
 
 
 def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]:
@@ -218,32 +212,55 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
 
 
 def _finished(
-    search: Search, found: Sequence[Candidate], top_k: int
-) -> tuple[list[Plan], InfeasibleError | None, float]:
-    """(plans that fit, fastest first; why the last of the others does not; the part of its bytes that would)."""
+    search: Search, queue: list[Candidate], top_k: int
+) -> tuple[list[Plan], InfeasibleError | None]:
+    """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first.
+
+    A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope; its memory is
+    counted if it is among the best then. What that shows of a shape's memory corrects all candidates that are left.
+    """
     plans: list[Plan] = []
-    error, over = None, 1.0
-    for candidate in found[: max(TRIES if search.thorough else 2, 2 * top_k)]:
-        if len(plans) >= top_k and candidate.clock_s >= plans[top_k - 1].prediction.step_s:
+    error: InfeasibleError | None = None
+    guide = search.space.guide
+    tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, 1.0  # short: clock seconds per simulated second
+    tries += sum(one.schedule != guide for one in queue)
+    while queue and tries:
+        candidate = queue.pop(0)
+        worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
+        if candidate.clock_s >= worst_s * short:
             break
         if plans and (search.cut_short or time.perf_counter() > search.stop):
             search.cut_short = search.cut_short or "the time limit passed"
             break
+        tries -= 1
         try:
             plan = _finish(search, candidate, bool(plans))
-            if not any(_alike(plan, other) for other in plans):
-                plans.append(plan)
-        except InfeasibleError as missed:
+            short = min(candidate.clock_s / plan.prediction.step_s, short if plans else 1.0)
+            if plan.prediction.step_s < worst_s and not any(_alike(plan, other) for other in plans):
+                plans.append(with_memory(search, plan, candidate))
+        except Overfull as missed:
             error = missed
-            over = min(over, getattr(missed, "fraction", 0.95))
-            continue
+            if candidate.schedule != guide and guide in search.space.schedules:
+                continue  # what is known of the guide's stages stands
+            m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
+            queue = [one for one in queue if one.microbatches != m]
+            found = corrected(search, m, missed.beside)
+            if guide not in search.space.schedules:
+                found = with_other_schedules(search, found)
+            else:
+                queue += [one for one in others if one.microbatches == m]
+            tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
+            queue = sorted([*queue, *found], key=lambda other: other.clock_s)
         except KeyboardInterrupt:
             if not plans:
                 raise
             search.cut_short = INTERRUPTED
             break
         plans.sort(key=lambda plan: plan.prediction.step_s)
-    return plans[:top_k], error, over
+    if plans:
+        first = simplest_first([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
+        plans.insert(0, plans.pop(first))
+    return plans[:top_k], error
 
 
 def _alike(plan: Plan, other: Plan) -> bool:

@@ -41,11 +41,11 @@ from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
 from .problem import Restriction
-from .space import CHUNKED, Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
+from .space import Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import Strategy, divide
 from .variants import Case, Samples, Variants
 
-__all__ = ["Candidate", "Miss", "Search", "StageRow", "explore", "fits", "nearest_misses"]
+__all__ = ["Candidate", "Miss", "Search", "StageRow", "batch_bytes", "corrected", "explore", "fits", "nearest_misses"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per its memory
@@ -118,7 +118,8 @@ class Search:
     bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
     samples: Samples | None = None
     cut_short: str = ""  # why the search ended before it was done
-    headroom: float = 1.0  # of the memory, what estimates may fill
+    beside: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict)  # (shape, microbatches) → bytes that
+    # stages turned out to hold beside what tables say
     asked: Space | None = None  # the space before the constraints narrowed it
     share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
@@ -148,7 +149,8 @@ class Search:
     @property
     def bound_s(self) -> float:
         """What no plan of the space undercuts; 0 before the floors are known."""
-        return min(self.bounds.values(), default=0.0)
+        open_ = self.space.schedules
+        return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
 
 
 def explore(search: Search) -> Iterator[Candidate]:
@@ -164,6 +166,8 @@ def explore(search: Search) -> Iterator[Candidate]:
         best = tables.best = min(best, candidate.estimate_s if told is None else told)
         first[candidate.microbatches] = min(first.get(candidate.microbatches, inf), candidate.clock_s)
     if not search.thorough:
+        if not first:
+            yield from tables.lean_candidates()
         return
     order = sorted(tables.order(), key=lambda m: first.get(m, inf))[: THOROUGH if first else None]
     for place, m in enumerate(order):
@@ -176,6 +180,15 @@ def explore(search: Search) -> Iterator[Candidate]:
         for candidate in tables.candidates(m):
             told = yield candidate
             best = tables.best = min(best, candidate.estimate_s if told is None else told)
+
+
+def corrected(search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]]) -> list[Candidate]:
+    """The candidates with m microbatches where stages of these logical shapes hold so many bytes more than tables say;
+    ``search`` remembers it."""
+    assert search.tables is not None
+    for shape, size in beside:
+        search.beside[shape, m] = max(search.beside.get((shape, m), 0.0), size)
+    return search.tables.again(m)
 
 
 def nearest_misses(search: Search) -> list[Miss]:
@@ -211,13 +224,11 @@ class _Tables:
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE, PLAIN]
         self.best = inf  # seconds of the best plan so far: what is slower does not matter
-        batch = sum(
-            _whole_bytes(node, search.graph, search.global_batch) for node in search.graph.placeholders("input")
-        )
-        self.usable = np.array(usable_bytes(cluster)) - batch  # every device holds the step's whole batch
+        self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
         self.hidden_s = most_hidden_seconds(
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
+        self.known: dict[int, Sequence[tuple[Submesh, Price]]] = {}  # microbatches → the rows last looked at
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -231,7 +242,7 @@ class _Tables:
         """Bound every microbatch count, and offer a pipeline of each."""
         search = self.search
         for m in self.counts:
-            search.bounds |= {(m, schedule): 0.0 for schedule in search.space.schedules}
+            search.bounds[m, search.space.guide] = 0.0
         with search.timed("floors"):
             self._compose([(sub, m, 0) for m in self.counts for sub in self.submeshes])
             middle = {m: [self._level(m, *one) for one in MIDDLE] for m in self.counts}
@@ -244,10 +255,10 @@ class _Tables:
         return sorted(self.counts, key=self.bound)
 
     def bound(self, m: int) -> float:
-        """What nothing with m microbatches undercuts."""
-        return min(self.search.bounds[m, schedule] for schedule in self.search.space.schedules)
+        """What nothing with m microbatches undercuts under the schedule that guides the search."""
+        return self.search.bounds[m, self.search.space.guide]
 
-    def _floors(self, m: int, priced: Sequence[int]) -> Floors:
+    def floors_of(self, m: int, priced: Sequence[int]) -> Floors:
         """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
         shape = len(self.submeshes), *self._shape
         rows = []
@@ -293,6 +304,10 @@ class _Tables:
         found += self._solve(m, pairs, [], exposed=EXPOSED)
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
+    def again(self, m: int) -> list[Candidate]:
+        """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
+        return self._solve(m, self.known[m], [])
+
     def _mixed(self, m: int, subs: Sequence[Submesh], best: float) -> list[tuple[Submesh, Price]]:
         """Mixtures of the levels that are known of these submeshes, where the best plan takes so many seconds."""
         work = np.min(
@@ -319,7 +334,7 @@ class _Tables:
             for name in ("cost", "pace_s", "step_s", "resident", "saved", "transient")
         )
         points = Points(np.where(np.isfinite(cost), pace + step, inf), resident, saved, transient, flights)
-        limit = max(self._option(sub, 0, 0).limit_bytes, default=0.0)
+        limit = max(self._option(sub, 0, 0, m).limit_bytes, default=0.0)
         return promising(levels, points, limit, most, MIXTURES)
 
     def _solve(
@@ -331,18 +346,18 @@ class _Tables:
         trials: int = 0,
         exposed: float = 0.0,
     ) -> list[Candidate]:
-        """Pipelines of these (submesh, level) options, of every schedule, best first. exposed: this part of a stage's
+        """Pipelines of these (submesh, level) options, best first. exposed: this part of a stage's
         messages counts in its pace while pipelines are looked for, and nothing is proven then."""
         search, found = self.search, []
+        self.known[m] = pairs
         with search.timed("stages"):
-            table = self._table(m, pairs, None if exposed else self._floors(m, priced))
+            table = self.table(m, pairs, None if exposed else self.floors_of(m, priced))
             asked = table
             if table is not None and exposed:
                 messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
                 asked = replace(table, pace_s=table.pace_s + exposed * messages)
-            for schedule in search.space.schedules:
-                if schedule in CHUNKED or table is None or asked is None:
-                    continue
+            schedule = search.space.guide
+            if table is not None and asked is not None:
                 most = raised(self.best, m, search.cluster, self.hidden_s) * (1 + exposed)
                 answer = solve(
                     asked, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=trials
@@ -352,10 +367,10 @@ class _Tables:
                     search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
                 if isinstance(answer, Solution):
                     described = [describe_pipeline(table, m, schedule, one.stages) for one in answer.pipelines]
-                    found += [self._candidate(m, schedule, one, pairs, table) for one in described]
+                    found += [self.candidate(m, schedule, one, pairs, table) for one in described]
         return sorted(found, key=lambda candidate: candidate.estimate_s)
 
-    def _candidate(
+    def candidate(
         self,
         m: int,
         schedule: str,
@@ -371,6 +386,13 @@ class _Tables:
         at = max(((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i])
         clock_s = clock_seconds(table, m, schedule, pipeline)
         return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
+
+    def lean_candidates(self) -> Iterator[Candidate]:
+        """The best pipelines where a byte is as dear as can be."""
+        for m in self.counts:
+            level = self._level(m, *LEANEST)
+            self._compose([(sub, m, level) for sub in self.submeshes])
+            yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1)
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
@@ -390,9 +412,9 @@ class _Tables:
         level = self._level(m, *LEANEST)
         pairs = [(sub, level) for sub in self.submeshes]
         self._compose([(sub, m, level) for sub in self.submeshes])
-        table = self._table(m, pairs, None)
-        family = next((s for s in self.search.space.schedules if s not in CHUNKED), "1f1b")
-        answer = solve(table, m, family, self.cuts, top_k=1, explain=explain) if table is not None else None
+        table = self.table(m, pairs, None)
+        guide = self.search.space.guide
+        answer = solve(table, m, guide, self.cuts, top_k=1, explain=explain) if table is not None else None
         if not isinstance(answer, Infeasible):
             return answer
         if answer.choice is None:
@@ -418,6 +440,15 @@ class _Tables:
 
     # ---- tables
 
+    def levels_of(self, m: int) -> list[int]:
+        """The prices of a byte at which some submesh is known."""
+        numbers = range(1, len(self.levels))
+        return [n for n in numbers if any(self._group(sub).knows(sub, m, n) for sub in self.submeshes)]
+
+    def array(self, name: str, sub: Submesh, m: int, price: Price) -> np.ndarray:
+        """One array [L, L + 1] of what is known of a submesh."""
+        return self._group(sub).array(name, sub, m, price)
+
     @property
     def _shape(self) -> tuple[int, int]:
         num = len(self.search.layering.layers)
@@ -431,12 +462,14 @@ class _Tables:
     def _group(self, sub: Submesh) -> _Group:
         return next(group for group in self.groups if sub in group.places)
 
-    def _option(self, sub: Submesh, number: int, level: int, limited: bool = True) -> StageOption:
-        part = self.search.headroom * self.search.share if limited else 1e9
-        limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) for d in sub.offsets)
+    def _option(self, sub: Submesh, number: int, level: int, m: int = 0, limited: bool = True) -> StageOption:
+        """m: the microbatch count whose stages are known to hold more than tables say; 0 for what is proven."""
+        beside = self.search.beside.get((sub.shape, m), 0.0)
+        part = self.search.share if limited else 1e9
+        limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level)
 
-    def _table(
+    def table(
         self, m: int, pairs: Sequence[tuple[Submesh, Price]], floors: Floors | None, limited: bool = True
     ) -> PipelineTable | None:
         """What stages cost under these options; None if no option can run anything."""
@@ -464,9 +497,11 @@ class _Tables:
         if not np.isfinite(stacked["pace_s"]).any():
             return None
         if not limited and floors is not None:
-            floors = replace(floors, options=tuple(self._option(s, n, 0, False) for n, s in enumerate(self.submeshes)))
+            floors = replace(
+                floors, options=tuple(self._option(s, n, 0, limited=False) for n, s in enumerate(self.submeshes))
+            )
         levels = [price if isinstance(price, int) else price.level for _, price in pairs]
-        options = tuple(self._option(sub, numbers[sub], n, limited) for (sub, _), n in zip(pairs, levels))
+        options = tuple(self._option(sub, numbers[sub], n, m, limited) for (sub, _), n in zip(pairs, levels))
         return PipelineTable(
             self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
         )  # fmt: skip
@@ -535,6 +570,12 @@ def _groups(search: Search, subs: Sequence[Submesh], counts: Sequence[int], leve
     if search.samples is None:
         search.samples = Samples(search.graph, search.layering)
     return [_Group(search, members, counts, levels) for members in by_kind.values()] if counts else []
+
+
+def batch_bytes(search: Search) -> float:
+    """Of a step's whole batch, which every device holds."""
+    graph = search.graph
+    return float(sum(_whole_bytes(node, graph, search.global_batch) for node in graph.placeholders("input")))
 
 
 def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:

@@ -13,26 +13,35 @@ from typing import Any
 
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import Assembled, assemble_stage
-from .explore import Candidate, Search
+from .explore import Candidate, Search, StageRow, batch_bytes
 from .footprint import with_footprints
 from .graph import Graph, op_name
 from .plan import Plan, Prediction
-from .predict import predict
+from .predict import predict, together
 from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices
-from .schedule import in_flight_formula
+from .schedule import in_flight_formula, virtual_order
 from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed
 
-__all__ = ["finish"]
+__all__ = ["Overfull", "finish", "with_memory"]
 
 SLACK = 1.02  # of the limit: how far the count may be above it
 
 
+class Overfull(InfeasibleError):
+    """A plan whose tables fitted, but whose stages do not. beside: (logical shape, bytes) of each stage that holds more
+    than its tables said."""
+
+    def __init__(self, text: str, beside: Sequence[tuple[tuple[int, ...], float]]) -> None:
+        super().__init__(text)
+        self.beside = tuple(beside)
+
+
 def finish(search: Search, best: Candidate) -> Plan:
-    """The plan of a candidate. Raises InfeasibleError if a stage holds more than its devices have."""
+    """The plan of a candidate, its memory by the tables."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
@@ -48,7 +57,7 @@ def finish(search: Search, best: Candidate) -> Plan:
         replicated_flops=m * sum(part.wasted_flops for part in parts),
         sources=step.sources,
     )
-    plan = Plan(
+    return Plan(
         model=search.graph.fingerprint(),
         model_ops=dict(Counter(op_name(node) for node in graph.ops())),
         cluster=json.loads(cluster.to_json()),
@@ -61,11 +70,28 @@ def finish(search: Search, best: Candidate) -> Plan:
         transfers=step.transfers,
         prediction=prediction,
     )
+
+
+def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
+    """The plan of a candidate with the memory that its stages really hold. Raises Overfull if that is too much."""
+    graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
         plan = with_footprints(graph, plan)
     usable = _usable(search)
-    _check_memory(plan, [min(usable[s.devices[0] : s.devices[-1] + 1]) for s in stages])
-    return plan
+    limits = [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
+    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
+    over = [index for index, size in enumerate(used) if size > limits[index] * SLACK]
+    if not over:
+        return plan
+    batch = batch_bytes(search)
+    believed = [size + batch for size in best.pipeline.peak_bytes]
+    worst = max(over, key=lambda index: used[index] - limits[index])
+    raise Overfull(
+        f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
+        f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
+        "use more devices, more microbatches or a smaller batch",
+        [(plan.stages[index].mesh_shape, used[index] - believed[index]) for index in over],
+    )
 
 
 def _usable(search: Search) -> list[float]:
@@ -73,7 +99,11 @@ def _usable(search: Search) -> list[float]:
 
 
 def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]:
-    cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.stages)
+    """The stages; of several chunks, these are put together."""
+    cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
+    chunks = best.pipeline.chunks
+    asked = chunks if chunks > 1 else None
+    home = [group for group, _ in virtual_order(best.schedule, num, asked)]
     usable = _usable(search)
     parts: list[Assembled] = []
     known: dict[tuple[Any, ...], tuple[int, Assembled]] = {}
@@ -82,7 +112,10 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
         labels, modes, states = row.composer.choices(row.row, first, end)
         offset, shape = stage.device_offset, row.submesh.shape
         limit = min(usable[offset : offset + row.submesh.num_devices])
-        flight = in_flight_formula(best.schedule, index, num, m)
+        flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
+        if asked:  # the chunk's part of what its stage holds
+            every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
+            limit *= best.pipeline.chunk_bytes[index] / sum(every)
         names = [layer.class_key for layer in search.layering.layers[first:end]]
         key = (tuple(names), shape, row.submesh, modes, states[0], states[-1], row.row)
         twin = known.get(key)
@@ -99,7 +132,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
             (first, end),
             labels,
             restriction,
-            recompute_of(graph, search.layering, dict(enumerate(modes, first)), best.schedule),
+            recompute_of(graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule),
             (states[0], states[-1]),
             flight,
             limit,
@@ -107,8 +140,21 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
         )
         known[key] = first, part
         parts.append(part)
-        search.progress("refine", (index + 1) / num)
-    return parts
+        search.progress("refine", (index + 1) / len(home))
+    grouped: list[list[Assembled]] = [[] for _ in range(num)]
+    for group, part in zip(home, parts):
+        grouped[group].append(part)
+    return [together(some) for some in grouped]
+
+
+def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
+    """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
+    mode."""
+    if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
+        return dict(enumerate(modes, first))
+    losses = {result.node for result in search.graph.results if result.kind == "loss"}
+    layers = search.layering.layers
+    return {k: "none" if losses & set(layers[k].ops) else mode for k, mode in enumerate(modes, first)}
 
 
 def _twin(
@@ -133,15 +179,3 @@ def _flops(search: Search, graph: Graph) -> float:
     first = {layer.class_key: layer for layer in reversed(layering.layers)}
     by_class = {key: of(layer.ops) for key, layer in first.items()}
     return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
-
-
-def _check_memory(plan: Plan, limits: Sequence[float]) -> None:
-    """The composed estimate fitted; what the assembled stages really hold must too."""
-    for index, (stage, predicted, limit) in enumerate(zip(plan.stages, plan.prediction.stages, limits)):
-        used = predicted.peak_bytes - predicted.memory_bytes["framework"]
-        if used > limit * SLACK:
-            raise InfeasibleError(
-                f"stage {index} ({len(stage.devices)} devices) needs {used / 2**30:.2f} GiB per device, "
-                f"but has {limit / 2**30:.2f} GiB: "
-                f"{(used - limit) / 2**20:,.0f} MiB missing; use more devices, more microbatches or a smaller batch"
-            )

@@ -52,7 +52,7 @@ def make_front(
     with without_gc():
         front += best_plans(search)
         while len(front) < points and not search.cut_short:
-            search.share, search.headroom = filled(front[-1]) * SMALLER, 1.0
+            search.share = filled(front[-1]) * SMALLER
             try:
                 smaller, _ = search_plans(search)
             except KeyboardInterrupt:

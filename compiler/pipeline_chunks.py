@@ -245,9 +245,8 @@ def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constrai
         if k < p - 1:
             before += share[k] * pace[k] + messages[k] / 2 if schedule == "zb-v" else pace[k] + messages[k]
     filled = max(estimate, before + m * max(load) + step[0])
-    peaks = [
-        r + t + float((times @ s).max()) for r, t, s, times in zip(resident, transient, saved, held(schedule, p, m, v))
-    ]
+    worst = [times[(times @ s).argmax()] for s, times in zip(saved, held(schedule, p, m, v))]
+    peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
     return Pipeline(
         stages=tuple(StageChoice(i, j, case.option, offsets[g]) for (g, _), i, j in zip(places, cuts, cuts[1:])),
         path_s=filled,
@@ -258,6 +257,10 @@ def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constrai
         limit_bytes=tuple(option.limit(offset) for offset in offsets),
         idle_devices=table.num_devices - p * option.num_devices,
         chunks=v,
+        chunk_bytes=tuple(
+            float(table.resident[one] + table.transient[one]) + float(worst[group][chunk] * saved[group, chunk])
+            for (group, chunk), one in zip(places, at)
+        ),
     )
 
 

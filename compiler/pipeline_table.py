@@ -204,6 +204,7 @@ class Pipeline:
     limit_bytes: tuple[float, ...]
     idle_devices: int
     chunks: int = 1
+    chunk_bytes: tuple[float, ...] = ()  # of each of several chunks: its part of its group's peak, and its transient
 
 
 @dataclass(frozen=True)

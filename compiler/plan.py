@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..costmodel.codecs import CODECS
+from ..costmodel.collectives import REDUCTIONS
 from ..costmodel.files import read_document, write_atomically
 from .executable import not_executable, require_executable
 from .explain import explain
@@ -453,6 +455,9 @@ def _stage_faults(stage: Stage) -> Iterator[str]:
     for wire in stage.wire:
         if not all(0 <= axis < axes for axis in wire.axes):
             yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
+        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
+            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
+            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
 
 
 def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:

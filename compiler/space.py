@@ -31,9 +31,10 @@ from .schedule import executable_schedules, known_schedules
 from .strategy import Strategy, divisors_of
 from .wires import EXACT, Communication
 
-__all__ = ["CHUNKED", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
+__all__ = ["CHUNKED", "SCHEDULES", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
 
-CHUNKED = ("interleaved", "zb-v")  # schedules that the search cannot divide layers for yet
+CHUNKED = ("interleaved", "zb-v")  # schedules of several chunks per stage
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # from simple to involved
 POSITIONS = 64  # a submesh is at least this part of the cluster
 EVERY_SIZE = 8  # clusters of up to this many devices are divided in every way
 EVERY_HOSTS = 4  # clusters of up to this many hosts are divided into any number of them
@@ -47,7 +48,8 @@ class Space:
     residencies: patterns of ``residency.PATTERNS`` that a parameter may take (a parameter that can take none of them is
     replicated); recompute: modes that a layer may take; sequence: whether matmuls and attentions may be cut along the
     sequence; executable_only: leave out what the runtime cannot run; min_tensor, max_tensor: at least and at most this
-    many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host.
+    many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host;
+    communication: by which algorithms and in which codes gradients may travel.
     """
 
     schedules: tuple[str, ...] = ("1f1b",)
@@ -62,11 +64,15 @@ class Space:
     tensor_inside_host: bool = False
     communication: Communication = EXACT
 
+    @property
+    def guide(self) -> str:
+        """The family under which pipelines are searched: 1F1B, or GPipe where that alone is open."""
+        return "gpipe" if self.schedules == ("gpipe",) else "1f1b"
+
     @classmethod
     def whole(cls) -> Space:
-        """Everything that the search opens by itself, whether the runtime can run it or not: of schedules 1F1B, as the
-        others are asked for by name (gpipe takes as long and holds more)."""
-        return cls(residencies=PATTERNS, recompute=RECOMPUTE_MODES, sequence=True)
+        """Everything that the search opens by itself, whether the runtime can run it or not."""
+        return cls(schedules=SCHEDULES, residencies=PATTERNS, recompute=RECOMPUTE_MODES, sequence=True)
 
     @classmethod
     def executable(cls) -> Space:
@@ -97,8 +103,7 @@ class Space:
         space = cls.executable() if executable else cls.whole()
         runs = executable_schedules() if executable else known_schedules()
         if schedule != "auto":
-            known = tuple(name for name in runs if name not in CHUNKED)
-            space = replace(space, schedules=(_one_of("schedule", schedule, known, executable),))
+            space = replace(space, schedules=(_one_of("schedule", schedule, runs, executable),))
         modes = {recompute} if isinstance(recompute, str) else {"none", *recompute.values()}
         for mode in (modes := {ALIASES.get(mode, mode) for mode in modes}) - {"auto"}:
             _one_of("recompute", mode, space.recompute, executable)
@@ -136,8 +141,8 @@ class Submesh:
 
     @property
     def site(self) -> int:
-        """The offset whose prices stand for all."""
-        return self.offsets[0]
+        """The offset whose prices stand for all: where there is a second one, that has neighbours in front."""
+        return self.offsets[min(1, len(self.offsets) - 1)]
 
 
 def usable_bytes(cluster: Cluster) -> list[float]:

@@ -1,0 +1,250 @@
+"""The families of schedules beside the one that the dynamic program runs on: the same tables under other clocks.
+
+Pipelines are searched under one family, 1F1B where it is open (``guide``). When its best ones are known, the other open
+families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
+whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for this.
+
+    gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
+                           among those that fit with the microbatches in flight of the family
+    interleaved, zb-v      the best divisions into chunks under one option (``pipeline_chunks``)
+
+All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
+there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
+
+Bounds. For every microbatch count and family: with chunks ``pipeline_chunks.quick_bound``; one chunk per stage the work
+on the fewest devices: stage k is busy m t_k + σ_k on n_k devices, so the makespan is at least Σ n_k (m t_k + σ_k) / N on
+N devices; where no family with chunks is open, and bounds of one chunk count, the least of ``pipeline_bound``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from .explore import Candidate, Search
+from .exposure import lowered, raised
+from .mixing import Price
+from .pipeline_chunks import chunked, least_sums, quick_bound
+from .pipeline_dp import bound_of, describe_pipeline, solve
+from .pipeline_table import Constraints, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .schedule import in_flight_formula
+from .space import CHUNKED, SCHEDULES, Submesh
+from .strategy import InfeasibleError
+
+__all__ = ["TIE", "simplest_first", "with_other_schedules"]
+
+TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
+COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
+REFITTED = 6  # pipelines of a count
+DIVIDED = 3  # divisions into chunks that are timed, per family and count
+
+Pairs = Sequence[tuple[Submesh, Price]]
+
+
+def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Candidate]:
+    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first; bounds of
+    these go to ``search.bounds``. InfeasibleError where the guide is not open and no other family fits."""
+    open_ = search.space.schedules
+    own = [one for one in found if one.schedule in open_]
+    others = [name for name in open_ if name != search.space.guide]
+    if not others:
+        return sorted(own, key=lambda one: one.clock_s)
+    with search.timed("schedules"):
+        best_s = min((one.clock_s for one in own), default=inf)
+        _prove(search, others, min([best_s, *(one.clock_s for one in found)], default=inf))
+        if own and (search.cut_short or not search.thorough):
+            return sorted(own, key=lambda one: one.clock_s)
+        offered = _offered(search, found, others, best_s * (1 - TIE))
+    if found and not own and not offered:
+        raise InfeasibleError(_unfit(search, found, others))
+    return sorted([*own, *offered], key=lambda one: one.clock_s)
+
+
+def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
+    """Which one to take: the fastest, or of those as good the one of the simplest family."""
+    least = min(steps_s)
+    near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE)]
+    return min(near, key=lambda index: (SCHEDULES.index(schedules[index]), steps_s[index]))
+
+
+# ---- candidates
+
+
+def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], most: float) -> list[Candidate]:
+    """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
+    kept = 1 if search.space.guide in search.space.schedules else 4
+    by_family: dict[str, list[Candidate]] = {name: [] for name in others}
+    for m in _counts(found):
+        for one in _with_count(search, m, [one for one in found if one.microbatches == m], others, most):
+            by_family[one.schedule].append(one)
+    return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
+
+
+def _counts(found: Sequence[Candidate]) -> list[int]:
+    """The microbatch counts to look at."""
+    by_clock = sorted(found, key=lambda one: one.clock_s)
+    counts = list(dict.fromkeys(one.microbatches for one in by_clock))[:COUNTS]
+    least = min(found, key=lambda one: one.microbatches * one.pace_s + one.once_s, default=None)
+    return list(dict.fromkeys([*counts, *([least.microbatches] if least else [])]))
+
+
+def _with_count(
+    search: Search, m: int, found: Sequence[Candidate], others: Sequence[str], most: float
+) -> Iterable[Candidate]:
+    tables = search.tables
+    assert tables is not None
+    known = tables.known[m]
+    shapes = [name for name in others if name not in CHUNKED]
+    best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
+    used = {row.submesh for one in best for row in one.rows}
+    pairs = [pair for pair in known if pair[0] in used]
+    table = tables.table(m, pairs, None) if shapes and pairs else None
+    for schedule in shapes if table is not None else ():
+        assert table is not None
+        refitted = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
+        for one in [*refitted.values(), *_searched(search, table, m, schedule, refitted.values())]:
+            candidate = tables.candidate(m, schedule, one, pairs, table)
+            if candidate.clock_s < most:
+                yield candidate
+    families = [name for name in others if name in CHUNKED]
+    if families:
+        yield from _divided(search, m, known, families, most)
+
+
+def _refitted(
+    table: PipelineTable, m: int, schedule: str, pairs: Pairs, found: Iterable[Candidate]
+) -> Iterable[Pipeline]:
+    """These pipelines with rows that fit under another family."""
+    rows: dict[Submesh, list[int]] = {}
+    for index, (sub, _) in enumerate(pairs):
+        rows.setdefault(sub, []).append(index)
+    for one in found:
+        p, stages = len(one.rows), []
+        for k, (stage, row) in enumerate(zip(one.pipeline.stages, one.rows)):
+            at = np.array(rows.get(row.submesh, []), dtype=np.intp), stage.first_layer, stage.end_layer
+            q = in_flight_formula(schedule, k, p, m)
+            held = table.resident[at] + table.transient[at] + q * table.saved[at]
+            limit = table.options[at[0][0]].limit(stage.device_offset) if len(at[0]) else 0.0
+            seconds = np.where(held <= limit, m * table.pace_s[at] + table.step_s[at] + table.transfer_s[at], inf)
+            if not np.isfinite(seconds).any():
+                break
+            stages.append(StageChoice(*stage[:2], int(at[0][seconds.argmin()]), stage.device_offset))
+        else:
+            yield describe_pipeline(table, m, schedule, stages)
+
+
+def _searched(
+    search: Search, table: PipelineTable, m: int, schedule: str, refitted: Iterable[Pipeline]
+) -> Sequence[Pipeline]:
+    """The best pipelines of a family that stands alone, with as many stages as the best of those that are refitted, or
+    with any where none fits."""
+    tables = search.tables
+    assert tables is not None
+    if search.space.guide in search.space.schedules:
+        return ()
+    best = min(refitted, key=lambda one: one.estimate_s, default=None)
+    cuts = tables.cuts if best is None else replace(tables.cuts, stages=(len(best.stages), len(best.stages)))
+    found = solve(table, m, schedule, cuts, 4, visits=200, explain=False, trials=0)
+    return found.pipelines if isinstance(found, Solution) else ()
+
+
+def _divided(search: Search, m: int, known: Pairs, families: Sequence[str], most: float) -> Iterable[Candidate]:
+    """The fastest divisions into chunks."""
+    tables = search.tables
+    assert tables is not None
+    pairs = _uniform(search, m, known, most)
+    table = tables.table(m, pairs, None) if pairs else None
+    if table is None:
+        return
+    for schedule in families:
+        chunks = search.space.chunks if schedule == "interleaved" else (2,)
+        answer = chunked(table, m, schedule, chunks, tables.cuts, DIVIDED, most)
+        for one in answer.pipelines if isinstance(answer, Solution) else ():
+            candidate = tables.candidate(m, schedule, one, pairs, table)
+            if candidate.clock_s < most:
+                yield candidate
+
+
+def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
+    """The options that alone may make a pipeline in less than ``most`` seconds."""
+    tables, fast = search.tables, []
+    assert tables is not None
+    for sub, price in known:
+        groups = min(len(sub.offsets), search.cluster.num_devices // sub.num_devices)
+        if groups < 2 or sub.place is not None:
+            continue
+        pace = tables.array("pace_s", sub, m, price)
+        finite = np.where(np.isfinite(tables.array("cost", sub, m, price)), pace, inf)
+        if m * least_sums(finite[None], tables.cuts)[0] / groups < most:
+            fast.append((sub, price))
+    return fast
+
+
+# ---- what is proven
+
+
+def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
+    """Bounds of these families for every microbatch count."""
+    tables, cluster = search.tables, search.cluster
+    assert tables is not None
+    alone = not any(name in CHUNKED for name in others)
+    unknown = [(m, name) for m in tables.counts for name in others if (m, name) not in search.bounds]
+    search.bounds.update(dict.fromkeys(unknown, 0.0))
+    for m in tables.counts:
+        missing = [name for name in others if (m, name) in unknown]
+        if not missing or not tables.levels_of(m):
+            continue
+        floors = tables.floors_of(m, tables.levels_of(m))
+        quick = quick_bound(floors, m, tables.cuts) if not alone else 0.0
+        work = _work_bound(floors, m, tables.usable * search.share, tables.cuts)
+        for name in missing:
+            bound = quick if name in CHUNKED else work
+            if alone and np.isfinite(best_s):
+                most = raised(best_s, m, cluster, tables.hidden_s)
+                bound = max(bound, _exact_bound(search, floors, m, name, most))
+            search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
+
+
+def _exact_bound(search: Search, floors: Floors, m: int, schedule: str, most: float) -> float:
+    tables = search.tables
+    assert tables is not None
+    layers = len(search.layering.layers)
+    nothing = np.zeros_like(floors.pace_s)
+    table = PipelineTable(
+        layers, search.cluster.num_devices, floors.options, nothing, nothing, nothing, nothing, nothing, nothing,
+        floors=floors,
+    )  # fmt: skip
+    return bound_of(table, m, schedule, tables.cuts, most, 2)
+
+
+def _work_bound(floors: Floors, m: int, usable: np.ndarray, cuts: Constraints) -> float:
+    """What all work takes where it lies evenly on the devices, one chunk per stage."""
+    devices = np.array([option.num_devices for option in floors.options])[:, None, None]
+    least = float(least_sums((devices * floors.pace_s).min(axis=0)[None], cuts)[0])
+    for row in floors.rows:
+        value = float(least_sums((devices * row.value).min(axis=0)[None], cuts)[0])
+        least = max(least, value - float(usable.sum()) * max(row.byte, row.saved_byte))
+    return m * least / len(usable)
+
+
+def _unfit(search: Search, found: Sequence[Candidate], others: Sequence[str]) -> str:
+    """Why nothing fits under the families that were asked for, though something does under the guide."""
+    tables = search.tables
+    assert tables is not None
+    names = " or ".join(others)
+    m = min(found, key=lambda one: one.clock_s).microbatches
+    reason = ""
+    for schedule in (name for name in others if name in CHUNKED):
+        pairs = _uniform(search, m, tables.known[m], inf)
+        table = tables.table(m, pairs, None) if pairs else None
+        chunks = search.space.chunks if schedule == "interleaved" else (2,)
+        answer = chunked(table, m, schedule, chunks, tables.cuts, 1) if table is not None else None
+        if isinstance(answer, Infeasible):
+            reason = f": {answer.reason}"
+    return (
+        f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.guide}{reason}; "
+        f"ask for schedule {search.space.guide} or auto, more microbatches, or more devices"
+    )
