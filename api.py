@@ -55,6 +55,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     zero: str | int = "auto",
     sequence: bool = True,
     executable: bool = False,
+    communication: str | Sequence[str] | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     top_k: int | None = None,
@@ -74,6 +75,10 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     over the devices that share them, where that is possible (0: nothing); sequence: whether sequences and space may be
     cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
 
+    communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
+    ``costmodel.algorithms``; "lossy": compressed, too, by any code of ``costmodel.codecs``; or names of algorithms and
+    codes that are allowed besides.
+
     constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
     parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
     top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first.
@@ -85,7 +90,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
         strategy, optimizer, recompute, constraints, time_limit_s, progress,
     )  # fmt: skip
-    space = Space.asked(schedule, recompute, zero, sequence, executable)
+    space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
     found = make_plans(**asked(space), top_k=1 if top_k is None else top_k)
     return found[0] if top_k is None else found
 
@@ -108,6 +113,7 @@ def pareto(
     zero: str | int = "auto",
     sequence: bool = True,
     executable: bool = False,
+    communication: str | Sequence[str] | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     points: int = 8,
@@ -122,7 +128,8 @@ def pareto(
         model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
         strategy, optimizer, recompute, constraints, time_limit_s, progress,
     )  # fmt: skip
-    return make_front(**asked(Space.asked(schedule, recompute, zero, sequence, executable)), points=points)
+    space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
+    return make_front(**asked(space), points=points)
 
 
 def _asked(

@@ -154,6 +154,11 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-sequence", dest="sequence", action="store_false", help="cut no sequences and no space")
     plan.add_argument("--executable", action="store_true", help="only what the runtime can run")
     plan.add_argument(
+        "--communication",
+        metavar="HOW",
+        help="of gradients: exact (default), auto (any exact algorithm), lossy (compressed, too), or names: ring,bf16",
+    )
+    plan.add_argument(
         "--constraint",
         action="append",
         metavar="TEXT",
@@ -216,6 +221,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "zero": arguments.zero,
             "sequence": arguments.sequence,
             "executable": arguments.executable,
+            "communication": arguments.communication,
             "constraints": arguments.constraint,
             "time_limit_s": arguments.time_limit,
             "progress": progress,
