@@ -12,8 +12,10 @@ from torch import nn
 from .compiler.capture import capture
 from .compiler.driver import make_plans
 from .compiler.example import batch_extent, flat_inputs
-from .compiler.front import make_front
+from .compiler.fastest import fastest, searched
+from .compiler.front import make_front, undominated
 from .compiler.plan import Plan
+from .compiler.precision import check_precision
 from .compiler.space import Space
 from .compiler.strategy import Strategy, parse_strategy
 from .costmodel.cluster import Cluster, Mesh
@@ -56,6 +58,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     sequence: bool = True,
     executable: bool = False,
     communication: str | Sequence[str] | None = None,
+    precision: str = "model",
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     top_k: int | None = None,
@@ -77,7 +80,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
 
     communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
     ``costmodel.algorithms``; "lossy": compressed, too, by any code of ``costmodel.codecs``; or names of algorithms and
-    codes that are allowed besides.
+    codes that are allowed besides. precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
+    gradients of two bytes, with fp32 master weights and optimizer states), or "auto": the faster of "model" and "bf16".
 
     constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
     parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
@@ -91,7 +95,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         strategy, optimizer, recompute, constraints, time_limit_s, progress,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    found = make_plans(**asked(space), top_k=1 if top_k is None else top_k)
+    precisions, count = check_precision(precision, executable), 1 if top_k is None else top_k
+    found = fastest(searched(make_plans, {**asked(space), "top_k": count}, precisions), count)
     return found[0] if top_k is None else found
 
 
@@ -114,6 +119,7 @@ def pareto(
     sequence: bool = True,
     executable: bool = False,
     communication: str | Sequence[str] | None = None,
+    precision: str = "model",
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     points: int = 8,
@@ -129,7 +135,9 @@ def pareto(
         strategy, optimizer, recompute, constraints, time_limit_s, progress,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    return make_front(**asked(space), points=points)
+    precisions = check_precision(precision, executable)
+    fronts = searched(make_front, {**asked(space), "points": points}, precisions)
+    return undominated([plan for front in fronts for plan in front])[:points]
 
 
 def _asked(

@@ -159,6 +159,9 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
         help="of gradients: exact (default), auto (any exact algorithm), lossy (compressed, too), or names: ring,bf16",
     )
     plan.add_argument(
+        "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (model)"
+    )
+    plan.add_argument(
         "--constraint",
         action="append",
         metavar="TEXT",
@@ -222,6 +225,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "sequence": arguments.sequence,
             "executable": arguments.executable,
             "communication": arguments.communication,
+            "precision": arguments.precision,
             "constraints": arguments.constraint,
             "time_limit_s": arguments.time_limit,
             "progress": progress,

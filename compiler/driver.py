@@ -35,6 +35,7 @@ from .graph import Graph, op_name
 from .infeasible import infeasible
 from .other_schedules import simplest_first, with_other_schedules
 from .plan import Plan
+from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
 from .space import Space
@@ -307,7 +308,7 @@ def _notes(search: Search, plan: Plan) -> list[str]:
     )
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
-    notes += lossy_notes(plan.stages)
+    notes += [*precision_notes(plan), *lossy_notes(plan.stages)]
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)

@@ -69,6 +69,7 @@ def finish(search: Search, best: Candidate) -> Plan:
         stages=stages,
         transfers=step.transfers,
         prediction=prediction,
+        precision=search.graph.precision,
     )
 
 

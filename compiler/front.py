@@ -13,7 +13,7 @@ from .plan import Plan
 from .space import Space, usable_bytes
 from .strategy import Strategy
 
-__all__ = ["filled", "make_front"]
+__all__ = ["filled", "make_front", "undominated"]
 
 SMALLER = 8 / 9  # a plan of the front fills at most this part of what the one before fills
 
@@ -62,7 +62,7 @@ def make_front(
                 break
             front += smaller
     search.passes["total"] = time.perf_counter() - begin
-    return [recorded(search, plan, []) for plan in _undominated(front)]
+    return [recorded(search, plan, []) for plan in undominated(front)]
 
 
 def filled(plan: Plan) -> float:
@@ -74,7 +74,7 @@ def filled(plan: Plan) -> float:
     )
 
 
-def _undominated(plans: Sequence[Plan]) -> list[Plan]:
+def undominated(plans: Sequence[Plan]) -> list[Plan]:
     """Those that no other one is both faster and smaller than, fastest first."""
     ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, filled(plan)))
     found: list[Plan] = []

@@ -113,6 +113,8 @@ class Graph:
     output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, where there are "output" results
     training: bool = True
     origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
+    precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
+    captured: str = ""  # the fingerprint of the captured graph, where this one is in another precision
     _names: dict[str, Node] | None = field(default=None, init=False, repr=False)
     _ops: list[Node] | None = field(default=None, init=False, repr=False)
     _placeholders: dict[tuple[str, ...], list[Node]] = field(default_factory=dict, init=False, repr=False)
@@ -168,7 +170,10 @@ class Graph:
                 copy.output(torch.fx.map_arg(node.args[0], lambda n: env[n]))
             else:
                 env[node] = copy_at(copy, node, env, self.batch, batch)
-        return Graph(copy, self.results, batch, self.constants, self.output_spec, self.training, origin=self)
+        return Graph(
+            copy, self.results, batch, self.constants, self.output_spec, self.training,
+            origin=self, precision=self.precision, captured=self.captured,
+        )  # fmt: skip
 
     # ---- identity
 
@@ -189,9 +194,9 @@ class Graph:
     __str__ = text
 
     def fingerprint(self) -> str:
-        """16 hex digits over the text at the capture extent: equal for equal models, whatever the batch and the
-        weights."""
-        return hashlib.sha256((self.origin or self).text().encode()).hexdigest()[:16]
+        """16 hex digits over the text at the capture extent: equal for equal models, whatever the batch, the weights
+        and the precision."""
+        return self.captured or hashlib.sha256((self.origin or self).text().encode()).hexdigest()[:16]
 
     # ---- invariants
 

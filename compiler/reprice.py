@@ -18,6 +18,7 @@ from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
 from .layouts import note_layouts
 from .plan import Chunk, Plan, Prediction
+from .precision import in_precision
 from .predict import predict, together
 from .pricing import MeshPricer
 from .problem import Restriction, Section, build_section
@@ -43,6 +44,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
             f"a plan is priced on as many devices as it is for, but got a cluster of {cluster.num_devices} and a plan "
             f"for {plan.num_devices}; pass a cluster of that size"
         )
+    graph = in_precision(graph, plan.precision)
     small = graph.with_batch(plan.microbatch_size)
     if any(host.device.op_times for host in cluster.hosts):
         note_layouts(small)

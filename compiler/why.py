@@ -31,6 +31,7 @@ from .intra_op import Problem, evaluate
 from .lagrange import solve
 from .layers import Layering, cluster_layers
 from .plan import RECOMPUTE_MODES, Residency
+from .precision import in_precision
 from .pricing import MeshPricer
 from .problem import Choice, Restriction, Section
 from .recompute import HEAVY_KINDS, modes_in, recompute_of
@@ -116,6 +117,7 @@ def why(plan: Plan, name: str, graph: Graph, cluster: Cluster | None = None) -> 
             f"{plan.model}; pass that model"
         )
     cluster = Cluster.from_json(json.dumps(plan.cluster)) if cluster is None else cluster
+    graph = in_precision(graph, plan.precision)
     return _Question(plan, graph.with_batch(plan.microbatch_size), cluster).answer(name)
 
 

@@ -1,0 +1,237 @@
+"""Ways to sum gradients: the choice equals brute force, documents cost what the search said, and bounds hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from meshwright import cli
+from meshwright.api import plan
+from meshwright.compiler.capture import capture
+from meshwright.compiler.driver import make_plan
+from meshwright.compiler.overlap import Bucket, Gradient, hidden_seconds
+from meshwright.compiler.plan import Plan
+from meshwright.compiler.pricing import MeshPricer
+from meshwright.compiler.reprice import reprice
+from meshwright.compiler.space import Space
+from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.wires import (
+    EXACT,
+    Communication,
+    cheapest_offers,
+    choose_ways,
+    offered_ways,
+    way_of,
+)
+from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.codecs import CODECS, coded_seconds
+from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
+from meshwright.costmodel.measured import Piece, Wire
+from zoo import ZOO
+
+WORLD = Cluster.parse("p3.16xlarge:2@world")
+V100 = Cluster.preset("p3.16xlarge", 2)
+LOSSY = Communication.asked("lossy")
+WAYS = list(product(LOSSY.algorithms, LOSSY.compressors))
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return capture(*ZOO["gpt"](16, device="meta"))
+
+
+def planned(graph, cluster, communication, strategy="dp4", microbatches=2):
+    space = Space.asked(zero=0, recompute="none", communication=communication)
+    wanted = parse_strategy(strategy)
+    return make_plan(graph, cluster, 16, microbatches, wanted, alternatives=False, space=space)
+
+
+def rewired(made: Plan, way) -> Plan:
+    stages = tuple(
+        replace(stage, wire=tuple(replace(wire, algorithm=way[0], compressor=way[1]) for wire in stage.wire))
+        for stage in made.stages
+    )
+    return replace(made, stages=stages)
+
+
+# ---- prices
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("cluster", [WORLD, V100, Cluster.local(4)], ids=lambda c: c.name)
+def test_a_way_costs_what_the_code_does(cluster, itemsize):
+    pricer = MeshPricer(cluster, 0, (cluster.num_devices,))
+    for algorithm, compressor in WAYS:
+        codec = CODECS[compressor]
+        (axis,) = mesh_prices(cluster, cluster.mesh(), algorithm)
+        if algorithm != "backend" and (codec.pattern != "all_reduce" or "all_reduce" not in axis.pieces):
+            with pytest.raises(ValueError, match="have no sum by"):
+                way_of(pricer, (0,), itemsize, algorithm, compressor)
+            continue
+        way = way_of(pricer, (0,), itemsize, algorithm, compressor)
+        for nbytes in (1e3, 1e6, 64e6):
+            wanted = coded_seconds(axis, cluster.device(0), nbytes, itemsize, codec)
+            assert way.seconds(nbytes) == pytest.approx(wanted, rel=1e-12)
+            offers = [max(p for p in offer if p[0] <= nbytes) for offer in way.offers]
+            assert min(a + b * nbytes for _, a, b in offers) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_one_algorithm_is_never_cheaper_than_all_of_them():
+    prices = {name: mesh_prices(V100, V100.mesh(), name)[0] for name in ("backend", "all", *REDUCTIONS)}
+    assert set(prices["ring"].pieces) == {"all_reduce", "all_reduce_max"}
+    assert "all_reduce" not in mesh_prices(V100, V100.mesh(), "hierarchical")[0].wires
+    for nbytes in (1e2, 1e8):  # where the envelope of two lines is exact
+        least = min(price.seconds("all_reduce", nbytes) for name, price in prices.items() if name != "all")
+        assert least == pytest.approx(prices["all"].seconds("all_reduce", nbytes), rel=1e-9)
+
+
+def test_where_the_backend_was_measured_other_algorithms_must_be_too():
+    def wire(algorithm, beta):
+        return Wire("all_reduce", algorithm, 16, 8, 1, (Piece(0.0, 1e-5, beta),), (), 0.0, 1)
+
+    allowed = Communication.asked("auto")
+    measured = replace(V100, wires=(wire("backend", 1e-9), wire("two_step", 5e-10)))
+    ways = offered_ways(MeshPricer(measured, 0, (16,), communication=allowed), (0,), 4)
+    assert {way.algorithm for way in ways} == {"backend", "two_step"}
+    assert {way.source for way in ways} == {"measured"}
+    assert len(offered_ways(MeshPricer(V100, 0, (16,), communication=allowed), (0,), 4)) == 1 + len(REDUCTIONS)
+
+
+# ---- the choice
+
+
+def _random_buckets(seed, groups):
+    draw = np.random.default_rng(seed)
+    buckets = []
+    for number in range(int(draw.integers(1, 6))):
+        dtype = (torch.float32, torch.bfloat16)[int(draw.integers(2))]
+        size = float(2 ** draw.integers(8, 26))
+        buckets.append(Bucket(groups[number % len(groups)], (Gradient(f"w{number}", groups[0], size, dtype),)))
+    return buckets, {f"w{number}": 0.01 * (number + 1) for number in range(len(buckets))}
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_choice_is_the_best_of_all_combinations(seed, overlap):
+    cluster = WORLD if seed % 2 else V100
+    allowed = Communication.asked(("ring", "two_step", "recursive_doubling", "bf16", "int8", "powersgd4", "topk1%"))
+    pricer = MeshPricer(cluster, 0, (2, 8), communication=allowed)
+    groups = [(0,), (0, 1)] if seed % 3 else [(1,)]
+    buckets, ready = _random_buckets(seed, groups)
+
+    def exposed(seconds):
+        total, hidden = hidden_seconds(buckets, seconds, ready, 0.05, overlap)
+        return total - hidden
+
+    def price(chosen):
+        priced = [way_of(pricer, b.axes, b.gradients[0].key.itemsize, *chosen[b.axes]) for b in buckets]
+        sending = {id(b): way.sending(b.nbytes) for b, way in zip(buckets, priced)}
+        coding = sum(way.coding(b.nbytes) for b, way in zip(buckets, priced))
+        return exposed(lambda bucket: sending[id(bucket)]) + coding
+
+    used = sorted({bucket.axes for bucket in buckets})
+    ways = [[(way.algorithm, way.compressor) for way in offered_ways(pricer, axes, 4)] for axes in used]
+    least = min(price(dict(zip(used, combination))) for combination in product(*ways))
+    assert price(choose_ways(pricer, buckets, exposed)) == pytest.approx(least, rel=1e-12)
+
+
+def test_searches_price_a_gradient_below_every_choice():
+    pricer = MeshPricer(V100, 0, (2, 8), communication=LOSSY)
+    ways = offered_ways(pricer, (0, 1), 4)
+    offers = cheapest_offers(ways)
+    assert len(offers) < sum(len(way.offers) for way in ways)
+    for nbytes in 2.0 ** np.arange(4, 34):
+        least = min(way.seconds(nbytes) for way in ways)
+        assert min(a + b * nbytes for ((_, a, b),) in offers) == pytest.approx(least, rel=1e-12)
+
+
+# ---- plans
+
+
+def test_a_plan_is_as_before_where_communication_is_exact(graph):
+    plain, exact = (planned(graph, V100, how) for how in (None, "exact"))
+    assert Space.asked().communication == EXACT
+    assert replace(plain, provenance={}).to_json() == replace(exact, provenance={}).to_json()
+    assert {(wire.algorithm, wire.compressor) for s in plain.stages for wire in s.wire} == {("backend", "none")}
+    assert not any("compress" in line for line in plain.not_executable())
+
+
+@pytest.mark.parametrize(("cluster", "strategy"), [(WORLD, "dp16"), (V100, "pp2,dp8"), (V100, "dp4,tp2")])
+def test_a_document_costs_what_the_search_said_and_no_other_wire_less(graph, cluster, strategy):
+    made = planned(graph, cluster, "lossy", strategy, 1)
+    again = reprice(Plan.from_json(made.to_json()), graph, cluster)
+    assert again.prediction.step_s == pytest.approx(made.prediction.step_s, rel=1e-12)
+    assert again.prediction.notes == made.prediction.notes
+    steps = []
+    for algorithm, compressor in product(("backend", "two_step"), CODECS):
+        if algorithm == "backend" or CODECS[compressor].pattern == "all_reduce":
+            other = reprice(rewired(made, (algorithm, compressor)), graph, cluster)
+            steps.append(other.prediction.step_s)
+    assert made.prediction.step_s <= min(steps) * (1 + 1e-12)
+    assert made.prediction.bound_s <= min(steps)
+    assert len(set(steps)) > len(CODECS)
+
+
+@pytest.mark.parametrize("cluster", ["p3.16xlarge@world", "p3.16xlarge", "dgx-h100"])
+def test_more_freedom_never_costs(cluster):
+    model, args, kwargs = ZOO["mlp"](64, device="meta")
+    wishes = {"example_inputs": args, "example_kwargs": kwargs, "recompute": "none", "zero": 0}
+    found = [plan(model, cluster, communication=how, **wishes).prediction for how in ("exact", "auto", "lossy")]
+    assert found[0].step_s >= found[1].step_s >= found[2].step_s
+    assert all(one.bound_s <= one.step_s for one in found)
+
+
+def test_a_lossy_plan_says_so_and_runs_nowhere_yet(graph):
+    made = planned(graph, WORLD, "lossy", "dp16", 1)
+    codes = {wire.compressor for stage in made.stages for wire in stage.wire} - {"none"}
+    assert codes
+    assert any("lossy" in note for note in made.prediction.notes)
+    text = made.explain(width=200)
+    assert "which is lossy" in text
+    assert all(f"compressed by {code} (" in text for code in codes)
+    assert any("gradients compressed by" in line for line in made.not_executable())
+    with pytest.raises(ValueError, match="gradients compressed by"):
+        made.require_executable()
+
+
+def test_auto_keeps_the_sum_exact(graph):
+    made = planned(graph, V100, "auto", "dp16", 1)
+    assert {wire.compressor for stage in made.stages for wire in stage.wire} == {"none"}
+    assert not any("lossy" in note for note in made.prediction.notes)
+
+
+# ---- what is asked
+
+
+def test_names_open_what_they_name():
+    assert Communication.asked("ring,bf16") == Communication(("backend", "ring"), ("none", "bf16"))
+    assert Communication.asked(["bf16"]) == Communication(("backend",), ("none", "bf16"))
+    assert Communication.asked("auto").compressors == ("none",)
+    assert Communication.asked(None) == Communication.asked("exact", executable=True) == EXACT
+
+
+@pytest.mark.parametrize("asked", ["", "fast", "ring,fast", [], ["lossy"], "ring bf16"])
+def test_unknown_names_are_refused_with_those_that_exist(asked):
+    with pytest.raises(ValueError, match=r"communication is exact, auto, lossy, or names.*ring.*topk1%.*but got"):
+        Communication.asked(asked)
+
+
+def test_executable_plans_sum_exactly():
+    model, args, kwargs = ZOO["mlp"](8, device="meta")
+    with pytest.raises(ValueError, match="communication is exact where plans are to be executable, but got 'lossy'"):
+        plan(model, V100, example_inputs=args, example_kwargs=kwargs, executable=True, communication="lossy")
+
+
+def test_a_document_with_an_unknown_wire_is_faulty(graph):
+    made = planned(graph, V100, None)
+    assert any("'fast'" in fault for fault in rewired(made, ("fast", "none")).check())
+    with pytest.raises(ValueError, match="have no sum by 'backend' in code 'zip'"):
+        reprice(rewired(made, ("backend", "zip")), graph, V100)
+
+
+def test_the_command_takes_it(capsys):
+    assert cli.main(["plan", "gpt-350m", "--cluster", "p3.16xlarge:2", "--communication", "fast"]) == cli.BAD_INPUT
+    assert "communication is exact, auto, lossy" in capsys.readouterr().err
