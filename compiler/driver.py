@@ -194,8 +194,8 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
     try:
         found = with_other_schedules(search, _collected(search, explore(search)))
-    except InfeasibleError as error:
-        return [], error
+    except InfeasibleError as unfit:
+        return [], unfit
     plans, error = _finished(search, found, top_k)
     return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
 
@@ -223,20 +223,22 @@ def _finished(
     plans: list[Plan] = []
     error: InfeasibleError | None = None
     guide = search.space.guide
-    tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, 1.0  # short: clock seconds per simulated second
+    tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, dict[str, float]()
+    # short: by family, clock seconds per simulated second
     tries += sum(one.schedule != guide for one in queue)
     while queue and tries:
         candidate = queue.pop(0)
         worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
-        if candidate.clock_s >= worst_s * short:
-            break
+        if candidate.clock_s >= worst_s * short.get(candidate.schedule, 1.0):
+            continue
         if plans and (search.cut_short or time.perf_counter() > search.stop):
             search.cut_short = search.cut_short or "the time limit passed"
             break
         tries -= 1
         try:
             plan = _finish(search, candidate, bool(plans))
-            short = min(candidate.clock_s / plan.prediction.step_s, short if plans else 1.0)
+            known = short.get(candidate.schedule, 1.0)
+            short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
             if plan.prediction.step_s < worst_s and not any(_alike(plan, other) for other in plans):
                 plans.append(with_memory(search, plan, candidate))
         except Overfull as missed:

@@ -11,14 +11,15 @@ whose slowest stage has the least work, as what the others save is the bubble. N
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
 there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
 
-Bounds. For every microbatch count and family: with chunks ``pipeline_chunks.quick_bound``; one chunk per stage the work
-on the fewest devices: stage k is busy m t_k + σ_k on n_k devices, so the makespan is at least Σ n_k (m t_k + σ_k) / N on
-N devices; where no family with chunks is open, and bounds of one chunk count, the least of ``pipeline_bound``.
+Bounds. For every microbatch count and family: with chunks ``pipeline_chunks.quick_bound``. With one chunk per stage,
+the work: stage k is busy m t_k + σ_k on n_k devices, so the makespan is at least Σ n_k (m t_k + σ_k) / N on N devices;
+for p stages, a Lagrangian pair (λ, μ) and q microbatches in flight at least, Σ n_k value_k − Σ M max(λ, μ/q) in place of
+Σ n_k t_k, M all devices' bytes. And where no family with chunks is open, what ``pipeline_bound`` proves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -27,9 +28,9 @@ import numpy as np
 from .explore import Candidate, Search
 from .exposure import lowered, raised
 from .mixing import Price
-from .pipeline_chunks import chunked, least_sums, quick_bound
+from .pipeline_chunks import chunked, least_sums, quick_bound, sums_by_count
 from .pipeline_dp import bound_of, describe_pipeline, solve
-from .pipeline_table import Constraints, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
@@ -39,6 +40,7 @@ __all__ = ["TIE", "simplest_first", "with_other_schedules"]
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
 COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
 REFITTED = 6  # pipelines of a count
+VISITS = 200  # partial pipelines that are looked at
 DIVIDED = 3  # divisions into chunks that are timed, per family and count
 
 Pairs = Sequence[tuple[Submesh, Price]]
@@ -77,18 +79,20 @@ def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], 
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
     kept = 1 if search.space.guide in search.space.schedules else 4
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
-    for m in _counts(found):
+    for m in _counts(found, most):
         for one in _with_count(search, m, [one for one in found if one.microbatches == m], others, most):
             by_family[one.schedule].append(one)
     return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
 
 
-def _counts(found: Sequence[Candidate]) -> list[int]:
-    """The microbatch counts to look at."""
-    by_clock = sorted(found, key=lambda one: one.clock_s)
-    counts = list(dict.fromkeys(one.microbatches for one in by_clock))[:COUNTS]
-    least = min(found, key=lambda one: one.microbatches * one.pace_s + one.once_s, default=None)
-    return list(dict.fromkeys([*counts, *([least.microbatches] if least else [])]))
+def _counts(found: Sequence[Candidate], most: float) -> list[int]:
+    """The microbatch counts to look at: those of the fastest pipelines, and of the one whose slowest stage has the
+    least work, if that leaves hope."""
+    works = {one: one.microbatches * one.pace_s + one.once_s for one in found}
+    hopeful = [one for one in sorted(found, key=lambda one: one.clock_s) if works[one] < most]
+    counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:COUNTS]
+    least = [min(hopeful, key=works.__getitem__).microbatches] if hopeful else []
+    return list(dict.fromkeys([*counts, *least]))
 
 
 def _with_count(
@@ -105,7 +109,9 @@ def _with_count(
     for schedule in shapes if table is not None else ():
         assert table is not None
         refitted = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
-        for one in [*refitted.values(), *_searched(search, table, m, schedule, refitted.values())]:
+        counts = {len(one.stages) for one in refitted.values()} or {0}
+        searched = {one.stages: one for p in sorted(counts) for one in _searched(search, table, m, schedule, p, most)}
+        for one in (refitted | searched).values():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
                 yield candidate
@@ -136,18 +142,14 @@ def _refitted(
             yield describe_pipeline(table, m, schedule, stages)
 
 
-def _searched(
-    search: Search, table: PipelineTable, m: int, schedule: str, refitted: Iterable[Pipeline]
-) -> Sequence[Pipeline]:
-    """The best pipelines of a family that stands alone, with as many stages as the best of those that are refitted, or
-    with any where none fits."""
+def _searched(search: Search, table: PipelineTable, m: int, schedule: str, p: int, most: float) -> Sequence[Pipeline]:
+    """The best pipelines of p stages (0: of any number, where the guide is not open)."""
     tables = search.tables
     assert tables is not None
-    if search.space.guide in search.space.schedules:
+    if not p and search.space.guide in search.space.schedules:
         return ()
-    best = min(refitted, key=lambda one: one.estimate_s, default=None)
-    cuts = tables.cuts if best is None else replace(tables.cuts, stages=(len(best.stages), len(best.stages)))
-    found = solve(table, m, schedule, cuts, 4, visits=200, explain=False, trials=0)
+    cuts = replace(tables.cuts, stages=(p, p)) if p else tables.cuts
+    found = solve(table, m, schedule, cuts, 4, visits=VISITS, explain=False, most=most, trials=0)
     return found.pipelines if isinstance(found, Solution) else ()
 
 
@@ -170,17 +172,16 @@ def _divided(search: Search, m: int, known: Pairs, families: Sequence[str], most
 
 def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
     """The options that alone may make a pipeline in less than ``most`` seconds."""
-    tables, fast = search.tables, []
+    tables, total = search.tables, search.cluster.num_devices
     assert tables is not None
-    for sub, price in known:
-        groups = min(len(sub.offsets), search.cluster.num_devices // sub.num_devices)
-        if groups < 2 or sub.place is not None:
-            continue
-        pace = tables.array("pace_s", sub, m, price)
-        finite = np.where(np.isfinite(tables.array("cost", sub, m, price)), pace, inf)
-        if m * least_sums(finite[None], tables.cuts)[0] / groups < most:
-            fast.append((sub, price))
-    return fast
+    room = [(min(len(pair[0].offsets), total // pair[0].num_devices), pair) for pair in known]
+    room = [(groups, pair) for groups, pair in room if groups > 1 and pair[0].place is None]
+    if not room:
+        return []
+    pace = np.stack([tables.array("pace_s", sub, m, price) for _, (sub, price) in room])
+    cost = np.stack([tables.array("cost", sub, m, price) for _, (sub, price) in room])
+    work = least_sums(np.where(np.isfinite(cost), pace, inf), tables.cuts)
+    return [pair for (groups, pair), seconds in zip(room, work) if m * seconds / groups < most]
 
 
 # ---- what is proven
@@ -197,11 +198,10 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
         missing = [name for name in others if (m, name) in unknown]
         if not missing or not tables.levels_of(m):
             continue
-        floors = tables.floors_of(m, tables.levels_of(m))
+        floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
         quick = quick_bound(floors, m, tables.cuts) if not alone else 0.0
-        work = _work_bound(floors, m, tables.usable * search.share, tables.cuts)
         for name in missing:
-            bound = quick if name in CHUNKED else work
+            bound = quick if name in CHUNKED else _work_bound(search, floors, m, name)
             if alone and np.isfinite(best_s):
                 most = raised(best_s, m, cluster, tables.hidden_s)
                 bound = max(bound, _exact_bound(search, floors, m, name, most))
@@ -220,14 +220,25 @@ def _exact_bound(search: Search, floors: Floors, m: int, schedule: str, most: fl
     return bound_of(table, m, schedule, tables.cuts, most, 2)
 
 
-def _work_bound(floors: Floors, m: int, usable: np.ndarray, cuts: Constraints) -> float:
+def _work_bound(search: Search, floors: Floors, m: int, schedule: str) -> float:
     """What all work takes where it lies evenly on the devices, one chunk per stage."""
+    tables = search.tables
+    assert tables is not None
+    total = float(tables.usable.sum()) * search.share
     devices = np.array([option.num_devices for option in floors.options])[:, None, None]
-    least = float(least_sums((devices * floors.pace_s).min(axis=0)[None], cuts)[0])
-    for row in floors.rows:
-        value = float(least_sums((devices * row.value).min(axis=0)[None], cuts)[0])
-        least = max(least, value - float(usable.sum()) * max(row.byte, row.saved_byte))
-    return m * least / len(usable)
+    values = [floors.pace_s, *(row.value for row in floors.rows)]
+    sums = [sums_by_count((devices * value).min(axis=0), _most_stages(search), tables.cuts) for value in values]
+    least, most = tables.cuts.stages
+    works = []
+    for p in range(least, (most or _most_stages(search)) + 1):
+        q = min(in_flight_formula(schedule, k, p, m) for k in range(p))
+        prices = [0.0, *(max(row.byte, row.saved_byte / q) for row in floors.rows)]
+        works.append(max(float(one[p]) - total * price for one, price in zip(sums, prices)))
+    return m * min(works, default=inf) / len(tables.usable)
+
+
+def _most_stages(search: Search) -> int:
+    return min(len(search.layering.layers), int(search.cluster.num_devices))
 
 
 def _unfit(search: Search, found: Sequence[Candidate], others: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ from .pipeline_table import (
 )
 from .schedule import generate, in_flight_formula, virtual_order
 
-__all__ = ["chunked", "held", "least_sums", "quick_bound"]
+__all__ = ["chunked", "held", "least_sums", "quick_bound", "sums_by_count"]
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
@@ -111,9 +111,10 @@ def chunked(
         raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
     cases = []
     work = least_sums(table.pace_s, constraints)
+    held = least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
     for index, option in enumerate(table.options):
-        counts = _counts(table.num_layers, option, chunks, constraints)
-        counts = [(p, v) for p, v in counts if m * work[index] / p < most]
+        room, counts = max(option.limit_bytes, default=0.0), _counts(table.num_layers, option, chunks, constraints)
+        counts = [(p, v) for p, v in counts if m * work[index] / p < most and held[index] / p <= room]
         if counts:
             pace = _allowed(table.pace_s[index], constraints)
             largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
@@ -139,15 +140,20 @@ def chunked(
 def least_sums(values: Floats, constraints: Constraints) -> Floats:
     """[options] the least sum of [options, L, L + 1] values along the layers, cut into any number of runs."""
     layers = values.shape[1]
-    first, end = np.indices((layers, layers + 1))
-    allowed = (first < end) & constraints.allowed(first, end)
+    allowed = constraints.allowed(*np.indices((layers, layers + 1)))
+    every = bool(allowed.all())
     least = np.full((len(values), layers + 1), inf)
     least[:, 0] = 0.0
     for j in range(1, layers + 1):
-        runs = np.flatnonzero(allowed[:j, j])
-        if len(runs):
+        runs = slice(j) if every else np.flatnonzero(allowed[:j, j])
+        if every or allowed[:j, j].any():
             least[:, j] = (least[:, runs] + values[:, runs, j]).min(axis=1)
     return least[:, layers]
+
+
+def sums_by_count(values: Floats, most: int, constraints: Constraints) -> Floats:
+    """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
+    return _tables(_allowed(values, constraints), most, np.add)
 
 
 def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
