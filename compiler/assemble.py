@@ -59,8 +59,10 @@ def assemble_stage(
     in_flight: int,
     limit_bytes: float,
     framework: float,
+    wire: Sequence[Wire] = (),
 ) -> Assembled:
-    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states."""
+    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
+    wire: ways of gradients that stand."""
 
     def section(pinned: Mapping[str, str] | None) -> Section:
         mine = replace(restriction, pinned=pinned)
@@ -76,7 +78,7 @@ def assemble_stage(
         if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes - held):
             chosen_section, chosen = free, better.choice
     return describe_stage(
-        graph, pricer, layering, layers, chosen_section, chosen, in_flight, framework, microbatches, recompute
+        graph, pricer, layering, layers, chosen_section, chosen, in_flight, framework, microbatches, recompute, wire
     )
 
 

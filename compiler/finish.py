@@ -16,7 +16,7 @@ from .assemble import Assembled, assemble_stage
 from .explore import Candidate, Search, StageRow, batch_bytes
 from .footprint import with_footprints
 from .graph import Graph, op_name
-from .plan import Plan, Prediction
+from .plan import Plan, Prediction, Wire
 from .predict import predict, together
 from .pricing import MeshPricer
 from .recompute import recompute_of
@@ -25,6 +25,7 @@ from .schedule import in_flight_formula, virtual_order
 from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed
+from .wires import EXACT
 
 __all__ = ["Overfull", "finish", "with_memory"]
 
@@ -117,8 +118,12 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
         if asked:  # the chunk's part of what its stage holds
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
             limit *= best.pipeline.chunk_bytes[index] / sum(every)
+        wire: tuple[Wire, ...] = ()  # chunks of one stage sum their gradients alike
+        if asked and search.space.communication != EXACT:
+            wire = tuple(w for part, group in zip(parts, home) if group == home[index] for w in part.stage.wire)
         names = [layer.class_key for layer in search.layering.layers[first:end]]
-        key = (tuple(names), shape, row.submesh, modes, states[0], states[-1], row.row)
+        ways = tuple((one.axes, one.algorithm, one.compressor) for one in wire)
+        key = (tuple(names), shape, row.submesh, modes, states[0], states[-1], row.row, ways)
         twin = known.get(key)
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
             parts.append(part)
@@ -138,6 +143,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
             flight,
             limit,
             FRAMEWORK_BYTES[cluster.device(offset).kind],
+            wire,
         )
         known[key] = first, part
         parts.append(part)
