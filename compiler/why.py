@@ -41,6 +41,7 @@ from .schedule import in_flight_formula
 from .spec import Pair, R
 from .typeset import bytes_text, seconds_text, table
 from .variants import State
+from .wires import Communication
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -191,7 +192,8 @@ class _Question:
         where = self.plan.stages[stage]
         chunk = next(c for c in where.chunks if c.layers[0] <= layer < c.layers[1])
         modes = modes_in(self.plan.stages) | ({} if mode is None else {layer: mode})
-        pricer = MeshPricer(self.cluster, where.devices[0], where.mesh_shape, self.plan.optimizer)
+        ways = Communication.of(where)
+        pricer = MeshPricer(self.cluster, where.devices[0], where.mesh_shape, self.plan.optimizer, ways)
         first, end = chunk.layers
         whole = Pair((R,) * len(where.mesh_shape), (R,) * len(where.mesh_shape))
         into: State = tuple(chunk.receives.get(name, whole) for name in self.layering.crossing[first])

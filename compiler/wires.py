@@ -81,6 +81,12 @@ class Communication:
             tuple(name for name in codes if name == "none" or name in names),
         )
 
+    @classmethod
+    def of(cls, stage: Stage) -> Communication:
+        """What a stage's gradients do, and the default."""
+        algorithms = dict.fromkeys(("backend", *(wire.algorithm for wire in stage.wire)))
+        return cls(tuple(algorithms), tuple(dict.fromkeys(("none", *(wire.compressor for wire in stage.wire)))))
+
 
 EXACT = Communication()
 

@@ -184,6 +184,45 @@ def test_more_freedom_never_costs(cluster):
     assert all(one.bound_s <= one.step_s for one in found)
 
 
+def test_no_document_with_any_wire_is_below_the_bound():
+    host = V100.hosts[0]
+    device = replace(host.device, overlap=0.0)  # where nothing hides the bound is tight
+    cluster = replace(V100, hosts=(replace(host, device=device),))
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, device="meta") for _ in range(4)))
+    x = torch.zeros(4096, 1024, device="meta")
+    graph = capture(model, (x,), {}, (x,), torch.nn.functional.mse_loss)
+    asked = {"alternatives": False, "constraints": ["stages = 1"]}
+    space = Space.asked(zero=0, recompute="none", communication="lossy")
+    best = make_plan(graph, cluster, 4096, 1, None, space=space, **asked).prediction
+    plain = replace(space, communication=EXACT)
+    assert best.bound_gap < 0.5
+    assert best.step_s < make_plan(graph, cluster, 4096, 1, None, space=plain, **asked).prediction.step_s
+    for strategy in ("dp8", "dp4,tp2", "dp2", "tp8"):
+        made = make_plan(graph, cluster, 4096, 1, parse_strategy(strategy), alternatives=False, space=plain)
+        for way in (("backend", "none"), ("backend", "int8"), ("two_step", "powersgd4"), ("ring", "bf16")):
+            assert reprice(rewired(made, way), graph, cluster).prediction.step_s >= best.bound_s
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_chunks_of_a_stage_travel_alike(schedule):
+    deep = capture(*ZOO["gpt"](16, device="meta", layers=4))
+    space = Space.asked(schedule, zero=0, recompute="none", communication="lossy")
+    made = make_plan(deep, V100, 16, 4, parse_strategy("pp2,dp4"), alternatives=False, space=space)
+    assert made.num_chunks > 1
+    assert any(wire.compressor != "none" for stage in made.stages for wire in stage.wire)
+    again = reprice(made, deep, V100)
+    assert again.prediction.step_s == pytest.approx(made.prediction.step_s, rel=1e-12)
+
+
+def test_why_prices_a_weight_as_it_travels(graph):
+    made = planned(graph, WORLD, "lossy", "dp16", 1)
+    weight = next(name for name in made.stages[0].chunks[0].parameters if name.endswith("weight"))
+    lossy = [row.seconds for row in made.why(weight).rows]
+    exact = [row.seconds for row in rewired(made, ("backend", "none")).why(weight, graph).rows]
+    assert min(lossy) >= 0
+    assert lossy != exact
+
+
 def test_a_lossy_plan_says_so_and_runs_nowhere_yet(graph):
     made = planned(graph, WORLD, "lossy", "dp16", 1)
     codes = {wire.compressor for stage in made.stages for wire in stage.wire} - {"none"}
