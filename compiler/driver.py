@@ -33,7 +33,7 @@ from .explore import Candidate, Search, corrected, explore
 from .finish import Overfull, finish, with_memory
 from .graph import Graph, op_name
 from .infeasible import infeasible
-from .other_schedules import simplest_first, with_other_schedules
+from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
 from .plan import Plan
 from .precision import precision_notes
 from .prepare import prepare
@@ -192,10 +192,10 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
 
 def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
     """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
-    try:
-        found = with_other_schedules(search, _collected(search, explore(search)))
-    except InfeasibleError as unfit:
-        return [], unfit
+    guided = _collected(search, explore(search))
+    found = with_other_schedules(search, guided)
+    if guided and not found:
+        return [], unfit(search, guided)
     plans, error = _finished(search, found, top_k)
     return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
 
@@ -212,9 +212,7 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
     return sorted(found, key=lambda candidate: candidate.clock_s)
 
 
-def _finished(
-    search: Search, queue: list[Candidate], top_k: int
-) -> tuple[list[Plan], InfeasibleError | None]:
+def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[Plan], InfeasibleError | None]:
     """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first.
 
     A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope; its memory is
@@ -239,7 +237,7 @@ def _finished(
             plan = _finish(search, candidate, bool(plans))
             known = short.get(candidate.schedule, 1.0)
             short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
-            if plan.prediction.step_s < worst_s and not any(_alike(plan, other) for other in plans):
+            if plan.prediction.step_s < worst_s * (1 + TIE) and not any(_alike(plan, other) for other in plans):
                 plans.append(with_memory(search, plan, candidate))
         except Overfull as missed:
             error = missed

@@ -7,7 +7,8 @@ program on tensors without data (``abstract.py``) in the order in which the runt
                messages that are posted or not yet known to have arrived
     step       gradients of tied copies, then the optimizer, one parameter after the other (all at once on CUDA devices)
 
-Stages with equal programs share one run.
+Stages with equal programs share one run. Of a stage with several chunks each is run, and the schedule says which of
+them are in flight together; a weight that two of them use is counted in each.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from __future__ import annotations
 import json
 import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -34,6 +36,7 @@ from .graph import Graph, op_name
 from .interpret import Segment
 from .layers import Layering, cluster_layers, differentiable
 from .lower import lower
+from .pipeline_chunks import fewer
 from .plan import BUCKET_BYTES, Chunk, Plan, parameter_stages
 from .program import Exit, Slot
 from .recompute import NOTHING, Recompute, modes_in, recompute_of
@@ -56,17 +59,13 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     forwards keep for backwards), "temporary", "buffers" (of messages between stages and of tied weights), "inputs" (the
     whole batch, as every rank passes it). Raises what the program raises if it cannot run on meta tensors.
     """
-    return _Stage(_Shared(graph.with_batch(plan.microbatch_size), plan), stage).memory(stage)
+    shared = _Shared(graph.with_batch(plan.microbatch_size), plan)
+    return _memory([_Stage(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
 
 
 def with_footprints(graph: Graph, plan: Plan) -> Plan:
     """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
-    each stage whose program cannot run on meta tensors: its estimate from the rules stays.
-
-    A plan in several chunks per stage keeps its estimates.
-    """
-    if plan.num_chunks > 1:
-        return plan
+    each stage whose program cannot run on meta tensors: its estimate from the rules stays."""
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
     for index, found in enumerate(footprints(graph, plan)):
         if isinstance(found, Exception):
@@ -84,16 +83,24 @@ def footprints(graph: Graph, plan: Plan) -> list[Bytes | Exception]:
     known: dict[Hashable, _Stage | Exception] = {}
     found: list[Bytes | Exception] = []
     for index in range(len(plan.stages)):
+        keys: list[Hashable] = []
         try:
-            key = shared.structure(index)
-            if key not in known:
-                known[key] = _Stage(shared, index)
-            stage = known[key]
-            found.append(stage if isinstance(stage, Exception) else stage.memory(index))
+            for chunk in range(len(plan.stages[index].chunks)):
+                keys.append(shared.structure(index, chunk))
+                if keys[-1] not in known:
+                    known[keys[-1]] = _Stage(shared, index, chunk)
+            parts = [known[key] for key in keys]
+            wrong = [part for part in parts if isinstance(part, Exception)]
+            found.append(wrong[0] if wrong else _memory([part for part in parts if isinstance(part, _Stage)], index))
         except Exception as error:
-            known[key] = error
+            known.update(dict.fromkeys(keys, error))
             found.append(error)
     return found
+
+
+def _memory(chunks: Sequence[_Stage], stage: int) -> Bytes:
+    """Bytes by cause of a stage with these chunks."""
+    return chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
 
 
 class _Shared:
@@ -104,7 +111,10 @@ class _Shared:
         self.cluster = Cluster.from_json(json.dumps(plan.cluster))
         self.grad = differentiable(graph)
         self.holders = parameter_stages(plan.stages)
-        self.sent = Counter((transfer.source, transfer.node) for transfer in plan.transfers)
+        self.sent = Counter((one.source, one.source_chunk, one.node) for one in plan.transfers)
+        for index, stage in enumerate(plan.stages if plan.num_chunks > 1 else ()):
+            for (k, chunk), other in product(enumerate(stage.chunks), stage.chunks):
+                self.sent.update((index, k, name) for name in chunk.sends if name in other.receives)
         self.memo: Memo = {}
 
     @cached_property
@@ -123,10 +133,10 @@ class _Shared:
         """Op → its layer."""
         return {name: index for index, layer in enumerate(self.layering.layers) for name in layer.ops}
 
-    def structure(self, stage: int) -> Hashable:
-        """Equal for stages that run alike: what their programs are made from, with the nodes numbered."""
+    def structure(self, stage: int, place: int = 0) -> Hashable:
+        """Equal for chunks that run alike: what their programs are made from, with the nodes numbered."""
         here, nodes = self.plan.stages[stage], self.graph.by_name()
-        (chunk,) = here.chunks
+        chunk = here.chunks[place]
         number: dict[str, int] = {}
         rows: list[Hashable] = []
         results = {(r.node, r.kind) for r in self.graph.results}
@@ -154,7 +164,7 @@ class _Shared:
                 if op_name(user) == "getitem":
                     number[user.name] = len(number)
                     rows.append((number[name], look(user.args[1]), user.name in self.grad))
-        sends = [(number.get(name), spec, self.sent[stage, name]) for name, spec in chunk.sends.items()]
+        sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
         modes = self.recompute.modes[slice(*chunk.layers)]
         return device.kind, writes_scores(device), here.mesh_shape, tuple(rows), tuple(sends), modes
@@ -190,14 +200,16 @@ class _Run:
 
 
 class _Stage:
-    def __init__(self, shared: _Shared, stage: int) -> None:
+    """One chunk of a stage, by default the only one."""
+
+    def __init__(self, shared: _Shared, stage: int, place: int = 0) -> None:
         self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
         here = self.plan.stages[stage]
-        (self.chunk,) = here.chunks
+        self.chunk = here.chunks[place]
         self.mesh = here.mesh_shape
         device = shared.cluster.device(here.devices[0])
         self.kind, self.writes_scores = device.kind, writes_scores(device)
-        self.program = lower(self.graph, self.plan, stage)
+        self.program = lower(self.graph, self.plan, stage, place)
         names = [slot.name for slot in self.program.slots if slot.kind == "parameter"]
         holders = shared.holders
         self.copies = {name for name in names if holders[name][0] != stage}
@@ -207,12 +219,11 @@ class _Stage:
         self.returned = [slot for slot in self.received if slot.node in self.grad]
         exits = enumerate(self.program.exits)
         self.arriving = [
-            (i, exit, shared.sent[stage, exit.name])
+            (i, exit, shared.sent[stage, place, exit.name])
             for i, exit in exits
             if exit.kind == "send" and exit.node in self.grad
         ]
         self.flat = self._flat()
-        self.run: _Run | None = None
 
     def _bytes(self, slot: Slot) -> int:
         return _bytes(self._local(slot), slot)
@@ -235,16 +246,30 @@ class _Stage:
 
     def memory(self, stage: int) -> Bytes:
         """Bytes by cause if this is the program of ``stage``."""
-        if self.run is None:
-            self.run = self._run()
-        run, gathered = self.run, self._gathered()
+        run, gathered = self.measured, self._gathered()
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
         for moment in moments:
             moment["temporary"] += gathered
-        worst = max([*moments, *self._step()], key=lambda moment: sum(moment.values()))
-        total = Counter(self._resident()) + Counter(worst)
-        causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
-        return {cause: float(total[cause]) for cause in causes}
+        return _worst(self.resident(), [*moments, *self.end()])
+
+    @cached_property
+    def measured(self) -> _Run:
+        """One run of each kind of action."""
+        return self._run()
+
+    @cached_property
+    def incoming(self) -> dict[str, int]:
+        """Bytes of the messages that an action of each kind waits for."""
+        found = {
+            "F": sum(self._bytes(slot) for slot in self.received),
+            "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
+        }
+        return found | {"I": found["B"], "W": 0}
+
+    @cached_property
+    def outgoing(self) -> int:
+        """Bytes of the gradients that a backward sends."""
+        return sum(_bytes(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned)
 
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
@@ -253,12 +278,7 @@ class _Stage:
         more = in_flight_formula(self.plan.schedule, stage, p, m)
         more -= in_flight_formula(self.plan.schedule, stage, p, few)
         row = generate(self.plan.schedule, p, few).actions[stage]
-        back = sum(_bytes(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned)
-        incoming = {
-            "F": sum(self._bytes(slot) for slot in self.received),
-            "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
-        }
-        incoming |= {"I": incoming["B"], "W": 0}
+        back, incoming = self.outgoing, self.incoming
         out: list[tuple[str, int, int]] = []
         flying = backwards = 0
         recent: list[int] = []  # of each message sent back that may still be on its way: forwards since
@@ -290,8 +310,8 @@ class _Stage:
 
     # ---- what stays
 
-    def _resident(self) -> Bytes:
-        """What lives through the whole step."""
+    def resident(self, alone: bool = True) -> Bytes:
+        """What lives through the whole step; without the batch and constants, where another chunk counts them."""
         found: Counter[str] = Counter()
         for slot in self.program.slots:
             if slot.kind == "buffer":
@@ -301,6 +321,8 @@ class _Stage:
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
                 found["optimizer"] += self._update(slot)[0]
         found["gradients"] += sum(self.flat.values()) + sum(self._in_parts().values())
+        if not alone:
+            return found
         found["parameters"] += sum(
             {x.data_ptr(): x.untyped_storage().nbytes() for x in self.graph.constants.values()}.values()
         )
@@ -310,7 +332,7 @@ class _Stage:
             found["inputs"] += kind.numel * kind.dtype.itemsize * times
         return found
 
-    def _step(self) -> list[Bytes]:
+    def end(self) -> list[Bytes]:
         """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
         grads = {
             slot.name: _bytes(self._local(slot), slot)
@@ -364,6 +386,18 @@ class _Stage:
         }:
             sums[layer] += gathered[name]
         return max(sums.values())
+
+    @cached_property
+    def loose(self) -> int:
+        """Bytes of the gradients that stay after a backward, in no bucket."""
+        counted = {**self.flat, **self._in_parts()}
+        slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
+        return sum(self._bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
+
+    @cached_property
+    def gathered(self) -> int:
+        """The most bytes of gathered values that one layer reads."""
+        return self._gathered()
 
     # ---- one run of each kind of action
 
@@ -494,6 +528,59 @@ class _Stage:
         for slot, leaf in zip(self.program.slots, arguments, strict=True):
             if slot.kind == "receive" and slot.node in self.grad and leaf.grad is not None:
                 apply_steps(leaf.grad, steps_between(slot.pair.cotangent, without_partials(slot.pair.cotangent)), comm)
+
+
+class _Together:
+    """The chunks of one stage, in flight together as the schedule has it."""
+
+    def __init__(self, chunks: Sequence[_Stage], stage: int) -> None:
+        self.chunks, plan = chunks, chunks[0].plan
+        p, v = len(plan.stages), len(chunks)
+        self.row = generate(plan.schedule, p, fewer(p, plan.microbatches), v).actions[stage]
+
+    def memory(self) -> Bytes:
+        """Bytes by cause at the worst moment."""
+        resident = Counter[str]()
+        for index, one in enumerate(self.chunks):
+            resident.update(one.resident(alone=index == 0))
+        ends = [Counter[str](), Counter[str]()]
+        for one in self.chunks:
+            for total, found in zip(ends, one.end()):
+                total.update({cause: int(size) for cause, size in found.items()})
+        return _worst(resident, [*self._moments(), *ends])
+
+    def _moments(self) -> Iterator[Counter[str]]:
+        """What is held at every action beside what is resident."""
+        chunks, row = self.chunks, self.row
+        last = {action.chunk: index for index, action in enumerate(row) if action.kind != "F"}
+        flying, backwards = [0] * len(chunks), [0] * len(chunks)
+        for index, action in enumerate(row):
+            k, one = action.chunk, chunks[action.chunk]
+            if action.kind == "F":
+                kind = "F later" if backwards[k] else "F"
+            else:
+                kind = "B last" if index == last[k] else "B" if backwards[k] else "B first"
+            moment = Counter({cause: int(size) for cause, size in one.measured.peaks[kind].items()})
+            moment["temporary"] += one.gathered
+            moment["buffers"] += one.outgoing
+            if index + 1 < len(row):
+                moment["buffers"] += chunks[row[index + 1].chunk].incoming[row[index + 1].kind]
+            for c, other in enumerate(chunks):
+                own = int(c == k and action.kind != "F")  # the one in work is in the peak
+                moment["activations"] += (flying[c] - own) * other.measured.saved
+                moment["gradients"] += other.loose if c != k and backwards[c] else 0
+            yield moment
+            if action.kind == "F":
+                flying[k] += 1
+            elif action.kind != "I":
+                flying[k], backwards[k] = flying[k] - 1, backwards[k] + 1
+
+
+def _worst(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:
+    """The fullest moment, with what is resident."""
+    worst = max(moments, key=lambda moment: sum(moment.values()))
+    causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
+    return {cause: float(resident.get(cause, 0) + worst.get(cause, 0)) for cause in causes}
 
 
 def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:

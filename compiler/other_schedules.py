@@ -13,13 +13,15 @@ there than the guide's best by more than ``TIE`` is offered, the best of each fa
 
 Bounds. For every microbatch count and family: with chunks ``pipeline_chunks.quick_bound``. With one chunk per stage,
 the work: stage k is busy m t_k + σ_k on n_k devices, so the makespan is at least Σ n_k (m t_k + σ_k) / N on N devices;
-for p stages, a Lagrangian pair (λ, μ) and q microbatches in flight at least, Σ n_k value_k − Σ M max(λ, μ/q) in place of
-Σ n_k t_k, M all devices' bytes. And where no family with chunks is open, what ``pipeline_bound`` proves.
+for p stages, a Lagrangian pair (λ, μ) and q microbatches in flight at least, Σ n_k value_k − Σ M max(λ, μ/q) in place
+of Σ n_k t_k, M all devices' bytes. Beside it the slowest stage: for a limit on m t_k + σ_k, with the Lagrangian's t_k,
+each run of layers needs so many devices, and the least sum of these must not be more than N. And under GPipe, where no
+family with chunks is open, what ``pipeline_bound`` proves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -30,17 +32,20 @@ from .exposure import lowered, raised
 from .mixing import Price
 from .pipeline_chunks import chunked, least_sums, quick_bound, sums_by_count
 from .pipeline_dp import bound_of, describe_pipeline, solve
-from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .pipeline_table import Floats, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
-__all__ = ["TIE", "simplest_first", "with_other_schedules"]
+__all__ = ["TIE", "simplest_first", "unfit", "with_other_schedules"]
 
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
 COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
 REFITTED = 6  # pipelines of a count
+KEPT = 4  # candidates of a family that was asked for
+SOLVED = 4  # pipelines of a number of stages
 VISITS = 200  # partial pipelines that are looked at
+HALVINGS = 6  # of the range of a bound
 DIVIDED = 3  # divisions into chunks that are timed, per family and count
 
 Pairs = Sequence[tuple[Submesh, Price]]
@@ -48,7 +53,7 @@ Pairs = Sequence[tuple[Submesh, Price]]
 
 def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Candidate]:
     """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first; bounds of
-    these go to ``search.bounds``. InfeasibleError where the guide is not open and no other family fits."""
+    these go to ``search.bounds``."""
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
     others = [name for name in open_ if name != search.space.guide]
@@ -60,8 +65,6 @@ def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Can
         if own and (search.cut_short or not search.thorough):
             return sorted(own, key=lambda one: one.clock_s)
         offered = _offered(search, found, others, best_s * (1 - TIE))
-    if found and not own and not offered:
-        raise InfeasibleError(_unfit(search, found, others))
     return sorted([*own, *offered], key=lambda one: one.clock_s)
 
 
@@ -77,11 +80,15 @@ def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
 
 def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], most: float) -> list[Candidate]:
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
-    kept = 1 if search.space.guide in search.space.schedules else 4
+    competing = search.space.guide in search.space.schedules
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
+    limits = dict.fromkeys(others, most)
     for m in _counts(found, most):
-        for one in _with_count(search, m, [one for one in found if one.microbatches == m], others, most):
+        for one in _with_count(search, m, [one for one in found if one.microbatches == m], limits):
             by_family[one.schedule].append(one)
+            if competing:
+                limits[one.schedule] = min(limits[one.schedule], one.clock_s)
+    kept = 1 if competing else KEPT
     return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
 
 
@@ -95,29 +102,28 @@ def _counts(found: Sequence[Candidate], most: float) -> list[int]:
     return list(dict.fromkeys([*counts, *least]))
 
 
-def _with_count(
-    search: Search, m: int, found: Sequence[Candidate], others: Sequence[str], most: float
-) -> Iterable[Candidate]:
+def _with_count(search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float]) -> Iterator[Candidate]:
+    """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's."""
     tables = search.tables
     assert tables is not None
     known = tables.known[m]
-    shapes = [name for name in others if name not in CHUNKED]
     best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
     used = {row.submesh for one in best for row in one.rows}
     pairs = [pair for pair in known if pair[0] in used]
-    table = tables.table(m, pairs, None) if shapes and pairs else None
-    for schedule in shapes if table is not None else ():
+    single = [name for name in limits if name not in CHUNKED]
+    table = tables.table(m, pairs, None) if single and pairs else None
+    for schedule in single if table is not None else ():
         assert table is not None
-        refitted = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
-        counts = {len(one.stages) for one in refitted.values()} or {0}
-        searched = {one.stages: one for p in sorted(counts) for one in _searched(search, table, m, schedule, p, most)}
-        for one in (refitted | searched).values():
-            candidate = tables.candidate(m, schedule, one, pairs, table)
-            if candidate.clock_s < most:
-                yield candidate
-    families = [name for name in others if name in CHUNKED]
-    if families:
-        yield from _divided(search, m, known, families, most)
+        tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
+        for p in sorted({len(one.rows) for one in best}):
+            tried |= {one.stages: one for one in _searched(search, table, m, schedule, p, limits[schedule])}
+        if not tried and search.space.guide not in search.space.schedules:
+            tried = {one.stages: one for one in _searched(search, table, m, schedule, None, limits[schedule])}
+        candidates = [tables.candidate(m, schedule, one, pairs, table) for one in tried.values()]
+        yield from (one for one in candidates if one.clock_s < limits[schedule])
+    chunked_ = {name: limit for name, limit in limits.items() if name in CHUNKED}
+    if chunked_:
+        yield from _divided(search, m, known, chunked_)
 
 
 def _refitted(
@@ -142,32 +148,34 @@ def _refitted(
             yield describe_pipeline(table, m, schedule, stages)
 
 
-def _searched(search: Search, table: PipelineTable, m: int, schedule: str, p: int, most: float) -> Sequence[Pipeline]:
-    """The best pipelines of p stages (0: of any number, where the guide is not open)."""
+def _searched(
+    search: Search, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
+) -> Sequence[Pipeline]:
+    """The best pipelines of p stages, or of any number."""
     tables = search.tables
     assert tables is not None
-    if not p and search.space.guide in search.space.schedules:
-        return ()
-    cuts = replace(tables.cuts, stages=(p, p)) if p else tables.cuts
-    found = solve(table, m, schedule, cuts, 4, visits=VISITS, explain=False, most=most, trials=0)
+    cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
+    found = solve(table, m, schedule, cuts, SOLVED, visits=VISITS, explain=False, most=most, trials=0)
     return found.pipelines if isinstance(found, Solution) else ()
 
 
-def _divided(search: Search, m: int, known: Pairs, families: Sequence[str], most: float) -> Iterable[Candidate]:
+def _divided(search: Search, m: int, known: Pairs, limits: Mapping[str, float]) -> Iterator[Candidate]:
     """The fastest divisions into chunks."""
     tables = search.tables
     assert tables is not None
-    pairs = _uniform(search, m, known, most)
+    pairs = _uniform(search, m, known, max(limits.values()))
     table = tables.table(m, pairs, None) if pairs else None
-    if table is None:
-        return
-    for schedule in families:
-        chunks = search.space.chunks if schedule == "interleaved" else (2,)
-        answer = chunked(table, m, schedule, chunks, tables.cuts, DIVIDED, most)
+    for schedule, most in limits.items() if table is not None else ():
+        assert table is not None
+        answer = chunked(table, m, schedule, _chunks(search, schedule), tables.cuts, DIVIDED, most)
         for one in answer.pipelines if isinstance(answer, Solution) else ():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
                 yield candidate
+
+
+def _chunks(search: Search, schedule: str) -> tuple[int, ...]:
+    return search.space.chunks if schedule == "interleaved" else (2,)
 
 
 def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
@@ -199,11 +207,14 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
         if not missing or not tables.levels_of(m):
             continue
         floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
-        quick = quick_bound(floors, m, tables.cuts) if not alone else 0.0
+        quick = inf if alone else quick_bound(floors, m, tables.cuts)
+        most = raised(best_s, m, cluster, tables.hidden_s) if np.isfinite(best_s) else inf
         for name in missing:
-            bound = quick if name in CHUNKED else _work_bound(search, floors, m, name)
-            if alone and np.isfinite(best_s):
-                most = raised(best_s, m, cluster, tables.hidden_s)
+            bound = quick
+            if name not in CHUNKED:
+                work = _work_bound(search, floors, m, name)
+                bound = _slowest_bound(search, floors, m, name, work, most) if work < quick else work
+            if alone and np.isfinite(best_s) and name == "gpipe":
                 bound = max(bound, _exact_bound(search, floors, m, name, most))
             search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
 
@@ -237,13 +248,47 @@ def _work_bound(search: Search, floors: Floors, m: int, schedule: str) -> float:
     return m * min(works, default=inf) / len(tables.usable)
 
 
+def _slowest_bound(search: Search, floors: Floors, m: int, schedule: str, low_s: float, high_s: float) -> float:
+    """The least of what the slowest stage takes, by bisection from ``low_s`` (proven) to ``high_s``: stages that are
+    all as fast need so many devices at least."""
+    tables = search.tables
+    assert tables is not None
+    layers = floors.pace_s.shape[1]
+    allowed = tables.cuts.allowed(*np.indices((layers, layers + 1)))
+    by_size: dict[int, Floats] = {}
+    for o, option in enumerate(floors.options):
+        limit, held = max(option.limit_bytes), [in_flight_formula(schedule, 0, p, m) for p in (1, 2)]
+        one = floors.pace_s[o]
+        for row in floors.rows:
+            price = np.full(one.shape, max(row.byte, row.saved_byte / held[1]))  # two stages or more
+            price[0, layers] = max(row.byte, row.saved_byte / held[0])
+            one = np.maximum(one, row.value[o] - limit * price)
+        one = np.where(allowed, m * one, inf)
+        by_size[option.num_devices] = np.minimum(by_size.get(option.num_devices, one), one)
+    sizes = sorted(by_size)
+    heads = np.stack([by_size[size] for size in sizes])
+    counts = np.array([*sizes, np.inf])
+
+    def enough(limit_s: float) -> bool:
+        fits = np.concatenate([heads <= limit_s, np.ones((1, *heads.shape[1:]), dtype=bool)])
+        needed = counts[fits.argmax(axis=0)]
+        return bool(least_sums(needed[None], tables.cuts)[0] <= len(tables.usable))
+
+    if not low_s < high_s or not np.isfinite(high_s) or not enough(high_s):
+        return max(low_s, high_s) if np.isfinite(high_s) else low_s
+    for _ in range(HALVINGS):
+        middle = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle) if enough(middle) else (middle, high_s)
+    return low_s
+
+
 def _most_stages(search: Search) -> int:
     return min(len(search.layering.layers), int(search.cluster.num_devices))
 
 
-def _unfit(search: Search, found: Sequence[Candidate], others: Sequence[str]) -> str:
-    """Why nothing fits under the families that were asked for, though something does under the guide."""
-    tables = search.tables
+def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
+    """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
+    tables, others = search.tables, search.space.schedules
     assert tables is not None
     names = " or ".join(others)
     m = min(found, key=lambda one: one.clock_s).microbatches
@@ -251,11 +296,11 @@ def _unfit(search: Search, found: Sequence[Candidate], others: Sequence[str]) ->
     for schedule in (name for name in others if name in CHUNKED):
         pairs = _uniform(search, m, tables.known[m], inf)
         table = tables.table(m, pairs, None) if pairs else None
-        chunks = search.space.chunks if schedule == "interleaved" else (2,)
+        chunks = _chunks(search, schedule)
         answer = chunked(table, m, schedule, chunks, tables.cuts, 1) if table is not None else None
         if isinstance(answer, Infeasible):
             reason = f": {answer.reason}"
-    return (
+    return InfeasibleError(
         f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.guide}{reason}; "
         f"ask for schedule {search.space.guide} or auto, more microbatches, or more devices"
     )

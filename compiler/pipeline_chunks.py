@@ -51,7 +51,7 @@ from .pipeline_table import (
 )
 from .schedule import generate, in_flight_formula, virtual_order
 
-__all__ = ["chunked", "held", "least_sums", "quick_bound", "sums_by_count"]
+__all__ = ["chunked", "fewer", "held", "least_sums", "quick_bound", "sums_by_count"]
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
@@ -59,7 +59,7 @@ _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats
 @lru_cache(maxsize=256)
 def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
-    few = _fewer(p, m)
+    few = fewer(p, m)
     split = schedule.startswith("zb")
     out = []
     for row in generate(schedule, p, few, v).actions:
@@ -77,7 +77,7 @@ def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     return tuple(out)
 
 
-def _fewer(p: int, m: int) -> int:
+def fewer(p: int, m: int) -> int:
     """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size."""
     count = max(1, m // p)
     size, larger = divmod(m, count)

@@ -212,7 +212,8 @@ def test_predicted_bytes_are_those_measured(ranks: RankPool) -> None:
 
 def test_deeper_flight_keeps_more_and_equal_stages_share_a_run() -> None:
     model, args, _ = ZOO["gpt"](64, device="meta", layers=6, tied=False)
-    plan = mw.plan(model, Cluster.local(3), example_inputs=args, strategy="pp3", microbatches=8, executable=True)
+    asked = {"strategy": "pp3", "microbatches": 8, "schedule": "1f1b", "executable": True}
+    plan = mw.plan(model, Cluster.local(3), example_inputs=args, **asked)
     graph = capture(model, args)
     found = footprints(graph, plan)
     for index in range(3):
