@@ -29,7 +29,6 @@ import numpy as np
 
 from .explore import Candidate, Search
 from .exposure import lowered, raised
-from .mixing import Price
 from .pipeline_chunks import chunked, least_sums, quick_bound, sums_by_count
 from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Floats, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
@@ -48,7 +47,7 @@ VISITS = 200  # partial pipelines that are looked at
 HALVINGS = 6  # of the range of a bound
 DIVIDED = 3  # divisions into chunks that are timed, per family and count
 
-Pairs = Sequence[tuple[Submesh, Price]]
+Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
 
 def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Candidate]:
