@@ -11,12 +11,7 @@ whose slowest stage has the least work, as what the others save is the bubble. N
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
 there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
 
-Bounds. For every microbatch count and family: with chunks ``pipeline_chunks.quick_bound``. With one chunk per stage,
-the work: stage k is busy m t_k + σ_k on n_k devices, so the makespan is at least Σ n_k (m t_k + σ_k) / N on N devices;
-for p stages, a Lagrangian pair (λ, μ) and q microbatches in flight at least, Σ n_k value_k − Σ M max(λ, μ/q) in place
-of Σ n_k t_k, M all devices' bytes. Beside it the slowest stage: for a limit on m t_k + σ_k, with the Lagrangian's t_k,
-each run of layers needs so many devices, and the least sum of these must not be more than N. And under GPipe, where no
-family with chunks is open, what ``pipeline_bound`` proves.
+What is proven of them: ``schedule_bounds``.
 """
 
 from __future__ import annotations
@@ -29,10 +24,11 @@ import numpy as np
 
 from .explore import Candidate, Search
 from .exposure import lowered, raised
-from .pipeline_chunks import chunked, least_sums, quick_bound, sums_by_count
-from .pipeline_dp import bound_of, describe_pipeline, solve
-from .pipeline_table import Floats, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .pipeline_chunks import chunked, least_sums
+from .pipeline_dp import describe_pipeline, solve
+from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
+from .schedule_bounds import family_bounds
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
@@ -44,7 +40,6 @@ REFITTED = 6  # pipelines of a count
 KEPT = 4  # candidates of a family that was asked for
 SOLVED = 4  # pipelines of a number of stages
 VISITS = 200  # partial pipelines that are looked at
-HALVINGS = 6  # of the range of a bound
 DIVIDED = 3  # divisions into chunks that are timed, per family and count
 
 Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
@@ -198,91 +193,18 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
     """Bounds of these families for every microbatch count."""
     tables, cluster = search.tables, search.cluster
     assert tables is not None
-    alone = not any(name in CHUNKED for name in others)
     unknown = [(m, name) for m in tables.counts for name in others if (m, name) not in search.bounds]
     search.bounds.update(dict.fromkeys(unknown, 0.0))
-    for m in tables.counts:
-        missing = [name for name in others if (m, name) in unknown]
-        if not missing or not tables.levels_of(m):
+    for m in dict.fromkeys(m for m, _ in unknown):
+        levels = tables.levels_of(m)
+        if not levels:
             continue
-        floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
-        quick = inf if alone else quick_bound(floors, m, tables.cuts)
         most = raised(best_s, m, cluster, tables.hidden_s) if np.isfinite(best_s) else inf
-        for name in missing:
-            bound = quick
-            if name not in CHUNKED:
-                work = _work_bound(search, floors, m, name)
-                bound = _slowest_bound(search, floors, m, name, work, most) if work < quick else work
-            if alone and np.isfinite(best_s) and name == "gpipe":
-                bound = max(bound, _exact_bound(search, floors, m, name, most))
+        alone = not any(name in CHUNKED for name in others)
+        floors = tables.floors_of(m, levels, messages=alone)
+        found = family_bounds(floors, m, others, tables.cuts, tables.usable * search.share, most)
+        for name, bound in found.items():
             search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
-
-
-def _exact_bound(search: Search, floors: Floors, m: int, schedule: str, most: float) -> float:
-    tables = search.tables
-    assert tables is not None
-    layers = len(search.layering.layers)
-    nothing = np.zeros_like(floors.pace_s)
-    table = PipelineTable(
-        layers, search.cluster.num_devices, floors.options, nothing, nothing, nothing, nothing, nothing, nothing,
-        floors=floors,
-    )  # fmt: skip
-    return bound_of(table, m, schedule, tables.cuts, most, 2)
-
-
-def _work_bound(search: Search, floors: Floors, m: int, schedule: str) -> float:
-    """What all work takes where it lies evenly on the devices, one chunk per stage."""
-    tables = search.tables
-    assert tables is not None
-    total = float(tables.usable.sum()) * search.share
-    devices = np.array([option.num_devices for option in floors.options])[:, None, None]
-    values = [floors.pace_s, *(row.value for row in floors.rows)]
-    sums = [sums_by_count((devices * value).min(axis=0), _most_stages(search), tables.cuts) for value in values]
-    least, most = tables.cuts.stages
-    works = []
-    for p in range(least, (most or _most_stages(search)) + 1):
-        q = min(in_flight_formula(schedule, k, p, m) for k in range(p))
-        prices = [0.0, *(max(row.byte, row.saved_byte / q) for row in floors.rows)]
-        works.append(max(float(one[p]) - total * price for one, price in zip(sums, prices)))
-    return m * min(works, default=inf) / len(tables.usable)
-
-
-def _slowest_bound(search: Search, floors: Floors, m: int, schedule: str, low_s: float, high_s: float) -> float:
-    """The least of what the slowest stage takes, by bisection from ``low_s`` (proven) to ``high_s``: stages that are
-    all as fast need so many devices at least."""
-    tables = search.tables
-    assert tables is not None
-    layers = floors.pace_s.shape[1]
-    allowed = tables.cuts.allowed(*np.indices((layers, layers + 1)))
-    by_size: dict[int, Floats] = {}
-    for o, option in enumerate(floors.options):
-        limit, held = max(option.limit_bytes), [in_flight_formula(schedule, 0, p, m) for p in (1, 2)]
-        one = floors.pace_s[o]
-        for row in floors.rows:
-            price = np.full(one.shape, max(row.byte, row.saved_byte / held[1]))  # two stages or more
-            price[0, layers] = max(row.byte, row.saved_byte / held[0])
-            one = np.maximum(one, row.value[o] - limit * price)
-        one = np.where(allowed, m * one, inf)
-        by_size[option.num_devices] = np.minimum(by_size.get(option.num_devices, one), one)
-    sizes = sorted(by_size)
-    heads = np.stack([by_size[size] for size in sizes])
-    counts = np.array([*sizes, np.inf])
-
-    def enough(limit_s: float) -> bool:
-        fits = np.concatenate([heads <= limit_s, np.ones((1, *heads.shape[1:]), dtype=bool)])
-        needed = counts[fits.argmax(axis=0)]
-        return bool(least_sums(needed[None], tables.cuts)[0] <= len(tables.usable))
-
-    if not low_s < high_s or not np.isfinite(high_s) or not enough(high_s):
-        return max(low_s, high_s) if np.isfinite(high_s) else low_s
-    for _ in range(HALVINGS):
-        middle = (low_s + high_s) / 2
-        low_s, high_s = (low_s, middle) if enough(middle) else (middle, high_s)
-    return low_s
-
-
-def _most_stages(search: Search) -> int:
-    return min(len(search.layering.layers), int(search.cluster.num_devices))
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
