@@ -71,12 +71,12 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     global_batch: samples per step, by default that of the example. optimizer: its torch.optim class name, for memory.
 
     Everything else is searched unless given. microbatches; strategy: ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``,
-    or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "1f1b", "gpipe"
-    or "zb-h1"; recompute: "none", "full" (keep only what crosses a border between layers, and run each layer's forward
-    again for its backward), "selective" (keep the outputs of its heavy ops as well), or a mode by pattern of layer
-    names, of which the last that fits counts ("none" where none does); zero: 0 to 3, what parameters are sharded of
-    over the devices that share them, where that is possible (0: nothing); sequence: whether sequences and space may be
-    cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
+    or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "gpipe", "1f1b",
+    "interleaved", "zb-h1" or "zb-v"; recompute: "none", "full" (keep only what crosses a border between layers, and run
+    each layer's forward again for its backward), "selective" (keep the outputs of its heavy ops as well), or a mode by
+    pattern of layer names, of which the last that fits counts ("none" where none does); zero: 0 to 3, what parameters
+    are sharded of over the devices that share them, where that is possible (0: nothing); sequence: whether sequences
+    and space may be cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
 
     communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
     ``costmodel.algorithms``; "lossy": compressed, too, by any code of ``costmodel.codecs``; or names of algorithms and

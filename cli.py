@@ -141,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_space(plan: argparse.ArgumentParser) -> None:
     """What the search may choose from."""
-    plan.add_argument("--schedule", default="auto", metavar="NAME", help="auto, 1f1b, gpipe or zb-h1 (auto)")
+    plan.add_argument(
+        "--schedule", default="auto", metavar="NAME", help="auto, gpipe, 1f1b, interleaved, zb-h1 or zb-v (auto)"
+    )
     plan.add_argument(
         "--recompute",
         default="auto",

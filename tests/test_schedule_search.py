@@ -1,4 +1,4 @@
-"""Schedules as a decision of the search: every family by name, the best of all by itself, and what is proven of them."""
+"""Schedules as a decision of the search: every family by name, the best of all by itself, and what is proven."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ def test_memory_decides_among_schedules(graph, cluster, by_name, share):
     for name in ("1f1b", "interleaved", "zb-v", "auto"):
         try:
             plan = planned(graph, small, name, f"{WISH}; no recompute; no zero")
-        except InfeasibleError as error:
-            assert "fit" in str(error)
+        except InfeasibleError:
             continue
         steps[name] = plan.prediction.step_s
         assert max(stage.peak_bytes for stage in plan.prediction.stages) <= framework + share * held * SLACK
