@@ -76,7 +76,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     each layer's forward again for its backward), "selective" (keep the outputs of its heavy ops as well), or a mode by
     pattern of layer names, of which the last that fits counts ("none" where none does); zero: 0 to 3, what parameters
     are sharded of over the devices that share them, where that is possible (0: nothing); sequence: whether sequences
-    and space may be cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
+    and space may be cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could
+    not).
 
     communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
     ``costmodel.algorithms``; "lossy": compressed, too, by any code of ``costmodel.codecs``; or names of algorithms and
