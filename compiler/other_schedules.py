@@ -16,6 +16,7 @@ What is proven of them: ``schedule_bounds``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -51,14 +52,18 @@ def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Can
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
     others = [name for name in open_ if name != search.space.guide]
-    if not others:
-        return sorted(own, key=lambda one: one.clock_s)
-    with search.timed("schedules"):
-        best_s = min((one.clock_s for one in own), default=inf)
-        _prove(search, others, min([best_s, *(one.clock_s for one in found)], default=inf))
-        if own and (search.cut_short or not search.thorough):
-            return sorted(own, key=lambda one: one.clock_s)
-        offered = _offered(search, found, others, best_s * (1 - TIE))
+    offered: list[Candidate] = []
+    if others and found:
+        with search.timed("schedules"):
+            try:
+                _prove(search, others, min(one.clock_s for one in found))
+                if not own or not (search.cut_short or time.perf_counter() > search.stop):
+                    best_s = min((one.clock_s for one in own), default=inf)
+                    offered = _offered(search, found, others, best_s * (1 - TIE))
+            except KeyboardInterrupt:
+                if not own:
+                    raise
+                search.cut_short = "it was interrupted"
     return sorted([*own, *offered], key=lambda one: one.clock_s)
 
 
@@ -193,9 +198,8 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
     """Bounds of these families for every microbatch count."""
     tables, cluster = search.tables, search.cluster
     assert tables is not None
-    unknown = [(m, name) for m in tables.counts for name in others if (m, name) not in search.bounds]
-    search.bounds.update(dict.fromkeys(unknown, 0.0))
-    for m in dict.fromkeys(m for m, _ in unknown):
+    search.bounds.update({(m, name): 0.0 for m in tables.counts for name in others})
+    for m in tables.counts:
         levels = tables.levels_of(m)
         if not levels:
             continue

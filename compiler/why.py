@@ -206,7 +206,9 @@ class _Question:
         )  # fmt: skip
 
     def _flight(self, stage: int) -> int:
-        return in_flight_formula(self.plan.schedule, stage, len(self.plan.stages), self.plan.microbatches)
+        plan = self.plan
+        chunks = in_flight_formula(plan.schedule, stage, len(plan.stages), plan.microbatches, plan.chunks_asked)
+        return -(-chunks // plan.num_chunks)
 
     def _room(self, stage: int) -> float:
         """Bytes that the stage's devices have beyond what the plan predicts for them."""
