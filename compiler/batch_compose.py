@@ -3,7 +3,7 @@
 As in ``compose``, a run of layers costs the min-plus product of its layers' tables (``batch_tables``) between entering
 a border in some state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so
 equal sequences are one run (``batch_runs``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals.
-All runs of one length are extended together. ``mixtures`` does the same for rows of two levels.
+All runs of one length are extended together.
 
 **What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
 the transfer x of what crosses its borders, forward and back,
@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from .batch_eliminate import in_chunks
-from .batch_runs import PERIOD, Composition, Key, Mixed, Row, Run, Taken, runs_of
+from .batch_runs import Composition, Row, Run, Taken, floors_of, runs_of
 from .batch_section import BatchSection, build_batch_section
 from .batch_tables import LayerTables, Level, Template, Weights
 from .graph import op_name, tensor_operands, types_of
 from .problem import Restriction
 from .variants import State, Variants
 
-__all__ = ["BatchComposer", "BatchIntervals", "Mixed", "Row"]
+__all__ = ["BatchComposer", "BatchIntervals", "Row"]
 
 Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
 _TAKEN = ("pace_s", "step_s", "resident", "saved", "transient")
@@ -46,7 +46,7 @@ class BatchIntervals:
     run: int [L, L + 1], −1 below the diagonal. Impossible runs have inf cost and floor_s, and 0 otherwise.
     """
 
-    rows: tuple[Row | Mixed, ...]
+    rows: tuple[Row, ...]
     run: np.ndarray
     cost: np.ndarray
     floor_s: np.ndarray
@@ -70,7 +70,8 @@ class BatchIntervals:
 class BatchComposer:
     """Tables and intervals of one model for the cases of ``variants``, at any of ``levels``.
 
-    modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases.
+    modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
+    case one of equal prices but for messages, whose tables stand for its own.
     """
 
     variants: Variants
@@ -78,6 +79,7 @@ class BatchComposer:
     levels: Sequence[Level]
     modes: Sequence[str]
     build: Build = build_batch_section
+    alike: Sequence[int] = ()
     _templates: dict[str, Template] = field(default_factory=dict)
     _found: dict[Row, tuple[dict[str, LayerTables], int]] = field(default_factory=dict)
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -121,12 +123,14 @@ class BatchComposer:
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""
-        weights = Weights.of([(variant, self.levels[level]) for variant, level in rows])
+        own = [(self.alike[variant] if len(self.alike) else variant, level) for variant, level in rows]
+        place = {row: position for position, row in enumerate(dict.fromkeys(own))}
+        weights = Weights.of([(variant, self.levels[level]) for variant, level in place])
         found: dict[str, LayerTables] = {}
         for index, layer in enumerate(self.variants.layering.layers):
             if layer.class_key not in found:
                 found[layer.class_key] = self.template(index).tables(weights)
-        self._found.update({row: (found, position) for position, row in enumerate(rows)})
+        self._found.update({row: (found, place[one]) for row, one in zip(rows, own)})
         return found
 
     # ---- borders
@@ -189,50 +193,38 @@ class BatchComposer:
 
     # ---- intervals
 
+    def floors(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """(floor_s [runs, rows], the run of every interval): what ``intervals`` has under that name, alone."""
+        runs, index = self._runs
+        weights = Weights.of([(variant, self.levels[level]) for variant, level in rows])
+        tables: dict[str, np.ndarray] = {}
+        for layer, one in enumerate(self.variants.layering.layers):
+            if one.class_key not in tables:
+                tables[one.class_key] = self.template(layer).floors(weights)
+        actions = self._actions()[weights.variant]
+
+        def work(part: slice) -> np.ndarray:
+            return floors_of(runs, {key: table[..., part] for key, table in tables.items()}, actions[part])
+
+        parts = in_chunks(work, len(rows), _SLICE)
+        return np.concatenate(parts, axis=1), index
+
     def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
         """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
         tables = self.tables(rows)
+        at = np.array([self._found[row][1] for row in rows], dtype=np.intp)
 
-        def layers(part: slice) -> dict[Key, Taken]:
+        def layers(part: slice) -> dict[str, Taken]:
+            cols = at[part]
             return {
-                (key, 0): (
-                    np.ascontiguousarray(t.cost[..., part]),
-                    np.stack([getattr(t, q)[..., part] for q in _TAKEN]),
-                )
+                key: (t.cost.take(cols, axis=-1), np.stack([getattr(t, q).take(cols, axis=-1) for q in _TAKEN]))
                 for key, t in tables.items()
             }
 
-        return self._composed(rows, layers, 1)
-
-    def mixtures(self, rows: Sequence[Mixed]) -> BatchIntervals:
-        """The intervals of mixed rows. Their cost and floor_s bound nothing: they are sums of several objectives."""
-        pure = list(dict.fromkeys(row.of(k) for row in rows for k in (0, PERIOD - 1)))
-        missing = [row for row in pure if row not in self._found]
-        if missing:
-            self.tables(missing)
-        place = {row: position for position, row in enumerate(pure)}
-        columns = [np.array([place[row.of(k)] for row in rows]) for k in range(PERIOD)]
-        pieces = {key: self._taken(key, pure) for key in self._found[pure[0]][0]} if pure else {}
-
-        def layers(part: slice) -> dict[Key, Taken]:
-            return {
-                (key, k): (cost.take(columns[k][part], axis=-1), taken.take(columns[k][part], axis=-1))
-                for key, (cost, taken) in pieces.items()
-                for k in range(PERIOD)
-            }
-
-        return self._composed(rows, layers, PERIOD)
-
-    def _taken(self, key: str, rows: Sequence[Row]) -> Taken:
-        """The tables of a class for rows that were made at different times."""
-        tables = [(self._found[row][0][key], self._found[row][1]) for row in rows]
-        cost = np.stack([table.cost[..., at] for table, at in tables], axis=-1)
-        return cost, np.stack(
-            [np.stack([getattr(table, name)[..., at] for table, at in tables], axis=-1) for name in _TAKEN]
-        )
+        return self._composed(rows, layers)
 
     def _composed(
-        self, rows: Sequence[Row | Mixed], layers: Callable[[slice], dict[Key, Taken]], period: int
+        self, rows: Sequence[Row], layers: Callable[[slice], dict[str, Taken]]
     ) -> BatchIntervals:
         runs, index = self._runs
         variant = np.array([row[0] for row in rows], dtype=np.intp)
@@ -241,7 +233,7 @@ class BatchComposer:
         peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
 
         def work(part: slice) -> np.ndarray:
-            return Composition(runs, layers(part), borders, actions, peaks, variant[part], period).run()
+            return Composition(runs, layers(part), borders, actions, peaks, variant[part]).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
         return BatchIntervals(tuple(rows), index, *np.concatenate(parts, axis=2))
@@ -253,24 +245,17 @@ class BatchComposer:
         borders = [self.variants.border_key(b) for b in range(len(layers) + 1)]
         return runs_of([layer.class_key for layer in layers], borders)
 
-    def _by_layer(self, row: Row | Mixed, first: int, end: int) -> list[tuple[LayerTables, int]]:
-        """The table, and the position in it, of layers [first, end) as a run of this row."""
-        seen: dict[str, int] = {}
-        found = []
-        for layer in self.variants.layering.layers[first:end]:
-            key = layer.class_key
-            one = row.of(seen.get(key, 0)) if isinstance(row, Mixed) else row
-            seen[key] = seen.get(key, 0) + 1
-            if one not in self._found:
-                self.tables([one])
-            tables, position = self._found[one]
-            found.append((tables[key], position))
-        return found
+    def _by_layer(self, row: Row, first: int, end: int) -> list[tuple[LayerTables, int]]:
+        """The tables of layers [first, end), and the position of this row in them."""
+        if row not in self._found:
+            self.tables([row])
+        tables, position = self._found[row]
+        return [(tables[layer.class_key], position) for layer in self.variants.layering.layers[first:end]]
 
     # ---- the way back
 
     def choices(
-        self, row: Row | Mixed, first: int, end: int
+        self, row: Row, first: int, end: int
     ) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
         [first, end). A parameter that several of these layers use has the label of the first. ValueError where there
@@ -289,7 +274,7 @@ class BatchComposer:
         states = tuple(self.states(first + k)[0][s] for k, s in enumerate(path))
         return labels, tuple(modes), states
 
-    def _path(self, row: Row | Mixed, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
+    def _path(self, row: Row, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
         """The border states (indices) of the best way through layers [first, end)."""
         cost = self.border_seconds(first)[0][:, row[0]] + self._actions()[row[0]]
         back = []

@@ -1,58 +1,31 @@
 """Runs of layers, and the min-plus products of all of them at once (``batch_compose``).
 
 A run depends on its sequence of layer classes and on its borders alone: id(i, j + 1) = cons(id(i, j), class of layer j,
-border j + 1), and equal sequences are one run. So what a run knows of its layers may depend on how many of their class
-come before them in the run, which *mixed* rows use.
-
-**Mixed rows.** Where memory binds, all equal layers of a row change their minds at the same price of a byte, and the
-bytes of a run jump. A row (case, level, other level, share of ``PERIOD``) takes a layer's table of the first level if
-k mod PERIOD < share, for the k-th layer of its class in the run, and that of the other level elsewhere. Tables of one
-case share their border states whatever their level. The costs of such a row are sums of different objectives and so no
-Lagrangian; its choices and what they take are as real as any (what a convex combination of two integral solutions of
-the relaxed problem would take is nearly attained, as equal layers may differ: the gap closes with their number, as in
-the Shapley-Folkman theorem).
+border j + 1), and equal sequences are one run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from .batch_eliminate import Running
 
-__all__ = ["PERIOD", "Composition", "Mixed", "Row", "Run", "runs_of"]
-
-PERIOD = 4  # layers of a class after which a mixture repeats
+__all__ = ["Composition", "Row", "Run", "Taken", "floors_of", "runs_of"]
 
 Row = tuple[int, int]  # (variant, level)
-Key = tuple[str, int]  # (class, occurrence modulo the period)
 Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]
-
-
-class Mixed(NamedTuple):
-    """A row of two levels: ``level`` for ``share`` of ``PERIOD`` layers of a class, ``other`` for the rest."""
-
-    variant: int
-    level: int
-    other: int
-    share: int
-
-    def of(self, occurrence: int) -> Row:
-        """The row that a layer is in with so many of its class before it in its run."""
-        return self.variant, self.level if occurrence % PERIOD < self.share else self.other
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of layers: the one that it extends by a layer (−1: none), that layer's class and how many of it are before
-    it, and the first interval that it is."""
+    """A run of layers: the one that it extends by a layer (−1: none), that layer's class, and the first interval
+    that it is."""
 
     before: int
     layer: str
-    occurrence: int
     first: int
     last: int
     length: int
@@ -67,37 +40,58 @@ def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[R
     index = np.full((len(classes), len(classes) + 1), -1)
     for first in range(len(classes)):
         before, start = -1, borders_at[first]
-        seen: dict[str, int] = {}
         for last in range(first, len(classes)):
             layer = classes[last]
             key = before, start, layer, borders_at[last + 1]
             if key not in ids:
                 ids[key] = len(runs)
-                runs.append(Run(before, layer, seen.get(layer, 0), first, last, last - first + 1))
-            seen[layer] = seen.get(layer, 0) + 1
+                runs.append(Run(before, layer, first, last, last - first + 1))
             before = index[first, last + 1] = ids[key]
             start = -1  # the runs before say where they start
     return runs, index
 
 
+def floors_of(runs: Sequence[Run], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
+    """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
+    tables: by class, [in states, out states, rows]."""
+    found = np.empty((len(runs), len(actions)))
+    by_length: dict[int, dict[str, list[int]]] = {}
+    for number, run in enumerate(runs):
+        by_length.setdefault(run.length, {}).setdefault(run.layer, []).append(number)
+    before: dict[int, np.ndarray] = {}
+    for _, groups in sorted(by_length.items()):
+        now: dict[int, np.ndarray] = {}
+        for layer, members in groups.items():
+            table = tables[layer]
+            ahead = [before[runs[n].before] if runs[n].before >= 0 else np.zeros(table.shape[::2]) for n in members]
+            start = np.stack(ahead, axis=1)  # [in states, runs, rows]
+            least = start[0][:, None] + table[0]
+            total = np.empty_like(least)
+            for state in range(1, len(table)):
+                np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
+            found[members] = least.min(axis=1) + actions
+            now |= {number: least[place] for place, number in enumerate(members)}
+        before = now
+    return found
+
+
 class Composition:
     """The min-plus products of all runs, for some rows: arrays [runs, states, rows].
 
-    tables: by class and occurrence modulo ``period``; borders: by border, entry and exit seconds [states, cases];
+    tables: by class; borders: by border, entry and exit seconds [states, cases];
     actions [cases]; peaks: by class, [cases]; variant [rows]: which case each row is of.
     """
 
     def __init__(
         self,
         runs: Sequence[Run],
-        tables: Mapping[Key, Taken],
+        tables: Mapping[str, Taken],
         borders: Mapping[int, tuple[np.ndarray, np.ndarray]],
         actions: np.ndarray,
         peaks: Mapping[str, np.ndarray],
         variant: np.ndarray,
-        period: int,
     ) -> None:
-        self.runs, self.tables, self.borders, self.variant, self.period = runs, tables, borders, variant, period
+        self.runs, self.tables, self.borders, self.variant = runs, tables, borders, variant
         self.actions, self.peaks = actions[variant], {key: peak[variant] for key, peak in peaks.items()}
         self.results = np.empty((9, len(runs), len(variant)))
 
@@ -108,15 +102,14 @@ class Composition:
             by_length.setdefault(run.length, []).append(number)
         before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for _, numbers in sorted(by_length.items()):
-            groups: dict[Key, list[int]] = {}
+            groups: dict[str, list[int]] = {}
             for number in numbers:
-                run = self.runs[number]
-                groups.setdefault((run.layer, run.occurrence % self.period), []).append(number)
+                groups.setdefault(self.runs[number].layer, []).append(number)
             now: dict[int, tuple[np.ndarray, np.ndarray]] = {}
             for key, members in groups.items():
                 starts = [self._start(number, before) for number in members]
                 vectors = self._extended(key, np.stack([start for start, _ in starts], axis=1))
-                peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key[0]])
+                peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key])
                 for place, number in enumerate(members):
                     now[number] = vectors[:, place], peak[place]
                 self._leave(members, vectors, peak)
@@ -135,7 +128,7 @@ class Composition:
         start[4] = entry
         return start, np.zeros(len(self.variant))
 
-    def _extended(self, key: Key, start: np.ndarray) -> np.ndarray:
+    def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
         """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
         table, quantities = self.tables[key]
         num_into, num_out, num_rows = table.shape

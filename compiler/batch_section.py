@@ -366,7 +366,7 @@ class _Builder:
             tuple((i, np.array([targets[p] for p in pairs], dtype=np.intp)) for i, pairs, _ in wanted),
             (tuple(sources), tuple(targets)),
             self.variants.cache[key],
-            any(saved for *_, saved in wanted),
+            name not in self.layering.static and any(saved for *_, saved in wanted),
             frozenset(mode for mode, re in self.recompute.items() if name in re.kept or self._some_keep(wanted, re)),
             frozenset(mode for mode, re in self.recompute.items() if _converts_again(name, re)),
             self.modes,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -91,8 +92,17 @@ class Terms:
         """What the objective counts of some seconds."""
         return seconds if self.sure is None else self.sure * seconds
 
-    def objective(self, weights: Weights, cases: slice | np.ndarray) -> np.ndarray:
-        """[*choice axes, modes · rows] of rows of these cases."""
+    @cached_property
+    def ideal(self) -> Terms:
+        """These terms with one mode: nothing runs again, and no mode saves less."""
+        nothing = any(saved is None for saved in self.saved)
+        least = None if nothing else np.minimum.reduce([saved for saved in self.saved if saved is not None])
+        return replace(self, again=(None,), saved=(least,), transient=(None,))
+
+    def objective(self, weights: Weights, cases: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
+        """[*choice axes, modes · rows] of rows of these cases; modes: None for that of ``ideal``."""
+        if modes is None:
+            return self.ideal.objective(weights, cases, (0,))
         base = self.seconds[..., cases]
         if self.step_s is not None and weights.step_off.any():
             base = base - self.step_s[..., cases] * weights.step_off
@@ -100,9 +110,9 @@ class Terms:
         base = base if sure is None else base * sure
         if self.resident is not None:
             base = base + self.resident[..., cases] * weights.byte
-        cost = np.empty((*base.shape[:-1], len(self.again), base.shape[-1]))
-        for mode, (again, saved) in enumerate(zip(self.again, self.saved)):
-            part = cost[..., mode, :]
+        cost = np.empty((*base.shape[:-1], len(modes), base.shape[-1]))
+        for place, mode in enumerate(modes):
+            again, saved, part = self.again[mode], self.saved[mode], cost[..., place, :]
             part[...] = base
             if again is not None:
                 part += again[..., cases] if sure is None else again[..., cases] * sure
@@ -190,17 +200,39 @@ class Template:
         chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
         return replace(tables, chunks=tuple(chunks))
 
+    def floors(self, weights: Weights) -> np.ndarray:
+        """[in states, out states, rows] what no objective undercuts: that of a mode that runs nothing again and keeps
+        no more than any (the least itself where bytes have no price and a mode runs nothing again)."""
+        cost = np.full((*self.possible.shape[:2], len(weights.variant)), np.inf)
+        into, out = np.nonzero(self.possible.any(axis=2))
+
+        def fill(rows: slice) -> None:
+            part = weights.part(rows)
+            _, values = self._eliminated(part, None, (into, out))
+            allowed = self.possible[into, out][:, _as_slice(part.variant)]
+            cost[into, out, rows] = np.where(allowed, values[:, 0], np.inf)
+
+        in_chunks(fill, len(weights.variant), chunk_rows(self.recipe))
+        return cost
+
+    def _eliminated(
+        self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
+    ) -> tuple[Chunk, np.ndarray]:
+        """The elimination of these rows, and [cells, modes, rows] its values. modes: None for the one of ``floors``."""
+        cases = _as_slice(weights.variant)
+        costs = [terms.objective(weights, cases, modes) for terms in self.operators]
+        costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
+        for operator in (i for border in self.borders for i in border.operators):
+            costs[operator] = np.zeros((1, costs[0].shape[1]))
+        chunk = follow(self.recipe, costs, [self.tensors[i].objective(weights, cases, modes) for i in self.links])
+        by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
+        return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))
+
     def _chunk(self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables) -> Chunk:
         """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
         variant, (into, out) = weights.variant, cells
         cases = _as_slice(variant)
-        costs = [terms.objective(weights, cases) for terms in self.operators]
-        costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
-        for operator in (i for border in self.borders for i in border.operators):
-            costs[operator] = np.zeros((1, costs[0].shape[1]))
-        chunk = follow(self.recipe, costs, [self.tensors[i].objective(weights, cases) for i in self.links])
-        by_mode = chunk.cost[self.borders[0].of_state[into], self.borders[1].of_state[out]]
-        by_mode = by_mode.reshape(len(into), len(self.modes), len(variant))
+        chunk, by_mode = self._eliminated(weights, range(len(self.modes)), cells)
         running = Running(np.array(by_mode[:, 0]), len(self.modes))
         better = np.empty(running.cost.shape, dtype=bool)
         for mode in range(1, len(self.modes)):

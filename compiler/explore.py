@@ -6,8 +6,7 @@
    (``pipeline_bound``), which nothing with that count undercuts.
 2. *Candidates.* The counts whose first pipelines are the fastest, as far as their bounds allow a better plan. For
    each, tables without a price on bytes; if the best pipeline that fits is farther than ε above the bound, tables at a
-   ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice,
-   and mixtures of these prices over equal layers (``mixing``), of those that stages near the memory limit gain most by.
+   ladder of prices, so that leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
    The prices of a byte are those at which a stage's whole time would pay for its whole memory, times powers of a
    constant; that of a saved byte, which counts once per microbatch in flight, is the same times how many there may be.
 3. *The bound* of a count that was looked at is lifted by the ladder's own Lagrangian values. The bound of the search is
@@ -19,27 +18,27 @@ Nothing is assembled here: candidates name runs of layers, rows of tables and de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, isfinite, prod
 
 import numpy as np
 from torch.fx import Node
 
 from ..costmodel.cluster import Cluster
-from .batch_compose import BatchComposer, BatchIntervals, Mixed, Row
+from .batch_compose import BatchComposer, BatchIntervals, Row
 from .batch_section import build_batch_section
 from .batch_tables import Level
 from .constraints import Constraints, Resolved
 from .exposure import lowered, most_hidden_seconds, raised
 from .graph import Graph, rescale, types_of
 from .layers import Layering
-from .mixing import Mixture, Points, Price, promising, stages_that_count
 from .pipeline_clock import clock_seconds
-from .pipeline_dp import describe_pipeline, solve
+from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Constraints as Cuts
-from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageOption
+from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageChoice, StageOption
 from .problem import Restriction
 from .space import Space, Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import Strategy, divide
@@ -48,14 +47,18 @@ from .variants import Case, Samples, Variants
 __all__ = ["Candidate", "Miss", "Search", "StageRow", "batch_bytes", "corrected", "explore", "fits", "nearest_misses"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
-LADDER = (0.1, 1.0, 10.0)  # prices of a byte, in units of a stage's time per its memory
-FLIGHTS = (1.0, 6.0)  # microbatches in flight that a saved byte is priced for
+# prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
 MIDDLE = ((0.3, 1.0), (1.0, 2.0), (3.0, 4.0))
-LEANEST = (1e4, 1.0)
-VISITS = 1000  # partial pipelines looked at to rank candidates
-MIXTURES = 2  # of a submesh
+FREE = ((0.0, 0.0),)
+LADDER = ((0.1, 6.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
+LEANEST = (1e4, 2.0)
+LEAN = ((1.0, 2.0), (10.0, 4.0), (1e4, 1.0), (1e4, 16.0))
+VISITS = 300  # partial pipelines looked at to rank candidates
 THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
-EXPOSED = 0.7  # of a message's seconds, where pipelines with few messages are looked for
+NEAR = 1.05  # of the best first pipeline: how far theirs may be
+LOOSE = 0.02  # of the best: bounds that far below are looked at again
+LOOKS = 3  # microbatch counts that are looked at together
+EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 TRIALS = 3  # of bounds between what is proven and the best
 PACE = Level(step_share=0.0)
 PLAIN = Level()
@@ -66,7 +69,7 @@ class StageRow:
     """Where a stage's choices are found: the composer, and the row (variant, level or two) of its tables."""
 
     composer: BatchComposer
-    row: Row | Mixed
+    row: Row
     submesh: Submesh
 
 
@@ -159,27 +162,35 @@ def explore(search: Search) -> Iterator[Candidate]:
     if search.tables is None:
         search.tables = _Tables(search)
     tables = search.tables
-    best = tables.best = inf
+    tables.best = inf
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
-    for candidate in tables.floors():
-        told = yield candidate
-        best = tables.best = min(best, candidate.estimate_s if told is None else told)
-        first[candidate.microbatches] = min(first.get(candidate.microbatches, inf), candidate.clock_s)
-    if not search.thorough:
-        if not first:
-            yield from tables.lean_candidates()
-        return
-    order = sorted(tables.order(), key=lambda m: first.get(m, inf))[: THOROUGH if first else None]
-    for place, m in enumerate(order):
-        search.progress("search", place / len(order))
-        if tables.bound(m) >= best * (1 - EPSILON):
-            continue
-        if time.perf_counter() > search.stop:
-            search.cut_short = "the time limit passed"
-            return
-        for candidate in tables.candidates(m):
-            told = yield candidate
-            best = tables.best = min(best, candidate.estimate_s if told is None else told)
+    tables.floors()
+    looked: set[int] = set()
+    while counts := tables.worth_a_look(looked, first):
+        looked.update(counts)
+        tables.prepare(counts, MIDDLE)
+        for m in counts:
+            for candidate in tables.first_look(m):
+                told = yield candidate
+                tables.best = min(tables.best, candidate.clock_s if told is None else told)
+                first[m] = min(first.get(m, inf), candidate.clock_s)
+    if search.thorough and first:
+        order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
+        for prices in (FREE, LADDER):
+            tables.prepare([m for m in order if tables.bound(m) < tables.best * (1 - EPSILON)], prices)
+            for place, m in enumerate(order):
+                search.progress("search", place / len(order))
+                if tables.bound(m) >= tables.best * (1 - EPSILON):
+                    continue
+                if time.perf_counter() > search.stop:
+                    search.cut_short = "the time limit passed"
+                    return
+                for candidate in tables.candidates(m, prices):
+                    told = yield candidate
+                    tables.best = min(tables.best, candidate.clock_s if told is None else told)
+    elif not first:
+        yield from tables.lean_candidates()
+    tables.bound_the_rest()
 
 
 def corrected(search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]]) -> list[Candidate]:
@@ -228,7 +239,9 @@ class _Tables:
         self.hidden_s = most_hidden_seconds(
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
-        self.known: dict[int, Sequence[tuple[Submesh, Price]]] = {}  # microbatches → the rows last looked at
+        self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
+        self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
+        self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -238,17 +251,59 @@ class _Tables:
 
     # ---- floors
 
-    def floors(self) -> Iterator[Candidate]:
-        """Bound every microbatch count, and offer a pipeline of each."""
+    def floors(self) -> None:
+        """What every microbatch count takes at least."""
         search = self.search
-        for m in self.counts:
-            search.bounds[m, search.space.guide] = 0.0
         with search.timed("floors"):
-            self._compose([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            middle = {m: [self._level(m, *one) for one in MIDDLE] for m in self.counts}
-            self._compose([(sub, m, number) for m in self.counts for number in middle[m] for sub in self.submeshes])
-        for m in reversed(self.counts):  # small microbatches fit: what they take bounds what is worth looking for
-            yield from self._solve(m, [(sub, n) for n in middle[m] for sub in self.submeshes], middle[m], 1)[:1]
+            self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
+            for m in self.counts:
+                work = min(float(self._pace(sub, m)[0, -1]) * sub.num_devices for sub in self.submeshes)
+                self._share[m] = m * work / search.cluster.num_devices
+                search.bounds[m, search.space.guide] = 0.0
+
+    def bound_the_rest(self) -> None:
+        """Bound the counts that were not looked at closely: what is above the best does not matter."""
+        search = self.search
+        with search.timed("floors"):
+            rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
+            lean = {m: [self._level(m, *one) for one in (*FREE, *LEAN)] for m in rest}
+            self._bound([(sub, m, number) for m in rest for number in lean[m] for sub in self.submeshes])
+            for m in rest:
+                most = raised(self.best, m, search.cluster, self.hidden_s)
+                bound_s = self._least_seconds(m, lean[m], most, 1)
+                bound_s = lowered(bound_s, m, search.cluster, self.hidden_s)
+                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+
+    def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
+        """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
+        floors, none = self.floors_of(m, priced), np.broadcast_to(0.0, (len(self.submeshes), *self._shape))
+        table = PipelineTable(
+            self._shape[0], self.search.cluster.num_devices, floors.options, floors.pace_s, none, none, none, none,
+            none, floors=floors,
+        )  # fmt: skip
+        return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
+
+    def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
+        """The microbatch counts to look at next, given the makespans of those that were: small microbatches first, a few
+        at a time and every other count; once some fit, the neighbours of the best until it has none better."""
+        able = [m for m in self.counts if m in looked or self._share[m] < self.best]
+        left = [m for m in able if m not in looked]
+        if not first:
+            return left[::-1][::2][:LOOKS]
+        at = able.index(min(first, key=lambda m: first[m]))
+        return [m for m in able[max(0, at - 1) : at + 2] if m not in looked]
+
+    def prepare(self, counts: Sequence[int], prices: Sequence[tuple[float, float]]) -> None:
+        """Make the rows of all submeshes at these prices, for several counts at once."""
+        rows = [(sub, m, self._level(m, *one)) for m in counts for one in prices for sub in self._worthwhile(m)]
+        with self.search.timed("compose"):
+            self._compose(rows)
+
+    def first_look(self, m: int) -> list[Candidate]:
+        """The best pipeline with m microbatches at middling prices."""
+        middle = [self._level(m, *one) for one in MIDDLE]
+        return self._solve(m, [(sub, n) for n in middle for sub in self._worthwhile(m)], middle, 1)[:1]
 
     def order(self) -> list[int]:
         """The microbatch counts, least bound first."""
@@ -258,20 +313,21 @@ class _Tables:
         """What nothing with m microbatches undercuts under the schedule that guides the search."""
         return self.search.bounds[m, self.search.space.guide]
 
-    def floors_of(self, m: int, priced: Sequence[int]) -> Floors:
+    def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
         """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
         shape = len(self.submeshes), *self._shape
         rows = []
         for number in priced:
             value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
             for o, sub in enumerate(self.submeshes):
-                if self._group(sub).knows(sub, m, number):
-                    value[o] = self._group(sub).array("floor_s", sub, m, number)
+                found = self._floor(sub, m, number)
+                if found is not None:
+                    value[o] = found
             level = self.levels[number]
             rows.append(Lagrange(level.byte, level.saved_byte, value, whole=True))
-        pace = np.stack([self._group(sub).array("floor_s", sub, m, 0) for sub in self.submeshes])
+        pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
-        enter, behind = self._messages(m)
+        enter, behind = self._messages(m) if messages else (None, None)
         return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
@@ -285,97 +341,55 @@ class _Tables:
 
     # ---- candidates
 
-    def candidates(self, m: int) -> list[Candidate]:
-        """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
-        with self.search.timed("compose"):
-            self._compose([(sub, m, 1) for sub in self.submeshes])
-        pairs: list[tuple[Submesh, Price]] = [(sub, 1) for sub in self.submeshes]
-        found = self._solve(m, pairs, [1])
-        best = min([self.best, *(candidate.estimate_s for candidate in found)])
-        if best * (1 - EPSILON) <= self.bound(m):
-            return found  # memory costs nothing
-        chosen = self._worthwhile(m, best)
-        ladder = [self._level(m, factor, flight) for factor in LADDER for flight in FLIGHTS if flight <= m]
-        with self.search.timed("compose"):
-            self._compose([(sub, m, number) for number in ladder for sub in chosen])
-        pairs += [(sub, number) for number in ladder for sub in chosen]
-        pairs += self._mixed(m, chosen, best)
-        found += self._solve(m, pairs, [1, *ladder], trials=TRIALS)
-        found += self._solve(m, pairs, [], exposed=EXPOSED)
-        return sorted(found, key=lambda candidate: candidate.estimate_s)
+    def candidates(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
+        """The best pipelines with m microbatches at these prices and all that were looked at before; what is proven of
+        them goes to ``search.bounds``."""
+        chosen = self._worthwhile(m)
+        ladder = list(dict.fromkeys(self._level(m, *one) for one in (*MIDDLE, *FREE, *prices)))
+        pairs = [(sub, number) for number in ladder for sub in chosen]
+        return self._solve(m, pairs, ladder)
 
     def again(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
         return self._solve(m, self.known[m], [])
 
-    def _mixed(self, m: int, subs: Sequence[Submesh], best: float) -> list[tuple[Submesh, Price]]:
-        """Mixtures of the levels that are known of these submeshes, where the best plan takes so many seconds."""
-        work = np.min(
-            [self._group(sub).array("floor_s", sub, m, 0) * sub.num_devices for sub in self.submeshes], axis=0
-        )
-        classes = [layer.class_key for layer in self.search.layering.layers]
-        mixed: list[tuple[Submesh, Price]] = []
-        with self.search.timed("compose"):
-            for sub in subs if isfinite(work[0, -1]) else ():
-                stages = stages_that_count(work, classes, sub.num_devices / self.search.cluster.num_devices, m)
-                mixed += [(sub, one) for one in self._promising(sub, m, best / m, stages)]
-            self._compose([(sub, m, price) for sub, price in mixed])
-        return mixed
+    def _solve(self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 8) -> list[Candidate]:
+        """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines.
 
-    def _promising(
-        self, sub: Submesh, m: int, most: float, stages: tuple[np.ndarray, np.ndarray, np.ndarray]
-    ) -> list[Mixture]:
-        """Mixtures that may be of use for these stages on a submesh, none of which may take longer than ``most``."""
-        first, end, flights = stages
-        group = self._group(sub)
-        levels = [n for n in range(1, len(self.levels)) if group.knows(sub, m, n)]
-        cost, pace, step, resident, saved, transient = (
-            np.stack([group.array(name, sub, m, n)[first, end] for n in levels])
-            for name in ("cost", "pace_s", "step_s", "resident", "saved", "transient")
-        )
-        points = Points(np.where(np.isfinite(cost), pace + step, inf), resident, saved, transient, flights)
-        limit = max(self._option(sub, 0, 0, m).limit_bytes, default=0.0)
-        return promising(levels, points, limit, most, MIXTURES)
-
-    def _solve(
-        self,
-        m: int,
-        pairs: Sequence[tuple[Submesh, Price]],
-        priced: Sequence[int],
-        top_k: int = 8,
-        trials: int = 0,
-        exposed: float = 0.0,
-    ) -> list[Candidate]:
-        """Pipelines of these (submesh, level) options, best first. exposed: this part of a stage's
-        messages counts in its pace while pipelines are looked for, and nothing is proven then."""
-        search, found = self.search, []
+        Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
+        next, takes their paces and the messages between them, n times per n microbatches. So a stage's messages count
+        in its pace while pipelines are looked for; what is found is timed on a clock without that.
+        """
+        search, schedule = self.search, self.search.space.guide
         self.known[m] = pairs
         with search.timed("stages"):
-            table = self.table(m, pairs, None if exposed else self.floors_of(m, priced))
-            asked = table
-            if table is not None and exposed:
-                messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
-                asked = replace(table, pace_s=table.pace_s + exposed * messages)
-            schedule = search.space.guide
-            if table is not None and asked is not None:
-                most = raised(self.best, m, search.cluster, self.hidden_s) * (1 + exposed)
+            if priced:
+                most = raised(self.best, m, search.cluster, self.hidden_s)
+                bound_s = lowered(self._least_seconds(m, priced, most, TRIALS), m, search.cluster, self.hidden_s)
+                search.bounds[m, schedule] = max(self.bound(m), bound_s)
+                if bound_s >= self.best * (1 - EPSILON):
+                    return []
+            table = self.table(m, pairs, None)
+            if table is None:
+                return []
+            messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
+            stages: dict[tuple[StageChoice, ...], None] = {}
+            for exposed in EXPOSED if top_k > 1 else EXPOSED[:1]:
+                delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(
-                    asked, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=trials
+                    delayed, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best, trials=0
                 )
-                if not exposed:
-                    bound_s = lowered(answer.bound_s, m, search.cluster, self.hidden_s)
-                    search.bounds[m, schedule] = max(search.bounds[m, schedule], bound_s)
-                if isinstance(answer, Solution):
-                    described = [describe_pipeline(table, m, schedule, one.stages) for one in answer.pipelines]
-                    found += [self.candidate(m, schedule, one, pairs, table) for one in described]
-        return sorted(found, key=lambda candidate: candidate.estimate_s)
+                stages |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
+            described = [describe_pipeline(table, m, schedule, one) for one in stages]
+            found = [self.candidate(m, schedule, one, pairs, table) for one in described]
+        return sorted(found, key=lambda candidate: candidate.clock_s)
 
     def candidate(
         self,
         m: int,
         schedule: str,
         pipeline: Pipeline,
-        pairs: Sequence[tuple[Submesh, Price]],
+        pairs: Sequence[tuple[Submesh, int]],
         table: PipelineTable,
     ) -> Candidate:
         rows = []
@@ -402,7 +416,7 @@ class _Tables:
     def fits(self) -> bool:
         """Whether something fits by the leanest tables, the smallest microbatches first."""
         for m in self.counts[::-1]:
-            self._compose([(sub, m, 0) for sub in self.submeshes])
+            self._bound([(sub, m, 0) for sub in self.submeshes])
             if isinstance(self._leanest(m, False), Solution):
                 return True
         return False
@@ -425,7 +439,7 @@ class _Tables:
 
     def _level(self, m: int, factor: float, flight: float) -> int:
         """The number of a new level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
-        whole = [self._group(sub).array("floor_s", sub, m, 0)[0, -1] * sub.num_devices for sub in self.submeshes]
+        whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
         if not isfinite(unit):
             unit = 0.0
@@ -434,18 +448,18 @@ class _Tables:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def _worthwhile(self, m: int, best: float) -> list[Submesh]:
+    def _worthwhile(self, m: int) -> list[Submesh]:
         """Submeshes that some stage faster than the best plan could have."""
-        return [sub for sub in self.submeshes if m * self._group(sub).array("floor_s", sub, m, 0).min() < best]
+        return [sub for sub in self.submeshes if m * self._pace(sub, m).min() < self.best]
 
     # ---- tables
 
     def levels_of(self, m: int) -> list[int]:
-        """The prices of a byte at which some submesh is known."""
+        """The prices of a byte at which the floors of all submeshes are known."""
         numbers = range(1, len(self.levels))
-        return [n for n in numbers if any(self._group(sub).knows(sub, m, n) for sub in self.submeshes)]
+        return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
 
-    def array(self, name: str, sub: Submesh, m: int, price: Price) -> np.ndarray:
+    def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of what is known of a submesh."""
         return self._group(sub).array(name, sub, m, price)
 
@@ -454,10 +468,24 @@ class _Tables:
         num = len(self.search.layering.layers)
         return num, num + 1
 
-    def _compose(self, rows: Sequence[tuple[Submesh, int, Price]]) -> None:
+    def _compose(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the intervals of these (submesh, microbatches, level)."""
         for group in self.groups:
             group.compose([row for row in rows if row[0] in group.places])
+
+    def _bound(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the floors of these (submesh, microbatches, level)."""
+        for group in self.groups:
+            group.bound([row for row in rows if row[0] in group.places])
+
+    def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        return self._group(sub).floor(sub, m, level)
+
+    def _pace(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
+        found = self._floor(sub, m, 0)
+        assert found is not None
+        return found
 
     def _group(self, sub: Submesh) -> _Group:
         return next(group for group in self.groups if sub in group.places)
@@ -467,10 +495,10 @@ class _Tables:
         beside = self.search.beside.get((sub.shape, m), 0.0)
         part = self.search.share if limited else 1e9
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
-        return StageOption(sub.num_devices, sub.offsets, limits, number, level)
+        return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
     def table(
-        self, m: int, pairs: Sequence[tuple[Submesh, Price]], floors: Floors | None, limited: bool = True
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors | None, limited: bool = True
     ) -> PipelineTable | None:
         """What stages cost under these options; None if no option can run anything."""
         arrays: dict[str, list[np.ndarray]] = {
@@ -500,8 +528,7 @@ class _Tables:
             floors = replace(
                 floors, options=tuple(self._option(s, n, 0, limited=False) for n, s in enumerate(self.submeshes))
             )
-        levels = [price if isinstance(price, int) else price.level for _, price in pairs]
-        options = tuple(self._option(sub, numbers[sub], n, m, limited) for (sub, _), n in zip(pairs, levels))
+        options = tuple(self._option(sub, numbers[sub], n, m, limited) for sub, n in pairs)
         return PipelineTable(
             self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
         )  # fmt: skip
@@ -513,6 +540,8 @@ class _Group:
     def __init__(self, search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]) -> None:
         self.submeshes = list(subs)
         self.places = {sub: index for index, sub in enumerate(subs)}
+        kin = {(sub.shape, sub.roles, sub.site): sub for sub in reversed(self.submeshes)}
+        self.alike = {sub: kin.get((sub.shape, sub.roles, sub.alike), sub) for sub in subs}
         self.counts = {m: index for index, m in enumerate(counts)}
         cases = tuple(Case(sub.shape, sub.site, m) for m in counts for sub in subs)
         space = search.space
@@ -523,24 +552,39 @@ class _Group:
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
-        self._at: dict[Row | Mixed, tuple[BatchIntervals, int]] = {}
+        self.composer.alike = [
+            self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes
+        ]
+        self._at: dict[Row, tuple[BatchIntervals, int]] = {}
+        self._floors: dict[Row, np.ndarray] = {}
 
     def variant(self, sub: Submesh, m: int) -> int:
         """The case's number."""
         return self.counts[m] * len(self.submeshes) + self.places[sub]
 
-    def row(self, sub: Submesh, m: int, price: Price) -> Row | Mixed:
+    def row(self, sub: Submesh, m: int, price: int) -> Row:
         """The row of the composer."""
-        return Mixed(self.variant(sub, m), *price) if isinstance(price, tuple) else (self.variant(sub, m), price)
+        return self.variant(sub, m), price
 
-    def compose(self, cases: Sequence[tuple[Submesh, int, Price]]) -> None:
+    def compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the intervals of these (submesh, microbatches, level), as far as they are not there."""
         rows = [row for row in (self.row(*case) for case in cases) if row not in self._at]
-        mixed = [row for row in rows if isinstance(row, Mixed)]
-        pure = [row for row in rows if not isinstance(row, Mixed)]
-        for made in (self.composer.intervals(pure) if pure else None, self.composer.mixtures(mixed) if mixed else None):
-            if made is not None:
-                self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
+        if rows:
+            made = self.composer.intervals(rows)
+            self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
+
+    def bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make ``floor`` of these (submesh, microbatches, level), as far as it is not there."""
+        rows = dict.fromkeys((self.variant(self.alike[sub], m), level) for sub, m, level in cases)
+        if missing := [row for row in rows if row not in self._floors]:
+            values, run = self.composer.floors(missing)
+            padded = np.concatenate([values, np.full((1, len(missing)), inf)])
+            self._floors |= {row: padded[:, place].take(run, mode="wrap") for place, row in enumerate(missing)}
+
+    def floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        """[L, L + 1] the least of the objective at a level, messages not counted; None where it was not made."""
+        found = self._floors.get((self.variant(self.alike[sub], m), level))
+        return self.array("floor_s", sub, m, level) if found is None and self.knows(sub, m, level) else found
 
     def least_messages(self, sub: Submesh, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[borders] the least seconds to receive what crosses each border, and to get its gradients back."""
@@ -552,11 +596,11 @@ class _Group:
                 both[:, border] = [seconds[possible, v].min() for seconds in self.composer.border_seconds(border)]
         return both[0], both[1]
 
-    def knows(self, sub: Submesh, m: int, price: Price) -> bool:
+    def knows(self, sub: Submesh, m: int, price: int) -> bool:
         """Whether these intervals were made."""
         return self.row(sub, m, price) in self._at
 
-    def array(self, name: str, sub: Submesh, m: int, price: Price) -> np.ndarray:
+    def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of the intervals."""
         made, place = self._at[self.row(sub, m, price)]
         found: np.ndarray = made.of(name, [place])[0]

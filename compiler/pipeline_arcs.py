@@ -62,7 +62,7 @@ class Rows:
         self.pair = np.full((num_layers, num_layers + 1), -1, dtype=np.intp)
         self.pair[self.first, self.end] = np.arange(len(self.first))
         option, limit, group = [], [], []
-        groups: dict[tuple[int, tuple[int, ...]], int] = {}
+        groups: dict[tuple[int, tuple[int, ...], bool], int] = {}
         for index, one in enumerate(options):
             by_limit: dict[float, list[int]] = {}
             for offset, bytes_ in zip(one.offsets, one.limit_bytes):
@@ -70,28 +70,32 @@ class Rows:
             for bytes_, offsets in by_limit.items():
                 option.append(index)
                 limit.append(bytes_)
-                group.append(groups.setdefault((one.num_devices, tuple(offsets)), len(groups)))
+                group.append(groups.setdefault((one.num_devices, tuple(offsets), one.adjacent), len(groups)))
         self.option, self.limit = np.array(option, dtype=np.intp), np.array(limit, dtype=np.float64)
         self.group, self.num_groups = np.array(group, dtype=np.intp), len(groups)
         self._place(list(groups))
 
-    def _place(self, groups: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+    def _place(self, groups: Sequence[tuple[int, tuple[int, ...], bool]]) -> None:
         reached, queue = {0}, [0]
         while queue:
             at = queue.pop()
-            for n, offsets in groups:
+            for n, offsets, adjacent in groups:
                 k = bisect_left(offsets, at)
-                if k < len(offsets) and offsets[k] + n not in reached:
+                if k == len(offsets) or (adjacent and offsets[k] != at):
+                    continue
+                if offsets[k] + n not in reached:
                     reached.add(offsets[k] + n)
                     queue.append(offsets[k] + n)
         self.positions = np.array(sorted(reached), dtype=np.intp)
         none = len(self.positions)
         self.offset = np.full((len(groups), none), -1, dtype=np.intp)  # where the group starts from a position on
         self.after = np.full((len(groups), none), none, dtype=np.intp)  # the position behind it; none: no room
-        for index, (n, offsets) in enumerate(groups):
+        for index, (n, offsets, adjacent) in enumerate(groups):
             starts = np.array(offsets, dtype=np.intp)
             nearest = np.searchsorted(starts, self.positions)
             fits = nearest < len(starts)
+            if adjacent:
+                fits &= starts[np.minimum(nearest, len(starts) - 1)] == self.positions
             self.offset[index, fits] = starts[nearest[fits]]
             self.after[index, fits] = np.searchsorted(self.positions, starts[nearest[fits]] + n)
 

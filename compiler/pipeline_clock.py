@@ -6,7 +6,7 @@ pipeline repeats itself, and the rest takes as long per microbatch as the last p
 
 from __future__ import annotations
 
-from .pipeline_table import Pipeline, PipelineTable
+from .pipeline_table import Pipeline, PipelineTable, StageChoice
 from .schedule import generate, virtual_order
 from .simulate import simulate
 
@@ -18,6 +18,10 @@ PLAYED_IN_CHUNKS = 3
 
 def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipeline) -> float:
     """Seconds of a step of m microbatches. Between chunks of one stage a message is free."""
+
+    def end_of(stage: StageChoice) -> int:
+        return stage.device_offset + table.options[stage.option].num_devices
+
     at = [(stage.option, stage.first_layer, stage.end_layer) for stage in pipeline.stages]
     v = pipeline.chunks
     p = len(at) // v
@@ -33,6 +37,8 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
         ahead[k, k + 1], back[k, k + 1] = entry[k + 1], both[k]
         if table.entry_s is None:
             ahead[k, k + 1] = back[k, k + 1] = both[k] / 2
+        elif pipeline.stages[k + 1].device_offset > end_of(pipeline.stages[k]):  # it leaves its host with devices idle
+            back[k, k + 1] = max(both[k], entry[k + 1])
         if home[k] == home[k + 1]:
             ahead[k, k + 1] = back[k, k + 1] = 0.0
     step = [sum(float(table.step_s[one]) for one, s in zip(at, home) if s == stage) for stage in range(p)]

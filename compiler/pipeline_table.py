@@ -30,7 +30,8 @@ class StageOption:
     per device there as ``limit_bytes`` says (the least among the devices).
 
     Pipelines whose stages hold the same layers on equally many devices of equal ``shape`` count as one; ``level`` says
-    which price of memory the option was solved at.
+    which price of memory the option was solved at. adjacent: no device may be idle right in front of the stage (that
+    would gain nothing in the middle of a host, and its messages are priced as of neighbours).
     """
 
     num_devices: int
@@ -38,6 +39,7 @@ class StageOption:
     limit_bytes: tuple[float, ...]
     shape: int = 0
     level: int = 0
+    adjacent: bool = False
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:

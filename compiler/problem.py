@@ -443,7 +443,8 @@ class _Builder:
         targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in consumers for p in pairs))}
         seconds = np.zeros((len(sources), len(targets)))
         nbytes = np.zeros((len(sources), len(targets)))
-        copied = any(saved for *_, saved in consumers)
+        # slices of a static tensor are few and small: layers, microbatches and ops that want one may share it
+        copied = name not in self.layering.static and any(saved for *_, saved in consumers)
         grad = name in self.grad
         is_placeholder = self.nodes[name].op == "placeholder" and not grad
         again = self.recompute.converts_again(name)

@@ -127,12 +127,14 @@ def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> st
 class Submesh:
     """A way to use some devices for a stage: logical shape, what each axis is for (``Restriction.roles``; () where that
     is open), and the devices where it may start; ``site`` is the one whose prices stand for all. place: where a forced
-    division wants it, as (first layer, end layer)."""
+    division wants it, as (first layer, end layer). alike: the site of a submesh of the same shape whose prices are the
+    same but for messages to other stages; −1: its own."""
 
     shape: tuple[int, ...]
     roles: tuple[str | None, ...]
     offsets: tuple[int, ...]
     place: tuple[int, int] | None = None
+    alike: int = -1
 
     @property
     def num_devices(self) -> int:
@@ -141,8 +143,14 @@ class Submesh:
 
     @property
     def site(self) -> int:
-        """The offset whose prices stand for all: where there is a second one, that has neighbours in front."""
-        return self.offsets[min(1, len(self.offsets) - 1)]
+        """The offset whose prices stand for all."""
+        return site_of(self.offsets)
+
+
+def site_of(offsets: Sequence[int]) -> int:
+    """Of offsets of equal prices the one to price: if there is one, one with neighbours in front and behind, as messages
+    are priced there."""
+    return offsets[0 if offsets[0] > 0 else min(1, len(offsets) - 1)]
 
 
 def usable_bytes(cluster: Cluster) -> list[float]:
@@ -172,10 +180,10 @@ def submeshes(cluster: Cluster, space: Space, sizes: Sequence[int] | None = None
     starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
     found = []
     for size in sizes if sizes is not None else _sizes(cluster):
-        for offsets in _sites(cluster, size, starts):
+        for offsets, alike in _sites(cluster, size, starts):
             for shape in _shapes(size, max(host.num_devices for host in cluster.hosts)):
                 for roles in _roles(shape, space, _inside(cluster, offsets[0], shape)):
-                    found.append(Submesh(shape, roles, offsets))
+                    found.append(Submesh(shape, roles, offsets, alike=alike))
     return found
 
 
@@ -186,7 +194,7 @@ def forced_submeshes(cluster: Cluster, strategy: Strategy, bounds: Sequence[int]
     if not strategy.stages:
         number = strategy.dp * strategy.tp
         groups = _sites(cluster, number, starts, coarse=False)
-        return [Submesh(strategy.mesh_shape, strategy.roles, offsets) for offsets in groups]
+        return [Submesh(strategy.mesh_shape, strategy.roles, offsets, alike=alike) for offsets, alike in groups]
     assert bounds is not None
     out, offset = [], 0
     for stage, first, end in zip(strategy.stages, bounds, bounds[1:]):
@@ -221,9 +229,11 @@ def _shapes(size: int, per_host: int) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _sites(cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = True) -> list[tuple[int, ...]]:
+def _sites(
+    cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = True
+) -> list[tuple[tuple[int, ...], int]]:
     """Where ``size`` devices may start (inside one host, or at a host's first device), offsets of equal prices
-    together."""
+    together; and ``Submesh.alike`` of each."""
     total, hosts = cluster.num_devices, cluster.hosts
     step = -(-total // POSITIONS) if coarse else 1
     kinds = {host: index for index, host in reversed(list(enumerate(dict.fromkeys(hosts))))}
@@ -244,7 +254,8 @@ def _sites(cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = Tr
             # messages to what lies in front and behind stay inside the host or cross the network
             inner = len(hosts) == 1 or device != starts[number], len(hosts) == 1 or size < room
             groups.setdefault((inner, *key), []).append(device)
-    return [tuple(found) for found in groups.values()]
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    return [(tuple(at), first.setdefault(key[1:], site_of(at))) for key, at in groups.items()]
 
 
 def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool, ...]:

@@ -1,12 +1,12 @@
 """Many cases composed at once against the scalar composer, case by case; recompute modes; runs that are one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.batch_compose import BatchComposer, Mixed
-from meshwright.compiler.batch_runs import PERIOD
+from meshwright.compiler.batch_compose import BatchComposer
 from meshwright.compiler.batch_tables import Level
 from meshwright.compiler.capture import capture
 from meshwright.compiler.eliminate import eliminate
@@ -243,78 +243,29 @@ MODES = ["none", "selective", "full"]
 PRICED = [Level(), Level(1e-9, 4e-9), Level(1e-7, 1e-7)]
 
 
-@pytest.fixture(scope="module")
-def deep():
-    """A composer of seven equal blocks, and mixtures of its levels in all shares."""
-    graph = capture(*ZOO["gpt"](64, device="meta", layers=7))
+@pytest.mark.parametrize("axes", [0, 1, 2])
+def test_floors_are_what_nothing_undercuts(axes):
+    """Where bytes have no price they are the floors of the intervals; elsewhere at most that, as a mode is assumed that
+    runs nothing again and keeps as little as any."""
+    graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
+    composer = BatchComposer(variants_of(graph, axes), FREE, PRICED, MODES)
+    rows = [(v, level) for v in range(composer.variants.num) for level in range(len(PRICED))]
+    floors, run = composer.floors(rows)
+    made = composer.intervals(rows)
+    np.testing.assert_array_equal(run, made.run)
+    possible = np.isfinite(made.floor_s)
+    np.testing.assert_array_equal(np.isfinite(floors), possible)
+    free = [place for place, (_, level) in enumerate(rows) if not PRICED[level].byte]
+    np.testing.assert_allclose(floors[:, free], made.floor_s[:, free], rtol=1e-9)
+    assert (floors[possible] <= made.floor_s[possible] * (1 + 1e-9)).all()
+
+
+def test_cases_of_equal_prices_share_their_tables():
+    graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
     composer = BatchComposer(variants_of(graph, 1), FREE, PRICED, MODES)
-    pairs = [(0, 1), (1, 2), (2, 0)]
-    rows = [(v, level) for v in range(3) for level in range(3)]
-    made = composer.tables(rows[:4]), composer.tables(rows[4:])
-    tables = {row: (made[0], place) if place < 4 else (made[1], place - 4) for place, row in enumerate(rows)}
-    return composer, [Mixed(v, a, b, share) for v in range(3) for a, b in pairs for share in range(1, PERIOD)], tables
-
-
-def layer_by_layer(composer, tables, row, first, end):
-    """The least cost, and how often the first level's table was used."""
-    (entry, leave), used, seen = (composer.border_seconds(b) for b in (first, end)), 0, {}
-    cost = entry[0][:, row.variant] + composer._actions()[row.variant]
-    for layer in composer.variants.layering.layers[first:end]:
-        k = seen[layer.class_key] = seen.get(layer.class_key, -1) + 1
-        level = row.level if k % 4 < row.share else row.other
-        used += level == row.level
-        found, place = tables[row.variant, level]
-        cost = (cost[:, None] + found[layer.class_key].cost[..., place]).min(axis=0)
-    return (cost + leave[1][:, row.variant]).min(), used
-
-
-def test_a_mixed_row_takes_the_tables_of_its_levels_in_turn(deep):
-    composer, rows, tables = deep
-    found = composer.mixtures(rows)
-    count = len(composer.variants.layering.layers)
-    assert len(found.cost) == len(composer.intervals([(0, 0)]).cost)  # as many runs
-    cost = found.of("cost")
-    for place in range(0, len(rows), 5):
-        for first, end in ((0, count), (1, count - 1), (3, 4), (2, 9), (count - 5, count)):
-            expected, used = layer_by_layer(composer, tables, rows[place], first, end)
-            assert cost[place, first, end] == pytest.approx(expected, rel=1e-12)
-            assert 0 < used <= end - first
-
-
-def test_choices_of_a_mixed_row_attain_its_numbers(deep):
-    """The chosen cells of the tables add up to the interval; where levels choose differently, so do equal layers."""
-    composer, rows, tables = deep
-    found = composer.mixtures(rows)
-    count, differ = len(composer.variants.layering.layers), set()
-    for place, row in enumerate(rows):
-        for first, end in ((0, count), (2, 11)):
-            if not np.isfinite(found.of("cost", [place])[0, first, end]):
-                continue
-            labels, modes, states = composer.choices(row, first, end)
-            sums = dict.fromkeys(("pace_s", "step_s", "resident", "saved"), 0.0)
-            by_class = {}
-            for layer, (into, out) in zip(range(first, end), pairwise(states)):
-                key = composer.variants.layering.layers[layer].class_key
-                nth = by_class.setdefault(key, [])
-                level = row.level if len(nth) % 4 < row.share else row.other
-                nth.append(modes[layer - first])
-                found_at, column = tables[row.variant, level]
-                table = found_at[key]
-                cell = composer.states(layer)[0].index(into), composer.states(layer + 1)[0].index(out), column
-                assert table.template.modes[table.mode[cell]] == modes[layer - first]
-                for name in sums:
-                    sums[name] += getattr(table, name)[cell]
-            differ |= {key for key, one in by_class.items() if len(set(one)) > 1}
-            sums["pace_s"] += composer._actions()[row.variant]
-            for name, value in sums.items():
-                assert found.of(name, [place])[0, first, end] == pytest.approx(value, rel=1e-9)
-            assert labels
-    assert differ
-
-
-def test_a_mixture_of_one_level_is_that_level(deep):
-    composer, _, _ = deep
-    found, pure = composer.mixtures([Mixed(1, 2, 2, 1)]), composer.intervals([(1, 2)])
-    for name in ("cost", "floor_s", "pace_s", "step_s", "transfer_s", "resident", "saved", "transient", "entry_s"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(pure, name))
-    assert composer.choices(Mixed(1, 2, 2, 1), 0, 5) == composer.choices((1, 2), 0, 5)
+    twice = replace(composer, alike=[0] * composer.variants.num)
+    first = twice.intervals([(0, 1), (1, 1)])
+    np.testing.assert_array_equal(first.pace_s[:, 0], first.pace_s[:, 1])
+    np.testing.assert_array_equal(first.pace_s[:, 0], composer.intervals([(0, 1)]).pace_s[:, 0])
+    (table, *_) = twice.tables([(0, 2), (1, 2)]).values()
+    assert table.cost.shape[-1] == 1
