@@ -168,7 +168,8 @@ class BatchComposer:
             cache[key] = np.array([p.transfer_seconds(size, before) for p, size in zip(pricers, sizes.tolist())])
         return np.asarray(cache[key])
 
-    def _actions(self) -> np.ndarray:
+    @cached_property
+    def actions(self) -> np.ndarray:
         """[cases] seconds of a stage's two actions, beside their ops."""
         return np.array([2 * self.variants.pricer(v).device.action_s for v in range(self.variants.num)])
 
@@ -201,7 +202,7 @@ class BatchComposer:
         for layer, one in enumerate(self.variants.layering.layers):
             if one.class_key not in tables:
                 tables[one.class_key] = self.template(layer).floors(weights)
-        actions = self._actions()[weights.variant]
+        actions = self.actions[weights.variant]
 
         def work(part: slice) -> np.ndarray:
             return floors_of(runs, {key: table[..., part] for key, table in tables.items()}, actions[part])
@@ -229,7 +230,7 @@ class BatchComposer:
         runs, index = self._runs
         variant = np.array([row[0] for row in rows], dtype=np.intp)
         borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
-        actions = self._actions()
+        actions = self.actions
         peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
 
         def work(part: slice) -> np.ndarray:
@@ -276,7 +277,7 @@ class BatchComposer:
 
     def _path(self, row: Row, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
         """The border states (indices) of the best way through layers [first, end)."""
-        cost = self.border_seconds(first)[0][:, row[0]] + self._actions()[row[0]]
+        cost = self.border_seconds(first)[0][:, row[0]] + self.actions[row[0]]
         back = []
         for table, position in by_layer:
             total = cost[:, None] + table.cost[..., position]

@@ -55,7 +55,7 @@ __all__ = [
 
 TRIES = 5  # candidates that are finished, at most
 INTERRUPTED = "it was interrupted"
-TIGHTER = 8  # times that what was assembled may not fit without counting as a try
+TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
 
 
 def make_plan(
@@ -192,11 +192,14 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
 
 def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
     """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
-    guided = _collected(search, explore(search))
-    found = with_other_schedules(search, guided)
-    if guided and not found:
-        return [], unfit(search, guided)
-    plans, error = _finished(search, found, top_k)
+    for _ in range(TIGHTER):
+        guided = _collected(search, explore(search))
+        found = with_other_schedules(search, guided)
+        if guided and not found:
+            return [], unfit(search, guided)
+        plans, error = _finished(search, found, top_k)
+        if plans or not isinstance(error, Overfull):
+            break  # else what is known of memory now makes other pipelines the best
     return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
 
 
@@ -245,7 +248,7 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
                 continue  # what is known of the guide's stages stands
             m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
             queue = [one for one in queue if one.microbatches != m]
-            found = corrected(search, m, missed.beside)
+            found = corrected(search, m, missed.beside, worst_s)
             if guide not in search.space.schedules:
                 found = with_other_schedules(search, found)
             else:

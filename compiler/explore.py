@@ -193,10 +193,13 @@ def explore(search: Search) -> Iterator[Candidate]:
     tables.bound_the_rest()
 
 
-def corrected(search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]]) -> list[Candidate]:
+def corrected(
+    search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]], most: float
+) -> list[Candidate]:
     """The candidates with m microbatches where stages of these logical shapes hold so many bytes more than tables say;
-    ``search`` remembers it."""
+    ``search`` remembers it. most: seconds; slower ones do not matter."""
     assert search.tables is not None
+    search.tables.best = most
     for shape, size in beside:
         search.beside[shape, m] = max(search.beside.get((shape, m), 0.0), size)
     return search.tables.again(m)
@@ -258,9 +261,16 @@ class _Tables:
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
             self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
             for m in self.counts:
-                work = min(float(self._pace(sub, m)[0, -1]) * sub.num_devices for sub in self.submeshes)
-                self._share[m] = m * work / search.cluster.num_devices
-                search.bounds[m, search.space.guide] = 0.0
+                self._share[m] = m * self._least_work(m) / search.cluster.num_devices
+                search.bounds[m, search.space.guide] = lowered(self._share[m], m, search.cluster, self.hidden_s)
+
+    def _least_work(self, m: int) -> float:
+        """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
+        each = []
+        for sub in self.submeshes:
+            pace = np.diagonal(self._pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            each.append(sub.num_devices * np.maximum(pace, 0.0))
+        return float(np.min(each, axis=0).sum())
 
     def bound_the_rest(self) -> None:
         """Bound the counts that were not looked at closely: what is above the best does not matter."""
@@ -459,6 +469,14 @@ class _Tables:
         numbers = range(1, len(self.levels))
         return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
 
+    def middling(self, m: int) -> bool:
+        """Make the floors at the least of the middling prices of a byte; whether they were not there."""
+        level = self._level(m, *MIDDLE[0])
+        if level in self.levels_of(m):
+            return False
+        self._bound([(sub, m, level) for sub in self.submeshes])
+        return True
+
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of what is known of a submesh."""
         return self._group(sub).array(name, sub, m, price)
@@ -585,6 +603,10 @@ class _Group:
         """[L, L + 1] the least of the objective at a level, messages not counted; None where it was not made."""
         found = self._floors.get((self.variant(self.alike[sub], m), level))
         return self.array("floor_s", sub, m, level) if found is None and self.knows(sub, m, level) else found
+
+    def actions(self, sub: Submesh, m: int) -> float:
+        """Seconds of a stage's two actions."""
+        return float(self.composer.actions[self.variant(sub, m)])
 
     def least_messages(self, sub: Submesh, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[borders] the least seconds to receive what crosses each border, and to get its gradients back."""

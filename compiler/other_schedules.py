@@ -199,16 +199,17 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
     tables, cluster = search.tables, search.cluster
     assert tables is not None
     search.bounds.update({(m, name): 0.0 for m in tables.counts for name in others})
+    alone = not any(name in CHUNKED for name in others)
+    usable = tables.usable * search.share
     for m in tables.counts:
-        levels = tables.levels_of(m)
-        if not levels:
-            continue
-        most = raised(best_s, m, cluster, tables.hidden_s) if np.isfinite(best_s) else inf
-        alone = not any(name in CHUNKED for name in others)
-        floors = tables.floors_of(m, levels, messages=alone)
-        found = family_bounds(floors, m, others, tables.cuts, tables.usable * search.share, most)
-        for name, bound in found.items():
-            search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
+        most = raised(best_s, m, cluster, tables.hidden_s)
+        while True:
+            floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
+            found = family_bounds(floors, m, others, tables.cuts, usable, most)
+            for name, bound in found.items():
+                search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
+            if min(found.values()) >= most or not tables.middling(m):
+                break
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:

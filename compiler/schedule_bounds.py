@@ -4,7 +4,7 @@ A stage does all its actions one at a time and then its end of step: under every
 + σ_k. With several chunks per stage ``pipeline_chunks.quick_bound`` counts on that; with one:
 
     work       Σ n_k (m t_k + σ_k) / N for stages on n_k of N devices. For p stages, a Lagrangian pair (λ, μ) of
-               ``pipeline_bound`` and at least q microbatches in flight, n_k t_k ≥ n_k value_k − n_k M_k max(λ, μ/q), and
+               ``pipeline_bound`` and at least q microbatches in flight, n_k t_k ≥ n_k value_k − n_k M_k max(λ, μ/q);
                Σ n_k M_k is at most all devices' bytes. The least Σ n_k value_k of p runs of layers is a shortest path.
     slowest    for a limit on every m t_k + σ_k, each run of layers needs so many devices, by the fastest submesh of
                each size; where the shortest path through these needs more than N, no makespan is within the limit
@@ -33,19 +33,20 @@ HALVINGS = 6  # of the range of a bound
 def family_bounds(
     floors: Floors, m: int, schedules: Sequence[str], cuts: Constraints, usable: Floats, most: float = inf
 ) -> dict[str, float]:
-    """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. usable [devices]:
-    bytes of each."""
+    """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
+    simple to involved; usable [devices]: bytes of each."""
     alone = not any(name in CHUNKED for name in schedules)
     quick = inf if alone else quick_bound(floors, m, cuts)
-    found = {}
-    for name in schedules:
-        found[name] = quick
-        if name not in CHUNKED:
-            found[name] = work = _work(floors, m, name, cuts, usable)
-            if work < quick and isfinite(most):
-                found[name] = _slowest(floors, m, name, cuts, len(usable), work, most)
-            if alone and name == "gpipe" and isfinite(most):
-                found[name] = max(found[name], _exact(floors, m, name, cuts, len(usable), most))
+    found = dict.fromkeys(schedules, quick)
+    single = [name for name in schedules if name not in CHUNKED]
+    for name in single if alone else single[-1:]:  # zb-h1 holds the least and comes last
+        found[name] = work = _work(floors, m, name, cuts, usable)
+        if work < quick and isfinite(most):
+            found[name] = _slowest(floors, m, name, cuts, len(usable), work, most)
+        if alone and name == "gpipe" and isfinite(most):
+            found[name] = max(found[name], _exact(floors, m, name, cuts, len(usable), most))
+    if not alone:
+        found |= dict.fromkeys(single, found[single[-1]] if single else 0.0)
     return found
 
 
