@@ -203,13 +203,9 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
     usable = tables.usable * search.share
     for m in tables.counts:
         most = raised(best_s, m, cluster, tables.hidden_s)
-        while True:
-            floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
-            found = family_bounds(floors, m, others, tables.cuts, usable, most)
-            for name, bound in found.items():
-                search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
-            if min(found.values()) >= most or not tables.middling(m):
-                break
+        floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
+        for name, bound in family_bounds(floors, m, others, tables.cuts, usable, most).items():
+            search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
