@@ -6,7 +6,8 @@ from math import inf, isfinite
 
 import numpy as np
 import pytest
-from meshwright.compiler.pipeline_chunks import _at_once, _offsets, chunked, held
+from meshwright.compiler.pipeline_chunks import _at_once, _offsets, chunked, held, quick_bound
+from meshwright.compiler.pipeline_clock import clock_seconds
 from meshwright.compiler.pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from meshwright.compiler.schedule import generate, in_flight, virtual_order
 from meshwright.compiler.simulate import simulate
@@ -75,6 +76,15 @@ def check(table: PipelineTable, one: Pipeline, schedule: str, m: int) -> None:
     assert max(np.subtract(one.peak_bytes, one.limit_bytes)) <= 0
     assert one.estimate_s <= clock(table, one.stages, schedule, p, v, m) * (1 + 1e-9)
     assert one.estimate_s <= one.path_s * (1 + 1e-9)
+    if table.entry_s is None:
+        simulated = clock(table, one.stages, schedule, p, v, m)
+        assert clock_seconds(table, m, schedule, one) == pytest.approx(simulated, rel=1e-9 if m <= 4 * p else 0.02)
+    transient = [float(table.transient[s.option, s.first_layer, s.end_layer]) for s in one.stages]
+    homes = [group for group, _ in virtual_order(schedule, p, v)]
+    for group, peak in enumerate(one.peak_bytes):  # chunks' transients are not held together
+        mine = [k for k, home in enumerate(homes) if home == group]
+        together = sum(one.chunk_bytes[k] - transient[k] for k in mine) + max(transient[k] for k in mine)
+        assert together == pytest.approx(peak)
     offsets = [stage.device_offset for stage in one.stages]
     assert len(set(offsets)) == p
 
@@ -105,6 +115,10 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
             for one in found.pipelines:
                 check(table, one, schedule, m)
             assert found.bound_s <= fastest * (1 + 1e-9)
+            assert quick_bound(table.floors, m, constraints) <= fastest * (1 + 1e-9)
+            faster = chunked(table, m, schedule, (v,), constraints, most=found.best.estimate_s * (1 + 1e-9))
+            assert isinstance(faster, Solution)
+            assert faster.best.estimate_s == pytest.approx(found.best.estimate_s)
             best = min(clock(table, one.stages, schedule, len(one.peak_bytes), v, m) for one in found.pipelines)
             assert fastest <= best * (1 + 1e-9)
             outcomes["solved"] += 1
