@@ -162,9 +162,11 @@ def in_chunks(work: Callable[[slice], T], num_rows: int, most: int) -> list[T]:
 # ---- following a recipe
 
 
-def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray]) -> Chunk:
+def follow(
+    recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True
+) -> Chunk:
     """The recipe carried out for some rows. costs: [all choices, rows] per operator; links: [S, T, rows] each, in the
-    original states."""
+    original states. walkable: whether choices may be asked for afterwards."""
     rows = costs[0].shape[-1]
     tables = {
         i: cost if len(alive) == len(cost) else cost.take(alive, axis=0)
@@ -180,7 +182,9 @@ def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarr
             case Substitute():
                 tables[do.out] = _substituted(do, tables.pop(do.table))
             case Minimum():
-                tables[do.out], argmins[do.step] = _minimum(do, [_view(tables.pop(p.table), p) for p in do.parts])
+                tables[do.out], argmins[do.step] = _minimum(
+                    do, [_view(tables.pop(p.table), p) for p in do.parts], walkable
+                )
             case Scatter():
                 tables[do.out], argmins[do.step] = _scattered(do, [_view(tables.pop(p.table), p) for p in do.parts])
     total = np.zeros((*recipe.kept_shape, rows))
@@ -254,29 +258,35 @@ class Running:
             np.copyto(best, choice, where=better)
 
 
-def _minimum(do: Minimum, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _minimum(
+    do: Minimum, parts: list[np.ndarray], walkable: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
     parts = _summed(parts, do.before)
     shape = (*do.shape, max(part.shape[-1] for part in parts))
-    running = Running(np.empty(shape), do.size)
+    running = Running(np.empty(shape), do.size) if walkable else None
+    cost = np.empty(shape) if running is None else running.cost
     for block in _blocks(shape):
         views = [p[(slice(None), *(s if n > 1 else slice(None) for s, n in zip(block, p.shape[1:])))] for p in parts]
-        _least(views, Running.of(running.cost[block], running.best[block]), do.size)
-    return running.cost, running.best
+        _least(views, cost[block], do.size, None if running is None else Running.of(cost[block], running.best[block]))
+    return cost, None if running is None else running.best
 
 
-def _least(parts: Sequence[np.ndarray], running: Running, size: int) -> None:
-    """The minimum over the leading axis of the sum of parts."""
-    cost = running.cost
+def _least(parts: Sequence[np.ndarray], cost: np.ndarray, size: int, running: Running | None) -> None:
+    """The minimum over the leading axis of the sum of parts. running: takes it where choices count."""
     if len(parts) == 1:
         cost[...] = parts[0][0]
     else:
         _add(parts, 0, cost)
     if size == 1:
         return
-    better, row = np.empty(cost.shape, dtype=bool), np.empty(cost.shape)
+    row = np.empty(cost.shape)
+    better = np.empty(cost.shape if running else (), dtype=bool)
     for choice in range(1, size):
         offered = parts[0][choice] if len(parts) == 1 else _add(parts, choice, row)
-        running.offer(offered, choice, None, better)
+        if running:
+            running.offer(offered, choice, None, better)
+        else:
+            np.minimum(cost, offered, out=cost)
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -224,7 +224,8 @@ class Template:
         costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
         for operator in (i for border in self.borders for i in border.operators):
             costs[operator] = np.zeros((1, costs[0].shape[1]))
-        chunk = follow(self.recipe, costs, [self.tensors[i].objective(weights, cases, modes) for i in self.links])
+        links = [self.tensors[i].objective(weights, cases, modes) for i in self.links]
+        chunk = follow(self.recipe, costs, links, walkable=modes is not None)
         by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
         return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))
 

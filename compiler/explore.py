@@ -48,9 +48,9 @@ __all__ = ["Candidate", "Miss", "Search", "StageRow", "batch_bytes", "corrected"
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 # prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
-MIDDLE = ((0.3, 1.0), (1.0, 2.0), (3.0, 4.0))
-FREE = ((0.0, 0.0),)
-LADDER = ((0.1, 6.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
+FREE = (0.0, 0.0)
+MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))
+LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 LEANEST = (1e4, 2.0)
 LEAN = ((1.0, 2.0), (10.0, 4.0), (1e4, 1.0), (1e4, 16.0))
 VISITS = 300  # partial pipelines looked at to rank candidates
@@ -176,18 +176,17 @@ def explore(search: Search) -> Iterator[Candidate]:
                 first[m] = min(first.get(m, inf), candidate.clock_s)
     if search.thorough and first:
         order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
-        for prices in (FREE, LADDER):
-            tables.prepare([m for m in order if tables.bound(m) < tables.best * (1 - EPSILON)], prices)
-            for place, m in enumerate(order):
-                search.progress("search", place / len(order))
-                if tables.bound(m) >= tables.best * (1 - EPSILON):
-                    continue
-                if time.perf_counter() > search.stop:
-                    search.cut_short = "the time limit passed"
-                    return
-                for candidate in tables.candidates(m, prices):
-                    told = yield candidate
-                    tables.best = min(tables.best, candidate.clock_s if told is None else told)
+        tables.prepare([m for m in order if tables.tight(m)], LADDER)
+        for place, m in enumerate(order):
+            search.progress("search", place / len(order))
+            if tables.bound(m) >= tables.best * (1 - EPSILON):
+                continue
+            if time.perf_counter() > search.stop:
+                search.cut_short = "the time limit passed"
+                return
+            for candidate in tables.candidates(m):
+                told = yield candidate
+                tables.best = min(tables.best, candidate.clock_s if told is None else told)
     elif not first:
         yield from tables.lean_candidates()
     tables.bound_the_rest()
@@ -243,6 +242,7 @@ class _Tables:
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
+        self._free: dict[int, bool] = {}  # microbatches → whether bytes cost the first pipeline nothing
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
@@ -277,7 +277,7 @@ class _Tables:
         search = self.search
         with search.timed("floors"):
             rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-            lean = {m: [self._level(m, *one) for one in (*FREE, *LEAN)] for m in rest}
+            lean = {m: [self._level(m, *one) for one in (FREE, *LEAN)] for m in rest}
             self._bound([(sub, m, number) for m in rest for number in lean[m] for sub in self.submeshes])
             for m in rest:
                 most = raised(self.best, m, search.cluster, self.hidden_s)
@@ -313,7 +313,13 @@ class _Tables:
     def first_look(self, m: int) -> list[Candidate]:
         """The best pipeline with m microbatches at middling prices."""
         middle = [self._level(m, *one) for one in MIDDLE]
-        return self._solve(m, [(sub, n) for n in middle for sub in self._worthwhile(m)], middle, 1)[:1]
+        found = self._solve(m, [(sub, n) for n in middle for sub in self._worthwhile(m)], middle, 1)[:1]
+        self._free[m] = bool(found) and all(row.row[1] == middle[0] for row in found[0].rows)
+        return found
+
+    def tight(self, m: int) -> bool:
+        """Whether the first pipeline with m microbatches had to save memory, and others may be better."""
+        return not self._free.get(m, False) and self.bound(m) < self.best * (1 - EPSILON)
 
     def order(self) -> list[int]:
         """The microbatch counts, least bound first."""
@@ -351,13 +357,11 @@ class _Tables:
 
     # ---- candidates
 
-    def candidates(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
-        """The best pipelines with m microbatches at these prices and all that were looked at before; what is proven of
-        them goes to ``search.bounds``."""
-        chosen = self._worthwhile(m)
-        ladder = list(dict.fromkeys(self._level(m, *one) for one in (*MIDDLE, *FREE, *prices)))
-        pairs = [(sub, number) for number in ladder for sub in chosen]
-        return self._solve(m, pairs, ladder)
+    def candidates(self, m: int) -> list[Candidate]:
+        """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
+        prices = (*MIDDLE, *LADDER) if self.tight(m) else MIDDLE
+        ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
+        return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
 
     def again(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
@@ -468,14 +472,6 @@ class _Tables:
         """The prices of a byte at which the floors of all submeshes are known."""
         numbers = range(1, len(self.levels))
         return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
-
-    def middling(self, m: int) -> bool:
-        """Make the floors at the least of the middling prices of a byte; whether they were not there."""
-        level = self._level(m, *MIDDLE[0])
-        if level in self.levels_of(m):
-            return False
-        self._bound([(sub, m, level) for sub in self.submeshes])
-        return True
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of what is known of a submesh."""
