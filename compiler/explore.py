@@ -52,11 +52,13 @@ FREE = (0.0, 0.0)
 MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))
 LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 LEANEST = (1e4, 2.0)
-LEAN = ((1.0, 2.0), (10.0, 4.0), (1e4, 1.0), (1e4, 16.0))
+LEAN = ((1.0, 2.0), (10.0, 4.0), (1e4, 16.0))
 VISITS = 300  # partial pipelines looked at to rank candidates
 THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
-NEAR = 1.05  # of the best first pipeline: how far theirs may be
+NEAR = 1.04  # of the best first pipeline: how far theirs may be
+CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
 LOOSE = 0.02  # of the best: bounds that far below are looked at again
+ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
 LOOKS = 3  # microbatch counts that are looked at together
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 TRIALS = 3  # of bounds between what is proven and the best
@@ -168,15 +170,17 @@ def explore(search: Search) -> Iterator[Candidate]:
     looked: set[int] = set()
     while counts := tables.worth_a_look(looked, first):
         looked.update(counts)
-        tables.prepare(counts, MIDDLE)
+        roomy = [m for m in counts if tables.roomy(m)]
+        tables.prepare(roomy, (FREE,))
+        tables.prepare([m for m in counts if m not in roomy], MIDDLE)
         for m in counts:
-            for candidate in tables.first_look(m):
+            for candidate in tables.look(m, (FREE,) if m in roomy else MIDDLE):
                 told = yield candidate
                 tables.best = min(tables.best, candidate.clock_s if told is None else told)
                 first[m] = min(first.get(m, inf), candidate.clock_s)
     if search.thorough and first:
         order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
-        tables.prepare([m for m in order if tables.tight(m)], LADDER)
+        tables.prepare([m for m in order if tables.tight(m, first[m])], (*MIDDLE, *LADDER))
         for place, m in enumerate(order):
             search.progress("search", place / len(order))
             if tables.bound(m) >= tables.best * (1 - EPSILON):
@@ -184,7 +188,7 @@ def explore(search: Search) -> Iterator[Candidate]:
             if time.perf_counter() > search.stop:
                 search.cut_short = "the time limit passed"
                 return
-            for candidate in tables.candidates(m):
+            for candidate in tables.candidates(m, tables.tight(m, first[m])):
                 told = yield candidate
                 tables.best = min(tables.best, candidate.clock_s if told is None else told)
     elif not first:
@@ -242,7 +246,6 @@ class _Tables:
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
-        self._free: dict[int, bool] = {}  # microbatches → whether bytes cost the first pipeline nothing
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
@@ -274,16 +277,20 @@ class _Tables:
 
     def bound_the_rest(self) -> None:
         """Bound the counts that were not looked at closely: what is above the best does not matter."""
-        search = self.search
-        with search.timed("floors"):
+        with self.search.timed("floors"):
             rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-            lean = {m: [self._level(m, *one) for one in (FREE, *LEAN)] for m in rest}
+            lean = {m: [self._level(m, *one) for one in (FREE, *LEAN, LEANEST)] for m in rest}
             self._bound([(sub, m, number) for m in rest for number in lean[m] for sub in self.submeshes])
             for m in rest:
-                most = raised(self.best, m, search.cluster, self.hidden_s)
-                bound_s = self._least_seconds(m, lean[m], most, 1)
-                bound_s = lowered(bound_s, m, search.cluster, self.hidden_s)
-                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+                self._lift(m, lean[m], 1)
+
+    def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
+        """The bound of a count as its floors at these prices lift it."""
+        search, guide = self.search, self.search.space.guide
+        most = raised(self.best, m, search.cluster, self.hidden_s)
+        bound_s = lowered(self._least_seconds(m, priced, most, trials), m, search.cluster, self.hidden_s)
+        search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
+        return bound_s
 
     def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
         """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
@@ -310,16 +317,23 @@ class _Tables:
         with self.search.timed("compose"):
             self._compose(rows)
 
-    def first_look(self, m: int) -> list[Candidate]:
-        """The best pipeline with m microbatches at middling prices."""
-        middle = [self._level(m, *one) for one in MIDDLE]
-        found = self._solve(m, [(sub, n) for n in middle for sub in self._worthwhile(m)], middle, 1)[:1]
-        self._free[m] = bool(found) and all(row.row[1] == middle[0] for row in found[0].rows)
-        return found
+    def look(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
+        """The best pipeline with m microbatches at these prices."""
+        levels = [self._level(m, *one) for one in prices]
+        return self._solve(m, [(sub, n) for n in levels for sub in self._worthwhile(m)], levels, 1)[:1]
 
-    def tight(self, m: int) -> bool:
-        """Whether the first pipeline with m microbatches had to save memory, and others may be better."""
-        return not self._free.get(m, False) and self.bound(m) < self.best * (1 - EPSILON)
+    def roomy(self, m: int) -> bool:
+        """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
+        level = self._level(m, *LEANEST)
+        byte = self.levels[level].byte
+        wide = [self._floor(sub, m, level) for sub in self.submeshes if sub.num_devices == len(self.usable)]
+        least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
+        return least < ROOMY * float(self.usable.min())
+
+    def tight(self, m: int, first_s: float) -> bool:
+        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by saving
+        memory."""
+        return self.bound(m) < min(self.best, first_s / CLOSE)
 
     def order(self) -> list[int]:
         """The microbatch counts, least bound first."""
@@ -357,9 +371,10 @@ class _Tables:
 
     # ---- candidates
 
-    def candidates(self, m: int) -> list[Candidate]:
-        """The best pipelines with m microbatches; what is proven of them goes to ``search.bounds``."""
-        prices = (*MIDDLE, *LADDER) if self.tight(m) else MIDDLE
+    def candidates(self, m: int, tight: bool) -> list[Candidate]:
+        """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven of
+        them goes to ``search.bounds``."""
+        prices = (*MIDDLE, *LADDER) if tight else MIDDLE[:1]
         ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
         return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
 
@@ -378,10 +393,7 @@ class _Tables:
         self.known[m] = pairs
         with search.timed("stages"):
             if priced:
-                most = raised(self.best, m, search.cluster, self.hidden_s)
-                bound_s = lowered(self._least_seconds(m, priced, most, TRIALS), m, search.cluster, self.hidden_s)
-                search.bounds[m, schedule] = max(self.bound(m), bound_s)
-                if bound_s >= self.best * (1 - EPSILON):
+                if self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
                     return []
             table = self.table(m, pairs, None)
             if table is None:

@@ -31,7 +31,16 @@ from .schedule import executable_schedules, known_schedules
 from .strategy import Strategy, divisors_of
 from .wires import EXACT, Communication
 
-__all__ = ["CHUNKED", "SCHEDULES", "Space", "Submesh", "forced_submeshes", "microbatch_counts", "submeshes", "usable_bytes"]
+__all__ = [
+    "CHUNKED",
+    "SCHEDULES",
+    "Space",
+    "Submesh",
+    "forced_submeshes",
+    "microbatch_counts",
+    "submeshes",
+    "usable_bytes",
+]
 
 CHUNKED = ("interleaved", "zb-v")  # schedules of several chunks per stage
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # from simple to involved
