@@ -6,7 +6,8 @@ whose slowest stage has the least work, as what the others save is the bubble. N
 
     gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
                            among those that fit with the microbatches in flight of the family
-    interleaved, zb-v      the best divisions into chunks under one option (``pipeline_chunks``)
+    interleaved, zb-v      the best divisions into chunks under one option, of no more stages than microbatches
+                           (``pipeline_chunks``)
 
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
 there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
@@ -25,7 +26,7 @@ import numpy as np
 
 from .explore import Candidate, Search
 from .exposure import lowered, raised
-from .pipeline_chunks import chunked, least_sums
+from .pipeline_chunks import at_most, chunked, least_sums
 from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
@@ -166,7 +167,7 @@ def _divided(search: Search, m: int, known: Pairs, limits: Mapping[str, float]) 
     table = tables.table(m, pairs, None) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
-        answer = chunked(table, m, schedule, _chunks(search, schedule), tables.cuts, DIVIDED, most)
+        answer = chunked(table, m, schedule, _chunks(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
         for one in answer.pipelines if isinstance(answer, Solution) else ():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
@@ -219,7 +220,7 @@ def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
         pairs = _uniform(search, m, tables.known[m], inf)
         table = tables.table(m, pairs, None) if pairs else None
         chunks = _chunks(search, schedule)
-        answer = chunked(table, m, schedule, chunks, tables.cuts, 1) if table is not None else None
+        answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
         if isinstance(answer, Infeasible):
             reason = f": {answer.reason}"
     return InfeasibleError(

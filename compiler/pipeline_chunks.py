@@ -30,7 +30,7 @@ group does its end of step σ_k after all its actions, so the makespan is at lea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
@@ -51,7 +51,7 @@ from .pipeline_table import (
 )
 from .schedule import generate, in_flight_formula, virtual_order
 
-__all__ = ["chunked", "fewer", "held", "least_sums", "quick_bound", "sums_by_count"]
+__all__ = ["at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "sums_by_count"]
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
@@ -154,6 +154,12 @@ def least_sums(values: Floats, constraints: Constraints) -> Floats:
 def sums_by_count(values: Floats, most: int, constraints: Constraints) -> Floats:
     """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
     return _tables(_allowed(values, constraints), most, np.add)
+
+
+def at_most(groups: int, constraints: Constraints) -> Constraints:
+    """The constraints with no more device groups than that."""
+    least, most = constraints.stages
+    return replace(constraints, stages=(least, groups if most is None else min(groups, most)))
 
 
 def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:

@@ -1,7 +1,8 @@
 """What the makespan of no pipeline undercuts under the families that the search does not run on, by floors and fast.
 
 A stage does all its actions one at a time and then its end of step: under every schedule the makespan is at least m t_k
-+ σ_k. With several chunks per stage ``pipeline_chunks.quick_bound`` counts on that; with one:
++ σ_k. With several chunks per stage, and no more stages than microbatches, ``pipeline_chunks.quick_bound`` counts on
+that; with one:
 
     work       Σ n_k (m t_k + σ_k) / N for stages on n_k of N devices. For p stages, a Lagrangian pair (λ, μ) of
                ``pipeline_bound`` and at least q microbatches in flight, n_k t_k ≥ n_k value_k − n_k M_k max(λ, μ/q);
@@ -19,7 +20,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .pipeline_chunks import least_sums, quick_bound, sums_by_count
+from .pipeline_chunks import at_most, least_sums, quick_bound, sums_by_count
 from .pipeline_dp import bound_of
 from .pipeline_table import Constraints, Floats, Floors, PipelineTable
 from .schedule import in_flight_formula
@@ -36,7 +37,7 @@ def family_bounds(
     """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
     simple to involved; usable [devices]: bytes of each."""
     alone = not any(name in CHUNKED for name in schedules)
-    quick = inf if alone else quick_bound(floors, m, cuts)
+    quick = inf if alone else quick_bound(floors, m, at_most(m, cuts))
     found = dict.fromkeys(schedules, quick)
     single = [name for name in schedules if name not in CHUNKED]
     for name in single if alone else single[-1:]:  # zb-h1 holds the least and comes last
