@@ -18,7 +18,7 @@ pace_s (actions included), step_s, transfer_s and the bytes are those of the cho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,15 @@ class BatchIntervals:
     saved: np.ndarray
     transient: np.ndarray
     entry_s: np.ndarray  # the part of transfer_s that is received at the first border
+
+    @staticmethod
+    def joined(parts: Sequence[BatchIntervals], order: Sequence[int]) -> BatchIntervals:
+        """The rows of all parts; order: where each of them belongs."""
+        back = np.argsort(order)
+        names = [one.name for one in fields(BatchIntervals)][2:]
+        arrays = [np.concatenate([getattr(part, name) for part in parts], axis=1).take(back, axis=1) for name in names]
+        rows = [row for part in parts for row in part.rows]
+        return BatchIntervals(tuple(rows[k] for k in back), parts[0].run, *arrays)
 
     def of(self, name: str, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """The array of this name as [rows, L, L + 1], for some rows (positions in ``rows``) or all of them."""
@@ -212,6 +221,11 @@ class BatchComposer:
 
     def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
         """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
+        free = [self.levels[level].unpriced for _, level in rows]  # these need one mode only
+        if len(set(free)) > 1:
+            order = sorted(range(len(rows)), key=free.__getitem__)
+            parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
+            return BatchIntervals.joined(parts, order)
         tables = self.tables(rows)
         at = np.array([self._found[row][1] for row in rows], dtype=np.intp)
 

@@ -42,6 +42,11 @@ class Level:
     step_share: float = 1.0
     floor: float = 0.0
 
+    @property
+    def unpriced(self) -> bool:
+        """Whether bytes count nothing but for ties."""
+        return not self.byte and not self.saved_byte
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -194,8 +199,11 @@ class Template:
         shape = (*self.possible.shape[:2], len(weights.variant))
         cost, mode = np.full(shape, np.inf), np.zeros(shape, np.uint8)
         pace_s, step_s, resident, saved, transient = (np.zeros(shape) for _ in range(5))
-        tables = LayerTables(self, cost, mode, pace_s, step_s, resident, saved, transient, weights.variant, ())
-        most = max(1, chunk_rows(self.recipe) // len(self.modes))
+        modes = tuple(range(len(self.modes)))
+        if "none" in self.modes and weights.byte.max() <= TIE and weights.saved_byte.max() <= TIE:
+            modes = (self.modes.index("none"),)  # to run something again takes longer
+        tables = LayerTables(self, cost, mode, pace_s, step_s, resident, saved, transient, weights.variant, modes, ())
+        most = max(1, chunk_rows(self.recipe) // len(modes))
         cells = np.nonzero(self.possible.any(axis=2))
         chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
         return replace(tables, chunks=tuple(chunks))
@@ -233,17 +241,19 @@ class Template:
         """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
         variant, (into, out) = weights.variant, cells
         cases = _as_slice(variant)
-        chunk, by_mode = self._eliminated(weights, range(len(self.modes)), cells)
-        running = Running(np.array(by_mode[:, 0]), len(self.modes))
+        chunk, by_mode = self._eliminated(weights, tables.modes, cells)
+        running = Running(np.array(by_mode[:, 0]), len(tables.modes))
         better = np.empty(running.cost.shape, dtype=bool)
-        for mode in range(1, len(self.modes)):
-            running.offer(by_mode[:, mode], mode, None, better)
+        for place in range(1, len(tables.modes)):
+            running.offer(by_mode[:, place], place, None, better)
         cost = np.where(self.possible[into, out][:, cases], running.cost, np.inf)
         tables.cost[into, out, rows] = cost
-        tables.mode[into, out, rows] = running.best
+        numbers = np.array(tables.modes)
+        tables.mode[into, out, rows] = numbers[running.best]
         cell, row = np.nonzero(np.isfinite(cost))
-        modes = running.best[cell, row].astype(np.intp)
-        chosen = self.walk(chunk, into.take(cell), out.take(cell), modes * len(variant) + row)
+        place = running.best[cell, row].astype(np.intp)
+        modes = numbers[place]
+        chosen = self.walk(chunk, into.take(cell), out.take(cell), place * len(variant) + row)
         sums = self.add_up(chosen, modes, variant.take(row))
         for array, values in zip((tables.pace_s, tables.step_s, tables.resident, tables.saved, tables.transient), sums):
             part = np.zeros(cost.shape)
@@ -284,7 +294,7 @@ class Template:
 @dataclass(frozen=True, eq=False)
 class LayerTables:
     """One layer class for some rows: arrays [in states, out states, rows]; the bytes and seconds are those of the
-    choices behind ``cost``, and 0 where that is inf.
+    choices behind ``cost``, and 0 where that is inf. modes: indices of the recompute modes that were looked at.
 
     cost: the objective; mode: index of the best recompute mode; pace_s: seconds per microbatch; step_s: what a step
     costs once, divided by the microbatches; resident: bytes; saved: bytes per microbatch in flight; transient: bytes
@@ -300,6 +310,7 @@ class LayerTables:
     saved: np.ndarray
     transient: np.ndarray
     variant: np.ndarray
+    modes: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     def choices(self, row: int, into: int, out: int) -> tuple[list[int], int]:
@@ -309,13 +320,13 @@ class LayerTables:
                 f"border states must be possible together, but got {(into, out)} in row {row}; see where cost is finite"
             )
         mode = int(self.mode[into, out, row])
-        num_modes = len(self.template.modes)
+        num_modes = len(self.modes)
         for chunk in self.chunks:
             rows = chunk.cost.shape[-1] // num_modes
             if row < rows:
                 break
             row -= rows
-        cell = (np.array([index]) for index in (into, out, mode * rows + row))
+        cell = (np.array([index]) for index in (into, out, self.modes.index(mode) * rows + row))
         return [int(c[0]) for c in self.template.walk(chunk, *cell)], mode
 
 
