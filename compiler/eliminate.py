@@ -291,7 +291,8 @@ class _Elimination:
             for factor in factors:
                 self._add(*_substitute(factor, v, x, values))
             return
-        others = tuple(sorted({u for factor in factors for u in factor.scope} - {v}))
+        # what has one choice needs no axis
+        others = tuple(sorted({u for factor in factors for u in factor.scope if self.size[u] > 1} - {v}))
         joint = self._sum(factors, (v, *others))
         owned = sorted(self.states[v])
         if owned:
@@ -321,10 +322,10 @@ class _Elimination:
         """The sum of tables, with one axis per variable of ``scope``."""
         total: np.ndarray | None = None
         for factor in sorted(factors, key=lambda f: f.table.size):
-            order = sorted(range(len(factor.scope)), key=lambda a: scope.index(factor.scope[a]))
-            present = set(factor.scope)
+            present = [u for u in factor.scope if u in scope]  # the others have one choice
+            order = sorted(range(len(present)), key=lambda a: scope.index(present[a]))
             shape = [self.size[u] if u in present else 1 for u in scope]
-            table = factor.table.transpose(order).reshape(shape)
+            table = factor.table.reshape([self.size[u] for u in present]).transpose(order).reshape(shape)
             total = table if total is None else total + table
         full = tuple(self.size[u] for u in scope)
         if total is None:

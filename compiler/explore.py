@@ -276,13 +276,21 @@ class _Tables:
         return float(np.min(each, axis=0).sum())
 
     def bound_the_rest(self) -> None:
-        """Bound the counts that were not looked at closely: what is above the best does not matter."""
-        with self.search.timed("floors"):
+        """Bound the counts that were not looked at closely: what is above the best does not matter.
+
+        First by paces alone, from which nothing can hide; then with the work of a step, of which some can.
+        """
+        search = self.search
+        with search.timed("floors"):
             rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-            lean = {m: [self._level(m, *one) for one in (FREE, *LEAN, LEANEST)] for m in rest}
-            self._bound([(sub, m, number) for m in rest for number in lean[m] for sub in self.submeshes])
+            paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
+            priced = {m: [self._level(m, *one) for one in (FREE, LEANEST)] for m in rest}
+            self._bound([(sub, m, n) for m in rest for n in (*paced[m], *priced[m]) for sub in self.submeshes])
             for m in rest:
-                self._lift(m, lean[m], 1)
+                bound_s = self._least_seconds(m, paced[m], self.best, 1)
+                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+                if bound_s < (1 - LOOSE) * self.best:
+                    self._lift(m, [*priced[m], *paced[m]], 1)
 
     def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
         """The bound of a count as its floors at these prices lift it."""
@@ -354,7 +362,7 @@ class _Tables:
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
-            rows.append(Lagrange(level.byte, level.saved_byte, value, whole=True))
+            rows.append(Lagrange(level.byte, level.saved_byte, value, whole=level.step_share > 0.0))
         pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m) if messages else (None, None)
@@ -463,13 +471,13 @@ class _Tables:
         group = self._group(sub)
         return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
 
-    def _level(self, m: int, factor: float, flight: float) -> int:
-        """The number of a new level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
+    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0) -> int:
+        """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
         whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
         if not isfinite(unit):
             unit = 0.0
-        level = Level(byte=unit, saved_byte=unit * min(flight, m))
+        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share)
         if level not in self.levels:
             self.levels.append(level)
         return self.levels.index(level)
