@@ -238,9 +238,7 @@ class BatchComposer:
 
         return self._composed(rows, layers)
 
-    def _composed(
-        self, rows: Sequence[Row], layers: Callable[[slice], dict[str, Taken]]
-    ) -> BatchIntervals:
+    def _composed(self, rows: Sequence[Row], layers: Callable[[slice], dict[str, Taken]]) -> BatchIntervals:
         runs, index = self._runs
         variant = np.array([row[0] for row in rows], dtype=np.intp)
         borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
@@ -269,9 +267,7 @@ class BatchComposer:
 
     # ---- the way back
 
-    def choices(
-        self, row: Row, first: int, end: int
-    ) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
+    def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
         [first, end). A parameter that several of these layers use has the label of the first. ValueError where there
         is no way."""

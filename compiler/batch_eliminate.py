@@ -162,9 +162,7 @@ def in_chunks(work: Callable[[slice], T], num_rows: int, most: int) -> list[T]:
 # ---- following a recipe
 
 
-def follow(
-    recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True
-) -> Chunk:
+def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True) -> Chunk:
     """The recipe carried out for some rows. costs: [all choices, rows] per operator; links: [S, T, rows] each, in the
     original states. walkable: whether choices may be asked for afterwards."""
     rows = costs[0].shape[-1]
@@ -258,9 +256,7 @@ class Running:
             np.copyto(best, choice, where=better)
 
 
-def _minimum(
-    do: Minimum, parts: list[np.ndarray], walkable: bool
-) -> tuple[np.ndarray, np.ndarray | None]:
+def _minimum(do: Minimum, parts: list[np.ndarray], walkable: bool) -> tuple[np.ndarray, np.ndarray | None]:
     parts = _summed(parts, do.before)
     shape = (*do.shape, max(part.shape[-1] for part in parts))
     running = Running(np.empty(shape), do.size) if walkable else None

@@ -244,8 +244,8 @@ class Template:
         chunk, by_mode = self._eliminated(weights, tables.modes, cells)
         running = Running(np.array(by_mode[:, 0]), len(tables.modes))
         better = np.empty(running.cost.shape, dtype=bool)
-        for place in range(1, len(tables.modes)):
-            running.offer(by_mode[:, place], place, None, better)
+        for k in range(1, len(tables.modes)):
+            running.offer(by_mode[:, k], k, None, better)
         cost = np.where(self.possible[into, out][:, cases], running.cost, np.inf)
         tables.cost[into, out, rows] = cost
         numbers = np.array(tables.modes)

@@ -30,7 +30,7 @@ from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
 from .constraints import by_layer, parse_constraints
 from .explore import Candidate, Search, corrected, explore
-from .finish import Overfull, finish, with_memory
+from .finish import OverfullError, finish, with_memory
 from .graph import Graph, op_name
 from .infeasible import infeasible
 from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
@@ -198,7 +198,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
         if guided and not found:
             return [], unfit(search, guided)
         plans, error = _finished(search, found, top_k)
-        if plans or not isinstance(error, Overfull):
+        if plans or not isinstance(error, OverfullError):
             break  # else what is known of memory now makes other pipelines the best
     return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
 
@@ -242,7 +242,7 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
             short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
             if plan.prediction.step_s < worst_s * (1 + TIE) and not any(_alike(plan, other) for other in plans):
                 plans.append(with_memory(search, plan, candidate))
-        except Overfull as missed:
+        except OverfullError as missed:
             error = missed
             if candidate.schedule != guide and guide in search.space.schedules:
                 continue  # what is known of the guide's stages stands

@@ -18,7 +18,7 @@ Nothing is assembled here: candidates name runs of layers, rows of tables and de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -193,12 +193,11 @@ def explore(search: Search) -> Iterator[Candidate]:
                 tables.best = min(tables.best, candidate.clock_s if told is None else told)
     elif not first:
         yield from tables.lean_candidates()
-    tables.bound_the_rest()
+    if search.thorough:
+        tables.bound_the_rest()
 
 
-def corrected(
-    search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]], most: float
-) -> list[Candidate]:
+def corrected(search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]], most: float) -> list[Candidate]:
     """The candidates with m microbatches where stages of these logical shapes hold so many bytes more than tables say;
     ``search`` remembers it. most: seconds; slower ones do not matter."""
     assert search.tables is not None
@@ -246,6 +245,7 @@ class _Tables:
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
+        self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = _groups(search, self.submeshes, self.counts, self.levels)
@@ -278,19 +278,21 @@ class _Tables:
     def bound_the_rest(self) -> None:
         """Bound the counts that were not looked at closely: what is above the best does not matter.
 
-        First by paces alone, from which nothing can hide; then with the work of a step, of which some can.
+        With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
         """
         search = self.search
         with search.timed("floors"):
             rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
             paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
-            priced = {m: [self._level(m, *one) for one in (FREE, LEANEST)] for m in rest}
-            self._bound([(sub, m, n) for m in rest for n in (*paced[m], *priced[m]) for sub in self.submeshes])
+            self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
+            whole = [m for m in rest if lowered(1.0, m, search.cluster, self.hidden_s / self.best) > 1 - LOOSE]
+            self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
             for m in rest:
-                bound_s = self._least_seconds(m, paced[m], self.best, 1)
-                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
-                if bound_s < (1 - LOOSE) * self.best:
-                    self._lift(m, [*priced[m], *paced[m]], 1)
+                if m in whole:
+                    self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
+                else:
+                    bound_s = self._least_seconds(m, paced[m], self.best, 1)
+                    search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
 
     def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
         """The bound of a count as its floors at these prices lift it."""
@@ -310,8 +312,8 @@ class _Tables:
         return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
-        """The microbatch counts to look at next, given the makespans of those that were: small microbatches first, a few
-        at a time and every other count; once some fit, the neighbours of the best until it has none better."""
+        """The microbatch counts to look at next, given the makespans of those that were: small microbatches first, a
+        few at a time and every other count; once some fit, the neighbours of the best until it has none better."""
         able = [m for m in self.counts if m in looked or self._share[m] < self.best]
         left = [m for m in able if m not in looked]
         if not first:
@@ -339,8 +341,8 @@ class _Tables:
         return least < ROOMY * float(self.usable.min())
 
     def tight(self, m: int, first_s: float) -> bool:
-        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by saving
-        memory."""
+        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
+        saving memory."""
         return self.bound(m) < min(self.best, first_s / CLOSE)
 
     def order(self) -> list[int]:
@@ -371,17 +373,16 @@ class _Tables:
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
         the gradients back of what crosses the border behind it."""
-        ends = [self._group(sub).least_messages(sub, m) for sub in self.submeshes]
-        shape = (len(self.submeshes), *self._shape)
-        enter = np.stack([into[:-1] for into, _ in ends])[:, :, None]
-        behind = np.stack([back for _, back in ends])[:, None, :]
-        return np.broadcast_to(enter, shape), np.broadcast_to(behind, shape)
+        if m not in self._ends:
+            self._ends[m] = np.stack([self._group(sub).least_messages(sub, m) for sub in self.submeshes])
+        ends, shape = self._ends[m], (len(self.submeshes), *self._shape)
+        return np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
 
     # ---- candidates
 
     def candidates(self, m: int, tight: bool) -> list[Candidate]:
-        """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven of
-        them goes to ``search.bounds``."""
+        """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven
+        of them goes to ``search.bounds``."""
         prices = (*MIDDLE, *LADDER) if tight else MIDDLE[:1]
         ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
         return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
@@ -390,7 +391,9 @@ class _Tables:
         """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
         return self._solve(m, self.known[m], [])
 
-    def _solve(self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 8) -> list[Candidate]:
+    def _solve(
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 5
+    ) -> list[Candidate]:
         """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines.
 
         Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
@@ -400,9 +403,8 @@ class _Tables:
         search, schedule = self.search, self.search.space.guide
         self.known[m] = pairs
         with search.timed("stages"):
-            if priced:
-                if self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
-                    return []
+            if priced and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
+                return []
             table = self.table(m, pairs, None)
             if table is None:
                 return []
@@ -431,7 +433,9 @@ class _Tables:
             sub, price = pairs[stage.option]
             group = self._group(sub)
             rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
-        at = max(((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i])
+        at = max(
+            ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
+        )
         clock_s = clock_seconds(table, m, schedule, pipeline)
         return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
 
@@ -586,9 +590,7 @@ class _Group:
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
-        self.composer.alike = [
-            self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes
-        ]
+        self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
         self._at: dict[Row, tuple[BatchIntervals, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 
@@ -624,15 +626,18 @@ class _Group:
         """Seconds of a stage's two actions."""
         return float(self.composer.actions[self.variant(sub, m)])
 
-    def least_messages(self, sub: Submesh, m: int) -> tuple[np.ndarray, np.ndarray]:
-        """[borders] the least seconds to receive what crosses each border, and to get its gradients back."""
+    def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
+        """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
         v, num = self.variant(sub, m), len(self.composer.variants.layering.crossing)
-        both = np.zeros((2, num))
+        both, known = np.zeros((2, num)), dict[Hashable, list[float]]()
         for border in range(1, num - 1):
-            possible = self.composer.states(border)[1][v]
-            if possible.any():
-                both[:, border] = [seconds[possible, v].min() for seconds in self.composer.border_seconds(border)]
-        return both[0], both[1]
+            key = self.composer.variants.border_key(border)
+            if key not in known:
+                possible = self.composer.states(border)[1][v]
+                seconds = self.composer.border_seconds(border)
+                known[key] = [one[possible, v].min() for one in seconds] if possible.any() else [0.0, 0.0]
+            both[:, border] = known[key]
+        return both
 
     def knows(self, sub: Submesh, m: int, price: int) -> bool:
         """Whether these intervals were made."""

@@ -27,12 +27,12 @@ from .strategy import InfeasibleError
 from .twins import names_between, renamed
 from .wires import EXACT
 
-__all__ = ["Overfull", "finish", "with_memory"]
+__all__ = ["OverfullError", "finish", "with_memory"]
 
 SLACK = 1.02  # of the limit: how far the count may be above it
 
 
-class Overfull(InfeasibleError):
+class OverfullError(InfeasibleError):
     """A plan whose tables fitted, but whose stages do not. beside: (logical shape, bytes) of each stage that holds more
     than its tables said."""
 
@@ -75,7 +75,7 @@ def finish(search: Search, best: Candidate) -> Plan:
 
 
 def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
-    """The plan of a candidate with the memory that its stages really hold. Raises Overfull if that is too much."""
+    """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
     graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
         plan = with_footprints(graph, plan)
@@ -88,7 +88,7 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     batch = batch_bytes(search)
     believed = [size + batch for size in best.pipeline.peak_bytes]
     worst = max(over, key=lambda index: used[index] - limits[index])
-    raise Overfull(
+    raise OverfullError(
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
         f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
         "use more devices, more microbatches or a smaller batch",

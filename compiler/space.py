@@ -157,8 +157,8 @@ class Submesh:
 
 
 def site_of(offsets: Sequence[int]) -> int:
-    """Of offsets of equal prices the one to price: if there is one, one with neighbours in front and behind, as messages
-    are priced there."""
+    """Of offsets of equal prices the one to price: one with neighbours in front and behind, if there is one, as their
+    messages are priced there."""
     return offsets[0 if offsets[0] > 0 else min(1, len(offsets) - 1)]
 
 
