@@ -14,6 +14,7 @@ from .compiler.driver import make_plans
 from .compiler.example import batch_extent, flat_inputs
 from .compiler.fastest import fastest, searched
 from .compiler.front import make_front, undominated
+from .compiler.known import known_plans
 from .compiler.plan import Plan
 from .compiler.precision import check_precision
 from .compiler.space import Space
@@ -62,6 +63,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     top_k: int | None = None,
+    cache: bool = True,
     progress: Progress | None = None,
 ) -> Plan | list[Plan]:
     """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (meta is fine).
@@ -86,7 +88,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
 
     constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
     parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
-    top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first.
+    top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first. cache: whether what was
+    found for the same question before may answer it, and this answer be kept ($MESHWRIGHT_CACHE_DIR, as data).
 
     Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
     missing where and what would fit.
@@ -97,7 +100,12 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
     precisions, count = check_precision(precision, executable), 1 if top_k is None else top_k
-    found = fastest(searched(make_plans, {**asked(space), "top_k": count}, precisions), count)
+    arguments = {**asked(space), "top_k": count}
+
+    def find() -> list[Plan]:
+        return fastest(searched(make_plans, arguments, precisions), count)
+
+    found = known_plans(arguments, precisions, find) if cache else find()
     return found[0] if top_k is None else found
 
 

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_space(plan)
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
     plan.add_argument("--time-limit", type=_seconds, metavar="S", help="take the best plan after so many seconds")
+    plan.add_argument("--no-cache", dest="cache", action="store_false", help="search even what was found before")
     several = plan.add_mutually_exclusive_group()
     several.add_argument("--top-k", type=_positive, metavar="K", help="the K best plans of other cuts or meshes")
     several.add_argument("--pareto", action="store_true", help="the front of step time against peak memory")
@@ -236,7 +237,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         if arguments.pareto:
             found = api.pareto(target.model, cluster, **asked)
         else:
-            found = api.plan(target.model, cluster, top_k=arguments.top_k or 1, **asked)
+            found = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **asked)
     if arguments.output is not None:
         found[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)

@@ -30,7 +30,7 @@ from ..graph import op_name, tensor_operands, types_of
 from ..spec import Pair, R, Spec
 from .base import AxisChoice, Internal, Rule, pairs_on_mesh
 
-__all__ = ["MeshChoice", "mesh_choices", "pairs_choice", "register", "registered", "rule_for"]
+__all__ = ["MeshChoice", "is_built_in", "mesh_choices", "pairs_choice", "register", "registered", "rule_for"]
 
 _RULES: dict[str, Rule] = {}
 _DEFAULTS: dict[str, Rule] = {}  # "pointwise" and "fallback", set by their families
@@ -93,6 +93,12 @@ def rule_for(node: Node) -> Rule:
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return _DEFAULTS["pointwise"]
     return _DEFAULTS["fallback"]
+
+
+def is_built_in(node: Node) -> bool:
+    """Whether the rule of a node came with this package."""
+    name = op_name(node)
+    return _RULES.get(name) is _BUILT_IN.get(name)
 
 
 def mesh_choices(node: Node, mesh_shape: Sequence[int], max_choices: int = 512) -> list[MeshChoice]:
@@ -211,3 +217,4 @@ def whole(node: Node) -> AxisChoice:
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in ("base", "check", "execution", "lockstep"):
         importlib.import_module(f"{__name__}.{_module.name}")
+_BUILT_IN = dict(_RULES)
