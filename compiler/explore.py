@@ -265,7 +265,7 @@ class _Tables:
             self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
             for m in self.counts:
                 self._share[m] = m * self._least_work(m) / search.cluster.num_devices
-                search.bounds[m, search.space.guide] = lowered(self._share[m], m, search.cluster, self.hidden_s)
+                search.bounds[m, search.space.guide] = self._share[m]
 
     def _least_work(self, m: int) -> float:
         """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
@@ -285,7 +285,7 @@ class _Tables:
             rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
             paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
             self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
-            whole = [m for m in rest if lowered(1.0, m, search.cluster, self.hidden_s / self.best) > 1 - LOOSE]
+            whole = [m for m in rest if not self.hides(m)]
             self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
             for m in rest:
                 if m in whole:
@@ -293,6 +293,16 @@ class _Tables:
                 else:
                     bound_s = self._least_seconds(m, paced[m], self.best, 1)
                     search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+
+    def least_share(self, m: int) -> float:
+        """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
+        schedule undercuts them."""
+        return self._share[m]
+
+    def hides(self, m: int) -> bool:
+        """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
+        hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
+        return lowered(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
 
     def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
         """The bound of a count as its floors at these prices lift it."""

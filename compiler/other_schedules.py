@@ -203,10 +203,14 @@ def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
     alone = not any(name in CHUNKED for name in others)
     usable = tables.usable * search.share
     for m in tables.counts:
-        most = raised(best_s, m, cluster, tables.hidden_s)
-        floors = tables.floors_of(m, tables.levels_of(m), messages=alone)
+        # with few microbatches much of a step's other work may hide: then by paces alone
+        paced = tables.hides(m)
+        levels = [n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share)]
+        most = best_s if paced else raised(best_s, m, cluster, tables.hidden_s)
+        floors = tables.floors_of(m, levels, messages=alone)
         for name, bound in family_bounds(floors, m, others, tables.cuts, usable, most).items():
-            search.bounds[m, name] = lowered(bound, m, cluster, tables.hidden_s)
+            true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
+            search.bounds[m, name] = max(true, tables.least_share(m))
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
