@@ -39,7 +39,7 @@ demo: $(READY)  ## train a small GPT on 4 local ranks by a plan found on the spo
 	$(PYTHON) -m meshwright demo
 
 test: $(READY)  ## run the tests
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: $(READY) $(NAMED)  ## style, types, and the one way that imports may point
 	$(PYTHON) -m ruff check .

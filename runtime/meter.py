@@ -96,6 +96,7 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
         finally:
             reading.peak_rss_bytes = peak_rss_bytes()
         return
+    gc.collect()  # garbage is not the block's, nor is its end
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         alive = storages_alive()
         start = sum(alive.values())

@@ -248,7 +248,7 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"microbatches": 0}, "microbatches"),
         ({"schedule": "zigzag"}, "1f1b"),
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
-        ({"schedule": "zb-v"}, "auto or one of gpipe, 1f1b, zb-h1, but got 'zb-v'"),
+        ({"schedule": "zb-x"}, "auto or one of gpipe, 1f1b, interleaved, zb-h1, zb-v, but got .zb-x."),
         ({"schedule": "zb-h1", "executable": True}, "gpipe, 1f1b where plans are to be executable"),
         ({"recompute": "full", "executable": True}, "recompute is auto or one of none where"),
         ({"recompute": {"nothing": "full"}}, "names a layer of the model, but got 'nothing'"),
