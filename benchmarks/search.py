@@ -1,13 +1,12 @@
 """Seconds and bytes that planning takes, each run in a fresh interpreter with an empty cache: what ``meshwright plan
 TARGET --json`` takes.
 
-python benchmarks/search.py [--quick] [--only large,depth,irregular,growth] [--repeat N] [--timeout SECONDS]
-                            [--json out/search.json] [--plot docs/search-growth.svg]
+python benchmarks/search.py [--quick] [--only large,depth,irregular] [--repeat N] [--timeout SECONDS]
+                            [--json out/search.json]
 
     large      the targets of the README's table
     depth      gpt-39b with its layers once and twice
     irregular  models without equal layers, or with few: U-Net, T5, ResNet-152, ViT with experts, blocks of unlike width
-    growth     a GPT over its layers and over devices; drawn with --plot
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from typing import Any
 from contest.results import write_results
 from rich.console import Console
 from rich.table import Table
-from rivals.svg import Panel, chart
 
 # What others report for the same task, by their own reports and on their own machines.
 PUBLISHED = (
@@ -72,11 +70,7 @@ IRREGULAR = (
     Task("irregular", "vit-moe", "dgx-a100-80:2", 1024),
     Task("irregular", "rivals.shapes:uneven", "dgx-a100-80:2", 1024),
 )
-GROWTH = tuple(
-    Task("growth", "rivals.shapes:gpt", f"dgx-h100:{hosts}", 1024, layers, 4096)
-    for layers, hosts in ((12, 8), (24, 8), (48, 8), (96, 8), (192, 8), (48, 1), (48, 64), (48, 512))
-)
-TASKS = LARGE + DEPTH + IRREGULAR + GROWTH
+TASKS = LARGE + DEPTH + IRREGULAR
 QUICK = (Task("large", "gpt-350m", "p3.16xlarge:1", 1024), Task("irregular", "unet", "p3.16xlarge:1", 256))
 
 
@@ -159,28 +153,13 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(others)
 
 
-def plot(results: Sequence[dict[str, Any]]) -> str:
-    """Seconds and bytes of the "growth" runs, over layers and over devices."""
-    runs = [run for run in medians(results).values() if run["group"] == "growth"]
-    devices = {run["name"]: 8 * int(run["cluster"].split(":")[1]) for run in runs}
-    panels = []
-    for title, key, scale in (("seconds", "wall_s", 1.0), ("memory", "peak_bytes", 1e9)):
-        unit = "s, whole process" if key == "wall_s" else "GB at the peak"
-        deep = [(run["layers"], run[key] / scale) for run in runs if devices[run["name"]] == 64]
-        wide = [(devices[run["name"]], run[key] / scale) for run in runs if run["layers"] == 48]
-        panels.append(Panel(f"{title} over layers (64 devices)", "transformer layers", unit, {"": deep}))
-        panels.append(Panel(f"{title} over devices (48 layers)", "devices", unit, {"": wide}))
-    return chart(panels)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="two small models")
-    parser.add_argument("--only", default="large,depth,irregular,growth", help="groups of targets")
+    parser.add_argument("--only", default="large,depth,irregular", help="groups of targets")
     parser.add_argument("--repeat", type=int, default=1, help="runs per target, interleaved")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds after which a run is given up")
     parser.add_argument("--json", type=Path, default=Path("out/search.json"), help="where the results go")
-    parser.add_argument("--plot", type=Path, help="where to draw the growth, as SVG")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     tasks = QUICK if options.quick else [task for task in TASKS if task.group in options.only.split(",")]
@@ -191,9 +170,6 @@ def main() -> int:
                 results.append(run_one(task, options.timeout))
             write_results(options.json, {"runs": results, "published": [list(line) for line in PUBLISHED]})
     show(results, console)
-    if options.plot and any(result["group"] == "growth" and "error" not in result for result in results):
-        options.plot.parent.mkdir(parents=True, exist_ok=True)
-        options.plot.write_text(plot(results))
     return 1 if any("error" in result for result in results) else 0
 
 
