@@ -5,7 +5,7 @@ python benchmarks/search.py [--quick] [--only large,depth,irregular] [--repeat N
                             [--json out/search.json]
 
     large      the targets of the README's table
-    depth      gpt-39b with its layers once and twice
+    depth      a GPT of 48 and of 96 layers of width 4,096
     irregular  models without equal layers, or with few: U-Net, T5, ResNet-152, ViT with experts, blocks of unlike width
 """
 
@@ -62,7 +62,7 @@ LARGE = (
     Task("large", "gpt-175b", "dgx-h100:128", 1536),
     Task("large", "llama3-405b", "dgx-h100:2048", 2048),
 )
-DEPTH = tuple(Task("depth", "rivals.shapes:gpt", "p3.16xlarge:8", 1024, layers, 8192) for layers in (48, 96))
+DEPTH = tuple(Task("depth", "rivals.shapes:gpt", "p3.16xlarge:8", 1024, layers, 4096) for layers in (48, 96))
 IRREGULAR = (
     Task("irregular", "unet", "p3.16xlarge:1", 256),
     Task("irregular", "t5-3b", "dgx-a100-80:2", 1024),
