@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .explore import Candidate, Search, explore, nearest_misses
+from .explore import explore, nearest_misses
 from .infeasible import nearest
 from .plan import Plan
+from .search_state import Candidate, Search
 from .space import microbatch_counts
 from .stage_price import STEP_CAUSES
 from .strategy import Strategy

@@ -3,8 +3,8 @@
 
     layouts       how tensors lie in memory, where exact ops were measured                layouts.py
     layers        cluster the graph's ops into layers and classes                         layers.py
-    floors        per mesh and microbatch count: tables of all layers, bounds             explore.py, batch_*.py
-    compose       the same at more prices of a byte, for the counts that may win          explore.py, batch_*.py
+    floors        per mesh and microbatch count: what all layers take at least, bounds    search_tables.py, batch_*.py
+    compose       tables at prices of a byte, for the counts that may win                 explore.py, batch_*.py
     stages        dynamic programming over layers × devices                               pipeline_*.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
@@ -29,7 +29,7 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
 from .constraints import by_layer, parse_constraints
-from .explore import Candidate, Search, corrected, explore
+from .explore import corrected, explore
 from .finish import OverfullError, finish, with_memory
 from .graph import Graph, op_name
 from .infeasible import infeasible
@@ -38,6 +38,7 @@ from .plan import Plan
 from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
+from .search_state import Candidate, Search
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 from .wires import lossy_notes

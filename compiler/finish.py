@@ -13,7 +13,6 @@ from typing import Any
 
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import Assembled, assemble_stage
-from .explore import Candidate, Search, StageRow, batch_bytes
 from .footprint import with_footprints
 from .graph import Graph, op_name
 from .plan import Plan, Prediction, Wire
@@ -22,6 +21,7 @@ from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices
 from .schedule import in_flight_formula, virtual_order
+from .search_state import Candidate, Search, StageRow, batch_bytes
 from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed

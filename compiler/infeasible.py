@@ -22,11 +22,12 @@ from typing import Any
 
 from ..costmodel.memory import state_tensors
 from .constraints import parse_constraints
-from .explore import Miss, Search, fits, nearest_misses
+from .explore import fits, nearest_misses
 from .plan import RECOMPUTE_MODES
 from .prepare import prepare
 from .pricing import MeshPricer
 from .residency import PATTERNS, residencies, residency_bytes
+from .search_state import Miss, Search
 from .space import Space, microbatch_counts, submeshes, usable_bytes
 from .spec import parse_pair
 from .strategy import InfeasibleError, divisors_of

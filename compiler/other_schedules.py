@@ -24,13 +24,13 @@ from math import inf
 
 import numpy as np
 
-from .explore import Candidate, Search
 from .exposure import lowered, raised
 from .pipeline_chunks import at_most, chunked, least_sums
 from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
+from .search_state import Candidate, Search
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 

@@ -6,10 +6,10 @@ import time
 
 from ..costmodel.cluster import Cluster
 from .constraints import Constraints, distinguished, resolve
-from .explore import Search
 from .graph import Graph
 from .layers import cluster_layers
 from .layouts import note_layouts
+from .search_state import Search
 from .space import Space, microbatch_counts
 from .strategy import Strategy
 

@@ -157,7 +157,7 @@ def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.compiler.explore._Tables.floors", interrupted)
+    monkeypatch.setattr("meshwright.compiler.search_tables.SearchTables.floors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_plan(graph, with_devices(2), 16)
 

@@ -1,0 +1,135 @@
+"""What a search is asked, what it has found, and what all its passes share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf, prod
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from ..costmodel.cluster import Cluster
+from .batch_compose import BatchComposer, Row
+from .constraints import Constraints, Resolved
+from .graph import Graph, rescale
+from .layers import Layering
+from .pipeline_table import Infeasible, Pipeline
+from .problem import Restriction
+from .space import Space, Submesh
+from .strategy import Strategy
+from .variants import Samples
+
+if TYPE_CHECKING:
+    from .search_tables import SearchTables
+
+__all__ = ["Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+
+
+@dataclass(frozen=True, eq=False)
+class StageRow:
+    """Where a stage's choices are found: the composer, and the row (variant, level or two) of its tables."""
+
+    composer: BatchComposer
+    row: Row
+    submesh: Submesh
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A pipeline with the rows of its stages, in stage order."""
+
+    microbatches: int
+    schedule: str
+    pipeline: Pipeline
+    rows: tuple[StageRow, ...]
+
+    clock_s: float  # the makespan on a clock, by the tables' seconds
+    pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
+    once_s: float = 0.0  # and at the end of the step
+
+    @property
+    def estimate_s(self) -> float:
+        """What is proven of the makespan."""
+        return self.pipeline.estimate_s
+
+
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
+
+    why: Infeasible
+    microbatches: int
+    row: StageRow | None = None
+
+
+@dataclass
+class Search:
+    """What is asked, and what all passes share."""
+
+    graph: Graph
+    cluster: Cluster
+    global_batch: int
+    optimizer: str
+    space: Space
+    layering: Layering
+    strategy: Strategy | None = None
+    microbatches: int | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    resolved: Resolved = field(default_factory=Resolved)
+    progress: Callable[[str, float], None] = lambda name, fraction: None
+    stop: float = inf  # on time.perf_counter's clock
+    passes: dict[str, float] = field(default_factory=dict)
+    bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
+    samples: Samples | None = None
+    cut_short: str = ""  # why the search ended before it was done
+    beside: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict)  # (shape, microbatches) → bytes that
+    # stages turned out to hold beside what tables say
+    asked: Space | None = None  # the space before the constraints narrowed it
+    share: float = 1.0  # of the memory of each device, what plans may fill
+    counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
+    thorough: bool = True  # whether to look further than at the first pipelines of all counts
+    tables: SearchTables | None = None
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the pass of this name."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+    def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
+        """What a stage may not do whose axes have these roles."""
+        return Restriction(
+            roles=roles,
+            executable_only=self.space.executable_only,
+            residencies=self.space.residencies,
+            replicated=self.resolved.replicated,
+            split=self.resolved.split,
+            modes=self.resolved.modes,
+        )
+
+    @property
+    def bound_s(self) -> float:
+        """What no plan of the space undercuts; 0 before the floors are known."""
+        open_ = self.space.schedules
+        return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
+
+
+def batch_bytes(search: Search) -> float:
+    """Of a step's whole batch, which every device holds."""
+    graph = search.graph
+    return float(sum(_whole_bytes(node, graph, search.global_batch) for node in graph.placeholders("input")))
+
+
+def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:
+    """Bytes of an input at this batch extent."""
+    kind = node.meta["type"]
+    try:
+        return prod(rescale(extent, graph.batch, batch) for extent in kind.shape) * int(kind.dtype.itemsize)
+    except ValueError:  # an extent that no microbatch count gives either
+        return 0

@@ -1,0 +1,430 @@
+"""What submeshes, microbatch counts and prices of a byte give, made for as many at once as are asked for: floors and
+bounds, tables of stages, and the pipelines that they allow.
+
+The prices of a byte are those at which a stage's whole time would pay for its whole memory, times a factor; that of a
+saved byte, which counts once per microbatch in flight, is the same times how many there may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf, isfinite
+
+import numpy as np
+
+from .batch_tables import Level
+from .exposure import lowered, most_hidden_seconds, raised
+from .graph import rescale, types_of
+from .pipeline_clock import clock_seconds
+from .pipeline_dp import bound_of, describe_pipeline, solve
+from .pipeline_table import Constraints as Cuts
+from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageChoice, StageOption
+from .row_group import RowGroup, row_groups
+from .search_state import Candidate, Miss, Search, StageRow, batch_bytes
+from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
+from .strategy import divide
+
+__all__ = ["CLOSE", "EPSILON", "FREE", "LADDER", "MIDDLE", "SearchTables"]
+
+EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
+# prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
+FREE = (0.0, 0.0)
+MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))
+LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
+LEANEST = (1e4, 2.0)
+LEAN = ((0.45, 16.0), (1.0, 1.0), (1.0, 4.0), (5.0, 1.0))
+VISITS = 300  # partial pipelines looked at to rank candidates
+THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
+NEAR = 1.04  # of the best first pipeline: how far theirs may be
+CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
+LOOSE = 0.02  # of the best: bounds that far below are looked at again
+ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+LOOKS = 3  # microbatch counts that are looked at together
+EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
+TRIALS = 3  # of bounds between what is proven and the best
+PACE = Level(step_share=0.0)
+PLAIN = Level()
+
+
+class SearchTables:
+    """Intervals by (submesh, microbatches, level), made for as many cases at once as are asked for."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        layering, cluster = search.layering, search.cluster
+        bounds = None
+        if search.strategy and search.strategy.stages:
+            keys = [layer.class_key.partition(" ")[0] for layer in layering.layers]  # constraints or not
+            bounds = divide(keys, [stage.share for stage in search.strategy.stages])
+        self.submeshes = (
+            forced_submeshes(cluster, search.strategy, bounds) if search.strategy else submeshes(cluster, search.space)
+        )
+        asked = (
+            [search.microbatches]
+            if search.microbatches
+            else search.counts or microbatch_counts(search.global_batch, search.strategy)
+        )
+        self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
+        self.levels: list[Level] = [PACE, PLAIN]
+        self.best = inf  # seconds of the best plan so far: what is slower does not matter
+        self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
+        self.hidden_s = most_hidden_seconds(
+            search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
+        )
+        self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
+        self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
+        self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
+        self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
+        self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
+        self.cuts = Cuts(
+            frozenset(search.resolved.cuts),
+            frozenset(search.resolved.no_cuts) - {0},
+            _stage_counts(search),
+        )
+
+    # ---- floors
+
+    def floors(self) -> None:
+        """What every microbatch count takes at least."""
+        search = self.search
+        with search.timed("floors"):
+            self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
+            for m in self.counts:
+                self._share[m] = m * self._least_work(m) / search.cluster.num_devices
+                search.bounds[m, search.space.guide] = self._share[m]
+
+    def _least_work(self, m: int) -> float:
+        """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
+        each = []
+        for sub in self.submeshes:
+            pace = np.diagonal(self._pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            each.append(sub.num_devices * np.maximum(pace, 0.0))
+        return float(np.min(each, axis=0).sum())
+
+    def bound_the_rest(self) -> None:
+        """Bound the counts that were not looked at closely: what is above the best does not matter.
+
+        With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
+        """
+        search = self.search
+        with search.timed("floors"):
+            rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
+            paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
+            self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
+            whole = [m for m in rest if not self.hides(m)]
+            self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
+            for m in rest:
+                if m in whole:
+                    self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
+                else:
+                    bound_s = self._least_seconds(m, paced[m], self.best, 1)
+                    search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+
+    def least_share(self, m: int) -> float:
+        """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
+        schedule undercuts them."""
+        return self._share[m]
+
+    def hides(self, m: int) -> bool:
+        """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
+        hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
+        return lowered(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
+
+    def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
+        """The bound of a count as its floors at these prices lift it."""
+        search, guide = self.search, self.search.space.guide
+        most = raised(self.best, m, search.cluster, self.hidden_s)
+        bound_s = lowered(self._least_seconds(m, priced, most, trials), m, search.cluster, self.hidden_s)
+        search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
+        return bound_s
+
+    def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
+        """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
+        floors, none = self.floors_of(m, priced), np.broadcast_to(0.0, (len(self.submeshes), *self._shape))
+        table = PipelineTable(
+            self._shape[0], self.search.cluster.num_devices, floors.options, floors.pace_s, none, none, none, none,
+            none, floors=floors,
+        )  # fmt: skip
+        return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
+
+    def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
+        """The microbatch counts to look at next, given the makespans of those that were: small microbatches first, a
+        few at a time and every other count; once some fit, the neighbours of the best until it has none better."""
+        able = [m for m in self.counts if m in looked or self._share[m] < self.best]
+        left = [m for m in able if m not in looked]
+        if not first:
+            return left[::-1][::2][:LOOKS]
+        at = able.index(min(first, key=lambda m: first[m]))
+        return [m for m in able[max(0, at - 1) : at + 2] if m not in looked]
+
+    def prepare(self, counts: Sequence[int], prices: Sequence[tuple[float, float]]) -> None:
+        """Make the rows of all submeshes at these prices, for several counts at once."""
+        rows = [(sub, m, self._level(m, *one)) for m in counts for one in prices for sub in self._worthwhile(m)]
+        with self.search.timed("compose"):
+            self._compose(rows)
+
+    def look(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
+        """The best pipeline with m microbatches at these prices."""
+        levels = [self._level(m, *one) for one in prices]
+        return self._solve(m, [(sub, n) for n in levels for sub in self._worthwhile(m)], levels, 1)[:1]
+
+    def roomy(self, m: int) -> bool:
+        """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
+        level = self._level(m, *LEANEST)
+        byte = self.levels[level].byte
+        wide = [self._floor(sub, m, level) for sub in self.submeshes if sub.num_devices == len(self.usable)]
+        least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
+        return least < ROOMY * float(self.usable.min())
+
+    def tight(self, m: int, first_s: float) -> bool:
+        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
+        saving memory."""
+        return self.bound(m) < min(self.best, first_s / CLOSE)
+
+    def order(self) -> list[int]:
+        """The microbatch counts, least bound first."""
+        return sorted(self.counts, key=self.bound)
+
+    def bound(self, m: int) -> float:
+        """What nothing with m microbatches undercuts under the schedule that guides the search."""
+        return self.search.bounds[m, self.search.space.guide]
+
+    def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
+        """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
+        shape = len(self.submeshes), *self._shape
+        rows = []
+        for number in priced:
+            value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
+            for o, sub in enumerate(self.submeshes):
+                found = self._floor(sub, m, number)
+                if found is not None:
+                    value[o] = found
+            level = self.levels[number]
+            rows.append(Lagrange(level.byte, level.saved_byte, value, whole=level.step_share > 0.0))
+        pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
+        options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
+        enter, behind = self._messages(m) if messages else (None, None)
+        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+
+    def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
+        """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
+        the gradients back of what crosses the border behind it."""
+        if m not in self._ends:
+            self._ends[m] = np.stack([self._group(sub).least_messages(sub, m) for sub in self.submeshes])
+        ends, shape = self._ends[m], (len(self.submeshes), *self._shape)
+        return np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
+
+    # ---- candidates
+
+    def candidates(self, m: int, tight: bool) -> list[Candidate]:
+        """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven
+        of them goes to ``search.bounds``."""
+        prices = (*MIDDLE, *LADDER) if tight else MIDDLE[:1]
+        ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
+        return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
+
+    def again(self, m: int) -> list[Candidate]:
+        """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
+        return self._solve(m, self.known[m], [])
+
+    def _solve(
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 5
+    ) -> list[Candidate]:
+        """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines.
+
+        Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
+        next, takes their paces and the messages between them, n times per n microbatches. So a stage's messages count
+        in its pace while pipelines are looked for; what is found is timed on a clock without that.
+        """
+        search, schedule = self.search, self.search.space.guide
+        self.known[m] = pairs
+        with search.timed("stages"):
+            if priced and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
+                return []
+            table = self.table(m, pairs, None)
+            if table is None:
+                return []
+            messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
+            stages: dict[tuple[StageChoice, ...], None] = {}
+            for exposed in EXPOSED if top_k > 1 else EXPOSED[:1]:
+                delayed = replace(table, pace_s=table.pace_s + exposed * messages)
+                answer = solve(
+                    delayed, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best, trials=0
+                )
+                stages |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
+            described = [describe_pipeline(table, m, schedule, one) for one in stages]
+            found = [self.candidate(m, schedule, one, pairs, table) for one in described]
+        return sorted(found, key=lambda candidate: candidate.clock_s)
+
+    def candidate(
+        self,
+        m: int,
+        schedule: str,
+        pipeline: Pipeline,
+        pairs: Sequence[tuple[Submesh, int]],
+        table: PipelineTable,
+    ) -> Candidate:
+        """The candidate that this pipeline of a table is, with its rows."""
+        rows = []
+        for stage in pipeline.stages:
+            sub, price = pairs[stage.option]
+            group = self._group(sub)
+            rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
+        at = max(
+            ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
+        )
+        clock_s = clock_seconds(table, m, schedule, pipeline)
+        return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
+
+    def lean_candidates(self) -> Iterator[Candidate]:
+        """The best pipelines where a byte is as dear as can be."""
+        for m in self.counts:
+            level = self._level(m, *LEANEST)
+            self._compose([(sub, m, level) for sub in self.submeshes])
+            yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1)
+
+    def misses(self) -> list[Miss]:
+        """What is missing where, with the leanest tables there are, for every microbatch count."""
+        found = [self._leanest(m, True) for m in self.counts]
+        return [answer for answer in found if isinstance(answer, Miss)]
+
+    def fits(self) -> bool:
+        """Whether something fits by the leanest tables, the smallest microbatches first."""
+        for m in self.counts[::-1]:
+            self._bound([(sub, m, 0) for sub in self.submeshes])
+            if isinstance(self._leanest(m, False), Solution):
+                return True
+        return False
+
+    def _leanest(self, m: int, explain: bool) -> Solution | Miss | None:
+        """The best with m microbatches where a byte is as dear as can be; None if no option can run anything."""
+        level = self._level(m, *LEANEST)
+        pairs = [(sub, level) for sub in self.submeshes]
+        self._compose([(sub, m, level) for sub in self.submeshes])
+        table = self.table(m, pairs, None)
+        guide = self.search.space.guide
+        answer = solve(table, m, guide, self.cuts, top_k=1, explain=explain) if table is not None else None
+        if not isinstance(answer, Infeasible):
+            return answer
+        if answer.choice is None:
+            return Miss(answer, m)
+        sub = pairs[answer.choice.option][0]
+        group = self._group(sub)
+        return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
+
+    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0) -> int:
+        """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
+        whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
+        unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
+        if not isfinite(unit):
+            unit = 0.0
+        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share)
+        if level not in self.levels:
+            self.levels.append(level)
+        return self.levels.index(level)
+
+    def _worthwhile(self, m: int) -> list[Submesh]:
+        """Submeshes that some stage faster than the best plan could have."""
+        return [sub for sub in self.submeshes if m * self._pace(sub, m).min() < self.best]
+
+    # ---- tables
+
+    def levels_of(self, m: int) -> list[int]:
+        """The prices of a byte at which the floors of all submeshes are known."""
+        numbers = range(1, len(self.levels))
+        return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
+
+    def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
+        """One array [L, L + 1] of what is known of a submesh."""
+        return self._group(sub).array(name, sub, m, price)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        num = len(self.search.layering.layers)
+        return num, num + 1
+
+    def _compose(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the intervals of these (submesh, microbatches, level)."""
+        for group in self.groups:
+            group.compose([row for row in rows if row[0] in group.places])
+
+    def _bound(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the floors of these (submesh, microbatches, level)."""
+        for group in self.groups:
+            group.bound([row for row in rows if row[0] in group.places])
+
+    def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        return self._group(sub).floor(sub, m, level)
+
+    def _pace(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
+        found = self._floor(sub, m, 0)
+        assert found is not None
+        return found
+
+    def _group(self, sub: Submesh) -> RowGroup:
+        return next(group for group in self.groups if sub in group.places)
+
+    def _option(self, sub: Submesh, number: int, level: int, m: int = 0, limited: bool = True) -> StageOption:
+        """m: the microbatch count whose stages are known to hold more than tables say; 0 for what is proven."""
+        beside = self.search.beside.get((sub.shape, m), 0.0)
+        part = self.search.share if limited else 1e9
+        limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
+        return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
+
+    def table(
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors | None, limited: bool = True
+    ) -> PipelineTable | None:
+        """What stages cost under these options; None if no option can run anything."""
+        arrays: dict[str, list[np.ndarray]] = {
+            name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
+        }
+        numbers = {sub: number for number, sub in enumerate(self.submeshes)}
+        for sub, price in pairs:
+            group = self._group(sub)
+            possible = np.isfinite(group.array("cost", sub, m, price))
+            if sub.place is not None:
+                only = np.zeros_like(possible)
+                only[sub.place] = True
+                possible &= only
+            for name, values in arrays.items():
+                array = group.array(name, sub, m, price)
+                if name == "pace_s":
+                    array = np.where(possible, array, inf)
+                elif name == "step_s":
+                    array = array * m
+                elif name == "transfer_s":  # a message is before the stage that receives it
+                    array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
+                values.append(array)
+        stacked = {name: np.stack(values) for name, values in arrays.items()}
+        if not np.isfinite(stacked["pace_s"]).any():
+            return None
+        if not limited and floors is not None:
+            floors = replace(
+                floors, options=tuple(self._option(s, n, 0, limited=False) for n, s in enumerate(self.submeshes))
+            )
+        options = tuple(self._option(sub, numbers[sub], n, m, limited) for sub, n in pairs)
+        return PipelineTable(
+            self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
+        )  # fmt: skip
+
+
+def _fits(search: Search, m: int) -> bool:
+    """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
+    graph = search.graph.origin or search.graph
+    extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
+    try:
+        for extent in extents:
+            rescale(extent, graph.batch, search.global_batch // m)
+    except ValueError:
+        return False
+    return True
+
+
+def _stage_counts(search: Search) -> tuple[int, int | None]:
+    if search.strategy is not None:
+        return search.strategy.num_stages, search.strategy.num_stages
+    return search.constraints.stages.low, search.constraints.stages.high
