@@ -6,6 +6,7 @@
     floors        per mesh and microbatch count: what all layers take at least, bounds    search_tables.py, batch_*.py
     compose       tables at prices of a byte, for the counts that may win                 explore.py, batch_*.py
     stages        dynamic programming over layers × devices                               pipeline_*.py
+    schedules     the other schedule families, on the tables that are there                other_schedules.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py
