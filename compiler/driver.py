@@ -251,6 +251,7 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
             m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
             queue = [one for one in queue if one.microbatches != m]
             found = corrected(search, m, missed.beside, worst_s)
+            found = [one for one in found if _shapes(one) != _shapes(candidate)]
             if guide not in search.space.schedules:
                 found = with_other_schedules(search, found)
             else:
@@ -267,6 +268,15 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
         first = simplest_first([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
         plans.insert(0, plans.pop(first))
     return plans[:top_k], error
+
+
+def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float]]:
+    """Which layers are where, and what they are believed to hold: equal rows of different levels are one."""
+    pipeline = candidate.pipeline
+    return [
+        (stage.first_layer, stage.end_layer, row.submesh.shape, round(used))
+        for stage, row, used in zip(pipeline.stages, candidate.rows, pipeline.peak_bytes)
+    ]
 
 
 def _alike(plan: Plan, other: Plan) -> bool:

@@ -66,14 +66,24 @@ def explore(search: Search) -> Iterator[Candidate]:
         tables.bound_the_rest()
 
 
-def corrected(search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], float]], most: float) -> list[Candidate]:
-    """The candidates with m microbatches where stages of these logical shapes hold so many bytes more than tables say;
-    ``search`` remembers it. most: seconds; slower ones do not matter."""
-    assert search.tables is not None
-    search.tables.best = most
-    for shape, size in beside:
-        search.beside[shape, m] = max(search.beside.get((shape, m), 0.0), size)
-    return search.tables.again(m)
+def corrected(
+    search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], most: float
+) -> list[Candidate]:
+    """The candidates with m microbatches where stages of these (logical shape, level) hold so many bytes more than
+    tables say; ``search`` remembers it: of all levels of the shape, unless nothing is left then. most: seconds; slower
+    ones do not matter."""
+    tables, before = search.tables, search.beside
+    assert tables is not None
+    tables.best = most
+    for every in (True, False):
+        search.beside = dict(before)
+        for shape, level, size in beside:
+            for number in range(len(tables.levels)) if every else (level,):
+                key = shape, m, number
+                search.beside[key] = max(search.beside.get(key, 0.0), size)
+        if found := tables.again(m):
+            return found
+    return []
 
 
 def nearest_misses(search: Search) -> list[Miss]:

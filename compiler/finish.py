@@ -21,7 +21,7 @@ from .pricing import MeshPricer
 from .recompute import recompute_of
 from .rules import mesh_choices
 from .schedule import in_flight_formula, virtual_order
-from .search_state import Candidate, Search, StageRow, batch_bytes
+from .search_state import SLACK, Candidate, Search, StageRow, batch_bytes
 from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed
@@ -29,14 +29,12 @@ from .wires import EXACT
 
 __all__ = ["OverfullError", "finish", "with_memory"]
 
-SLACK = 1.02  # of the limit: how far the count may be above it
-
 
 class OverfullError(InfeasibleError):
-    """A plan whose tables fitted, but whose stages do not. beside: (logical shape, bytes) of each stage that holds more
-    than its tables said."""
+    """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
+    holds more than its tables said."""
 
-    def __init__(self, text: str, beside: Sequence[tuple[tuple[int, ...], float]]) -> None:
+    def __init__(self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]]) -> None:
         super().__init__(text)
         self.beside = tuple(beside)
 
@@ -92,7 +90,7 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
         f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
         "use more devices, more microbatches or a smaller batch",
-        [(plan.stages[index].mesh_shape, used[index] - believed[index]) for index in over],
+        [(plan.stages[index].mesh_shape, best.rows[index].row[1], used[index] - believed[index]) for index in over],
     )
 
 

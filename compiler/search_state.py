@@ -25,7 +25,9 @@ from .variants import Samples
 if TYPE_CHECKING:
     from .search_tables import SearchTables
 
-__all__ = ["Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+__all__ = ["SLACK", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+
+SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +87,8 @@ class Search:
     bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
     samples: Samples | None = None
     cut_short: str = ""  # why the search ended before it was done
-    beside: dict[tuple[tuple[int, ...], int], float] = field(default_factory=dict)  # (shape, microbatches) → bytes that
-    # stages turned out to hold beside what tables say
+    beside: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)  # (shape, microbatches, level)
+    # → bytes that stages turned out to hold beside what tables say
     asked: Space | None = None  # the space before the constraints narrowed it
     share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf, isfinite
 
@@ -21,8 +22,9 @@ from .pipeline_clock import clock_seconds
 from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Infeasible, Lagrange, Pipeline, PipelineTable, Solution, StageChoice, StageOption
+from .pricing import MeshPricer
 from .row_group import RowGroup, row_groups
-from .search_state import Candidate, Miss, Search, StageRow, batch_bytes
+from .search_state import SLACK, Candidate, Miss, Search, StageRow, batch_bytes
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import divide
 
@@ -41,6 +43,7 @@ NEAR = 1.04  # of the best first pipeline: how far theirs may be
 CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
 LOOSE = 0.02  # of the best: bounds that far below are looked at again
 ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing is within it
 LOOKS = 3  # microbatch counts that are looked at together
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 TRIALS = 3  # of bounds between what is proven and the best
@@ -75,6 +78,7 @@ class SearchTables:
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
+        self._estimates = 1.0  # how far above the limit they may be where candidates are looked for
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
@@ -122,6 +126,22 @@ class SearchTables:
                 else:
                     bound_s = self._least_seconds(m, paced[m], self.best, 1)
                     search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+
+    @cached_property
+    def _copies(self) -> np.ndarray:
+        """[shared weights, L, L + 1] the whole bytes of all but one of the copies that a stage's layers count."""
+        search, found = self.search, []
+        pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
+        layer_of = {name: k for k, layer in enumerate(search.layering.layers) for name in layer.ops}
+        first, end = np.indices(self._shape)
+        for node in search.graph.placeholders("parameter"):
+            layers = sorted({layer_of[user.name] for user in node.users if user.name in layer_of})
+            if len(layers) > 1:
+                trained = node.meta["source"].requires_grad
+                whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
+                uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
+                found.append(whole * np.maximum(uses - 1, 0))
+        return np.array(found) if found else np.zeros((1, *self._shape))
 
     def least_share(self, m: int) -> float:
         """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
@@ -203,6 +223,7 @@ class SearchTables:
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
+            value = np.maximum(value - level.byte * self._copies.sum(axis=0), 0.0)  # every use counts a copy, one is
             rows.append(Lagrange(level.byte, level.saved_byte, value, whole=level.step_share > 0.0))
         pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
@@ -280,11 +301,13 @@ class SearchTables:
         return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
 
     def lean_candidates(self) -> Iterator[Candidate]:
-        """The best pipelines where a byte is as dear as can be."""
+        """The best pipelines where a byte is as dear as can be, should estimates be above what stages really hold."""
+        self._estimates = GENEROUS
         for m in self.counts:
             level = self._level(m, *LEANEST)
             self._compose([(sub, m, level) for sub in self.submeshes])
             yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1)
+        self._estimates = 1.0
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
@@ -318,7 +341,8 @@ class SearchTables:
     def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0) -> int:
         """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
         whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
-        unit = factor * min(whole) / self.usable.sum()  # a device's seconds per byte, at the work of the whole model
+        room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
+        unit = factor * min(whole) / room  # a device's seconds per byte, at the work of the whole model
         if not isfinite(unit):
             unit = 0.0
         level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share)
@@ -370,8 +394,8 @@ class SearchTables:
 
     def _option(self, sub: Submesh, number: int, level: int, m: int = 0, limited: bool = True) -> StageOption:
         """m: the microbatch count whose stages are known to hold more than tables say; 0 for what is proven."""
-        beside = self.search.beside.get((sub.shape, m), 0.0)
-        part = self.search.share if limited else 1e9
+        beside = self.search.beside.get((sub.shape, m, level), 0.0)
+        part = self.search.share * (self._estimates if m else SLACK) if limited else 1e9
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
@@ -383,6 +407,7 @@ class SearchTables:
             name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
         }
         numbers = {sub: number for number, sub in enumerate(self.submeshes)}
+        copies = self._copies.sum(axis=0)
         for sub, price in pairs:
             group = self._group(sub)
             possible = np.isfinite(group.array("cost", sub, m, price))
@@ -396,6 +421,8 @@ class SearchTables:
                     array = np.where(possible, array, inf)
                 elif name == "step_s":
                     array = array * m
+                elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
+                    array = np.maximum(array - copies / sub.num_devices, 0.0)
                 elif name == "transfer_s":  # a message is before the stage that receives it
                     array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
                 values.append(array)

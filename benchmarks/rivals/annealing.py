@@ -23,7 +23,6 @@ from math import exp, inf
 from typing import Any
 
 from meshwright.compiler.assemble import describe_stage, solve_section, stage_section
-from meshwright.compiler.compose import Composer
 from meshwright.compiler.graph import Graph, op_name
 from meshwright.compiler.intra_op import evaluate
 from meshwright.compiler.layers import cluster_layers
@@ -36,6 +35,7 @@ from meshwright.compiler.schedule import in_flight_formula
 from meshwright.compiler.space import Submesh, submeshes, usable_bytes
 from meshwright.compiler.spec import S
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
+from scalar_composer import Composer
 
 from .families import Task
 
