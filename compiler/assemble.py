@@ -122,7 +122,7 @@ def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering)
     """The most that any one layer holds, while it runs, beside the bytes kept: what is recomputed, gathered values."""
     if not section.transient:
         return 0.0
-    layer_of = {name: index for index, layer in enumerate(layering.layers) for name in layer.ops}
+    layer_of = layering.layer_of
     held: defaultdict[int | None, float] = defaultdict(float)
     read_in = {section.names[edge.producer]: section.names[edge.consumers[0][0]] for edge in section.edges}
     for name, size, pick in zip(section.names, section.transient, chosen):

@@ -31,6 +31,7 @@ from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
 from .constraints import by_layer, parse_constraints
 from .explore import corrected, explore
+from .fastest import alike
 from .finish import OverfullError, finish, with_memory
 from .graph import Graph, op_name
 from .infeasible import infeasible
@@ -242,7 +243,7 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
             plan = _finish(search, candidate, bool(plans))
             known = short.get(candidate.schedule, 1.0)
             short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
-            if plan.prediction.step_s < worst_s * (1 + TIE) and not any(_alike(plan, other) for other in plans):
+            if plan.prediction.step_s < worst_s * (1 + TIE) and not any(alike(plan, other) for other in plans):
                 plans.append(with_memory(search, plan, candidate))
         except OverfullError as missed:
             error = missed
@@ -277,10 +278,6 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
         (stage.first_layer, stage.end_layer, row.submesh.shape, round(used))
         for stage, row, used in zip(pipeline.stages, candidate.rows, pipeline.peak_bytes)
     ]
-
-
-def _alike(plan: Plan, other: Plan) -> bool:
-    return (plan.stages, plan.microbatches, plan.schedule) == (other.stages, other.microbatches, other.schedule)
 
 
 def _finish(search: Search, candidate: Candidate, another: bool) -> Plan:

@@ -29,10 +29,8 @@ NEAR = 1.04  # of the best first pipeline: how far theirs may be
 
 def explore(search: Search) -> Iterator[Candidate]:
     """Candidates as they are found, the pipelines of one microbatch count together; ``search.bounds`` and ``misses``
-    fill along the way. The caller says when to stop by closing, and what the best plan so far takes by ``send``."""
-    if search.tables is None:
-        search.tables = SearchTables(search)
-    tables = search.tables
+    fill along the way."""
+    tables = _tables_of(search)
     tables.best = inf
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
     tables.floors()
@@ -44,9 +42,9 @@ def explore(search: Search) -> Iterator[Candidate]:
         tables.prepare([m for m in counts if m not in roomy], MIDDLE)
         for m in counts:
             for candidate in tables.look(m, (FREE,) if m in roomy else MIDDLE):
-                told = yield candidate
-                tables.best = min(tables.best, candidate.clock_s if told is None else told)
+                tables.best = min(tables.best, candidate.clock_s)
                 first[m] = min(first.get(m, inf), candidate.clock_s)
+                yield candidate
     if search.thorough and first:
         order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
         tables.prepare([m for m in order if tables.tight(m, first[m])], (*MIDDLE, *LADDER))
@@ -58,8 +56,8 @@ def explore(search: Search) -> Iterator[Candidate]:
                 search.cut_short = "the time limit passed"
                 return
             for candidate in tables.candidates(m, tables.tight(m, first[m])):
-                told = yield candidate
-                tables.best = min(tables.best, candidate.clock_s if told is None else told)
+                tables.best = min(tables.best, candidate.clock_s)
+                yield candidate
     elif not first:
         yield from tables.lean_candidates()
     if search.thorough:
@@ -93,6 +91,11 @@ def nearest_misses(search: Search) -> list[Miss]:
 
 def fits(search: Search) -> bool:
     """Whether anything fits, by the leanest estimates there are; a fraction of the work of ``explore``."""
+    return _tables_of(search).fits()
+
+
+def _tables_of(search: Search) -> SearchTables:
+    """The tables of a search, which later looks share."""
     if search.tables is None:
         search.tables = SearchTables(search)
-    return search.tables.fits()
+    return search.tables

@@ -19,7 +19,7 @@ from .space import Space
 from .strategy import InfeasibleError
 from .wires import EXACT
 
-__all__ = ["fastest", "searched"]
+__all__ = ["alike", "fastest", "searched"]
 
 
 def searched(
@@ -56,13 +56,14 @@ def fastest(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
         passes.update(plans[0].provenance["passes"])
     kept: list[Plan] = []
     for plan in sorted((plan for plans in found for plan in plans), key=lambda plan: plan.prediction.step_s):
-        if not any(_alike(plan, other) for other in kept):
+        if not any(alike(plan, other) for other in kept):
             prediction = replace(plan.prediction, bound_s=min(bound_s, plan.prediction.step_s))
             provenance = {**plan.provenance, "passes": {name: round(s, 4) for name, s in passes.items()}}
             kept.append(replace(plan, prediction=prediction, provenance=provenance))
     return kept[:count]
 
 
-def _alike(plan: Plan, other: Plan) -> bool:
+def alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a model make the same decisions."""
     names = ("stages", "microbatches", "schedule", "precision")
     return all(getattr(plan, name) == getattr(other, name) for name in names)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -63,6 +64,11 @@ class Layering:
     pruner: Pruner  # and a cache of what it keeps
     batch_dims: Mapping[str, tuple[int | None, ...]]  # node → which dim of each output scales with the batch
     batch: int  # the extent at which FLOPs are given
+
+    @cached_property
+    def layer_of(self) -> dict[str, int]:
+        """Op → the layer that it is in; floating and static ops are in none."""
+        return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
 
     @property
     def total_flops(self) -> float:

@@ -111,7 +111,7 @@ def _with_count(search: Search, m: int, found: Sequence[Candidate], limits: Mapp
     used = {row.submesh for one in best for row in one.rows}
     pairs = [pair for pair in known if pair[0] in used]
     single = [name for name in limits if name not in CHUNKED]
-    table = tables.table(m, pairs, None) if single and pairs else None
+    table = tables.table(m, pairs) if single and pairs else None
     for schedule in single if table is not None else ():
         assert table is not None
         tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
@@ -164,7 +164,7 @@ def _divided(search: Search, m: int, known: Pairs, limits: Mapping[str, float]) 
     tables = search.tables
     assert tables is not None
     pairs = _uniform(search, m, known, max(limits.values()))
-    table = tables.table(m, pairs, None) if pairs else None
+    table = tables.table(m, pairs) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
         answer = chunked(table, m, schedule, _chunks(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
@@ -222,7 +222,7 @@ def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
     reason = ""
     for schedule in (name for name in others if name in CHUNKED):
         pairs = _uniform(search, m, tables.known[m], inf)
-        table = tables.table(m, pairs, None) if pairs else None
+        table = tables.table(m, pairs) if pairs else None
         chunks = _chunks(search, schedule)
         answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
         if isinstance(answer, Infeasible):

@@ -89,6 +89,13 @@ class Floors:
     input_share: float = 0.0
     rows: tuple[Lagrange, ...] = ()
 
+    def alone(self, num_devices: int) -> PipelineTable:
+        """A table that only bounds: these floors, and options that cost nothing."""
+        none = np.broadcast_to(0.0, self.pace_s.shape)
+        return PipelineTable(
+            self.pace_s.shape[1], num_devices, self.options, none, none, none, none, none, none, floors=self
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class PipelineTable:

@@ -289,11 +289,6 @@ class MeshPricer:
         addend."""
         return (microbatches - 1) * self.add_seconds(kind, pair.value) if microbatches > 1 else 0.0
 
-    def parameter_seconds(self, kind: TensorType, pair: Pair, memory: dict[str, float], microbatches: int) -> float:
-        """Seconds per step that a trained parameter costs: accumulation, reduction, update."""
-        once = self.gradient_seconds(kind, pair) + self.optimizer_seconds(memory)
-        return once + self.accumulate_seconds(kind, pair, microbatches)
-
     def optimizer_seconds(self, memory: dict[str, float]) -> float:
         """Seconds per step to update a parameter: the optimizer's measured rate, else memory traffic over parameter,
         gradient (read, zeroed) and state."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from .pipeline_chunks import at_most, least_sums, quick_bound, sums_by_count
 from .pipeline_dp import bound_of
-from .pipeline_table import Constraints, Floats, Floors, PipelineTable
+from .pipeline_table import Constraints, Floats, Floors
 from .schedule import in_flight_formula
 from .space import CHUNKED
 
@@ -104,9 +104,4 @@ def _by_size(floors: Floors, m: int, schedule: str, cuts: Constraints) -> tuple[
 
 
 def _exact(floors: Floors, m: int, schedule: str, cuts: Constraints, num_devices: int, most: float) -> float:
-    nothing = np.zeros_like(floors.pace_s)
-    table = PipelineTable(
-        floors.pace_s.shape[1], num_devices, floors.options, nothing, nothing, nothing, nothing, nothing, nothing,
-        floors=floors,
-    )  # fmt: skip
-    return bound_of(table, m, schedule, cuts, most, 2)
+    return bound_of(floors.alone(num_devices), m, schedule, cuts, most, 2)

@@ -32,7 +32,7 @@ SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
 
 @dataclass(frozen=True, eq=False)
 class StageRow:
-    """Where a stage's choices are found: the composer, and the row (variant, level or two) of its tables."""
+    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
 
     composer: BatchComposer
     row: Row
@@ -47,15 +47,9 @@ class Candidate:
     schedule: str
     pipeline: Pipeline
     rows: tuple[StageRow, ...]
-
     clock_s: float  # the makespan on a clock, by the tables' seconds
     pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
     once_s: float = 0.0  # and at the end of the step
-
-    @property
-    def estimate_s(self) -> float:
-        """What is proven of the makespan."""
-        return self.pipeline.estimate_s
 
 
 @dataclass(frozen=True, eq=False)

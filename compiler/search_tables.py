@@ -28,7 +28,7 @@ from .search_state import SLACK, Candidate, Miss, Search, StageRow, batch_bytes
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import divide
 
-__all__ = ["CLOSE", "EPSILON", "FREE", "LADDER", "MIDDLE", "SearchTables"]
+__all__ = ["EPSILON", "FREE", "LADDER", "MIDDLE", "SearchTables"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 # prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
@@ -38,8 +38,6 @@ LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 LEANEST = (1e4, 2.0)
 LEAN = ((0.45, 16.0), (1.0, 1.0), (1.0, 4.0), (5.0, 1.0))
 VISITS = 300  # partial pipelines looked at to rank candidates
-THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
-NEAR = 1.04  # of the best first pipeline: how far theirs may be
 CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
 LOOSE = 0.02  # of the best: bounds that far below are looked at again
 ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
@@ -78,7 +76,6 @@ class SearchTables:
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
-        self._estimates = 1.0  # how far above the limit they may be where candidates are looked for
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
         self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
@@ -129,10 +126,10 @@ class SearchTables:
 
     @cached_property
     def _copies(self) -> np.ndarray:
-        """[shared weights, L, L + 1] the whole bytes of all but one of the copies that a stage's layers count."""
-        search, found = self.search, []
+        """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
+        search, found = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
-        layer_of = {name: k for k, layer in enumerate(search.layering.layers) for name in layer.ops}
+        layer_of = search.layering.layer_of
         first, end = np.indices(self._shape)
         for node in search.graph.placeholders("parameter"):
             layers = sorted({layer_of[user.name] for user in node.users if user.name in layer_of})
@@ -140,8 +137,8 @@ class SearchTables:
                 trained = node.meta["source"].requires_grad
                 whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
                 uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
-                found.append(whole * np.maximum(uses - 1, 0))
-        return np.array(found) if found else np.zeros((1, *self._shape))
+                found += whole * np.maximum(uses - 1, 0)
+        return found
 
     def least_share(self, m: int) -> float:
         """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
@@ -163,11 +160,7 @@ class SearchTables:
 
     def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
         """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
-        floors, none = self.floors_of(m, priced), np.broadcast_to(0.0, (len(self.submeshes), *self._shape))
-        table = PipelineTable(
-            self._shape[0], self.search.cluster.num_devices, floors.options, floors.pace_s, none, none, none, none,
-            none, floors=floors,
-        )  # fmt: skip
+        table = self.floors_of(m, priced).alone(self.search.cluster.num_devices)
         return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
@@ -204,10 +197,6 @@ class SearchTables:
         saving memory."""
         return self.bound(m) < min(self.best, first_s / CLOSE)
 
-    def order(self) -> list[int]:
-        """The microbatch counts, least bound first."""
-        return sorted(self.counts, key=self.bound)
-
     def bound(self, m: int) -> float:
         """What nothing with m microbatches undercuts under the schedule that guides the search."""
         return self.search.bounds[m, self.search.space.guide]
@@ -223,10 +212,10 @@ class SearchTables:
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
-            value = np.maximum(value - level.byte * self._copies.sum(axis=0), 0.0)  # every use counts a copy, one is
+            value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
             rows.append(Lagrange(level.byte, level.saved_byte, value, whole=level.step_share > 0.0))
         pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
-        options = tuple(self._option(sub, o, 0) for o, sub in enumerate(self.submeshes))
+        options = tuple(self._option(sub, o, 0, SLACK) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m) if messages else (None, None)
         return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
@@ -243,7 +232,7 @@ class SearchTables:
     def candidates(self, m: int, tight: bool) -> list[Candidate]:
         """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven
         of them goes to ``search.bounds``."""
-        prices = (*MIDDLE, *LADDER) if tight else MIDDLE[:1]
+        prices = (*MIDDLE, *LADDER) if tight else (FREE,)
         ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
         return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
 
@@ -252,9 +241,10 @@ class SearchTables:
         return self._solve(m, self.known[m], [])
 
     def _solve(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 5
+        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 5, room: float = 1.0
     ) -> list[Candidate]:
-        """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines.
+        """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines;
+        room: as in ``table``.
 
         Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
         next, takes their paces and the messages between them, n times per n microbatches. So a stage's messages count
@@ -265,7 +255,7 @@ class SearchTables:
         with search.timed("stages"):
             if priced and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
                 return []
-            table = self.table(m, pairs, None)
+            table = self.table(m, pairs, room)
             if table is None:
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
@@ -302,12 +292,10 @@ class SearchTables:
 
     def lean_candidates(self) -> Iterator[Candidate]:
         """The best pipelines where a byte is as dear as can be, should estimates be above what stages really hold."""
-        self._estimates = GENEROUS
         for m in self.counts:
             level = self._level(m, *LEANEST)
             self._compose([(sub, m, level) for sub in self.submeshes])
-            yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1)
-        self._estimates = 1.0
+            yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1, GENEROUS)
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
@@ -327,7 +315,7 @@ class SearchTables:
         level = self._level(m, *LEANEST)
         pairs = [(sub, level) for sub in self.submeshes]
         self._compose([(sub, m, level) for sub in self.submeshes])
-        table = self.table(m, pairs, None)
+        table = self.table(m, pairs)
         guide = self.search.space.guide
         answer = solve(table, m, guide, self.cuts, top_k=1, explain=explain) if table is not None else None
         if not isinstance(answer, Infeasible):
@@ -392,22 +380,19 @@ class SearchTables:
     def _group(self, sub: Submesh) -> RowGroup:
         return next(group for group in self.groups if sub in group.places)
 
-    def _option(self, sub: Submesh, number: int, level: int, m: int = 0, limited: bool = True) -> StageOption:
-        """m: the microbatch count whose stages are known to hold more than tables say; 0 for what is proven."""
-        beside = self.search.beside.get((sub.shape, m, level), 0.0)
-        part = self.search.share * (self._estimates if m else SLACK) if limited else 1e9
+    def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
+        """room: of the memory that plans may fill; beside: bytes of it that tables do not know of."""
+        part = self.search.share * room
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
-    def table(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], floors: Floors | None, limited: bool = True
-    ) -> PipelineTable | None:
-        """What stages cost under these options; None if no option can run anything."""
+    def table(self, m: int, pairs: Sequence[tuple[Submesh, int]], room: float = 1.0) -> PipelineTable | None:
+        """What stages cost under these options; None if no option can run anything. room: of the memory limit, what
+        their estimates may fill."""
         arrays: dict[str, list[np.ndarray]] = {
             name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
         }
         numbers = {sub: number for number, sub in enumerate(self.submeshes)}
-        copies = self._copies.sum(axis=0)
         for sub, price in pairs:
             group = self._group(sub)
             possible = np.isfinite(group.array("cost", sub, m, price))
@@ -422,21 +407,18 @@ class SearchTables:
                 elif name == "step_s":
                     array = array * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
-                    array = np.maximum(array - copies / sub.num_devices, 0.0)
+                    array = np.maximum(array - self._copies / sub.num_devices, 0.0)
                 elif name == "transfer_s":  # a message is before the stage that receives it
                     array = np.maximum(array - group.array("entry_s", sub, m, price), 0.0)
                 values.append(array)
         stacked = {name: np.stack(values) for name, values in arrays.items()}
         if not np.isfinite(stacked["pace_s"]).any():
             return None
-        if not limited and floors is not None:
-            floors = replace(
-                floors, options=tuple(self._option(s, n, 0, limited=False) for n, s in enumerate(self.submeshes))
-            )
-        options = tuple(self._option(sub, numbers[sub], n, m, limited) for sub, n in pairs)
-        return PipelineTable(
-            self._shape[0], self.search.cluster.num_devices, options, floors=floors, **stacked,
-        )  # fmt: skip
+        beside = self.search.beside
+        options = tuple(
+            self._option(sub, numbers[sub], n, room, beside.get((sub.shape, m, n), 0.0)) for sub, n in pairs
+        )
+        return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, floors=None, **stacked)
 
 
 def _fits(search: Search, m: int) -> bool:

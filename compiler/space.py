@@ -1,6 +1,6 @@
 """What a search may choose from, before any price is known: submeshes, microbatch counts, and the kinds of decision.
 
-    space    ::= schedules, chunks, residencies, recompute modes, sequence splits, precision, limits on tensor work
+    space    ::= schedules, chunks, residencies, recompute modes, sequence splits, limits on tensor work
     submesh  ::= logical shape, number of devices, roles of its axes, where it may start
 
 Submesh sizes: up to 8 devices every number; beyond, inside a host the powers of two, then whole hosts (up to 4 hosts
@@ -67,7 +67,6 @@ class Space:
     recompute: tuple[str, ...] = ("none",)
     sequence: bool = False
     executable_only: bool = False
-    precision: str = "model"
     min_tensor: int = 1
     max_tensor: int | None = None
     tensor_inside_host: bool = False

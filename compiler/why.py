@@ -127,7 +127,7 @@ class _Question:
         self.plan, self.graph, self.cluster = plan, graph, cluster
         self.layering: Layering = cluster_layers(graph, sequence=True)
         self.nodes = graph.by_name()
-        self.layer_of = {op: k for k, layer in enumerate(self.layering.layers) for op in layer.ops}
+        self.layer_of = self.layering.layer_of
         self.parameters = {n.meta["source"].name: n.name for n in graph.placeholders("parameter")}
 
     # ---- what is asked about
