@@ -26,6 +26,13 @@ def test_no_document_is_below_the_bound_or_better_than_the_plan_and_its_gap(seed
     assert not verdict.problems, verdict.case + "\n" + "\n".join(verdict.problems)
 
 
+@pytest.mark.parametrize("seed", [42, 168, 258, 267, 481])
+def test_plans_are_found_where_memory_is_scarce(seed):
+    """Weights that layers share count once; a limit that a step's batch exceeds has a price; estimates may be high."""
+    verdict = judge(random_case(seed), _plan_of)
+    assert not verdict.problems, verdict.case + "\n" + "\n".join(verdict.problems)
+
+
 @pytest.mark.parametrize("seed", [3, 12, 13, 16, 20])
 def test_documents_cost_what_reprice_says(seed):
     case = random_case(seed, MOST_DEVICES)

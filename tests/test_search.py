@@ -17,6 +17,7 @@ from meshwright.compiler.lower import lower
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.problem import Restriction
+from meshwright.compiler.space import Space, submeshes
 from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from scalar_composer import Composer
@@ -234,3 +235,13 @@ def test_the_forced_shape_is_kept_and_wrong_ones_are_refused(graphs):
         make_plan(graphs("mlp"), V100, 8, strategy=Strategy(pp=8))
     with pytest.raises(ValueError, match="divide into the microbatches"):
         make_plan(graphs("gpt"), V100, 8, microbatches=3)
+
+
+def test_messages_are_priced_where_a_submesh_has_neighbours():
+    """Stages that begin a host hear from another host, wherever they lie; those in the middle of one do not."""
+    cluster = Cluster.parse("p3.16xlarge:4")
+    within, across = (MeshPricer(cluster, at, (4,), "AdamW").transfer_seconds(2**20, True) for at in (12, 8))
+    assert across > 2 * within
+    for sub in (sub for sub in submeshes(cluster, Space()) if sub.shape == (4,)):
+        priced = MeshPricer(cluster, sub.site, (4,), "AdamW").transfer_seconds(2**20, True)
+        assert priced == (across if sub.offsets[0] % 8 == 0 else within), sub
