@@ -7,6 +7,7 @@ Answers go to stdout, everything else (progress, notes, errors) to stderr. An er
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import json
@@ -214,6 +215,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         target = build_target(arguments.target)
         gc.freeze()
         gc.enable()
+        atexit.register(gc.freeze)  # nor look for it in all that there is at the end
         progress("capture", 0.0)
         asked = {
             "example_inputs": target.args,

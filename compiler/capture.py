@@ -79,15 +79,15 @@ def capture(
             "targets are the arguments of `loss_fn`, but got targets and no loss_fn; "
             "pass loss_fn=, or make them inputs of the model"
         )
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = fake_inputs(
-        fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
-    )
-    wrapper = _Wrapper(model, loss_fn, wants_loss)
     with ExitStack() as stack:
-        if gc.isenabled():  # a capture makes many objects and little garbage
+        if gc.isenabled():  # a capture makes many objects and little garbage, and so do PyTorch's imports at the first
             gc.disable()
             stack.callback(gc.enable)
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        inputs = fake_inputs(
+            fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
+        )
+        wrapper = _Wrapper(model, loss_fn, wants_loss)
         stack.enter_context(quiet())
         stack.enter_context(modes(model, training))
         stack.enter_context(model_settings(model))
