@@ -65,6 +65,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     top_k: int | None = None,
     cache: bool = True,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> Plan | list[Plan]:
     """The best plan to train ``model`` on ``cluster``. Needs no ranks, no devices and no weights (meta is fine).
 
@@ -90,13 +91,15 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
     top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first. cache: whether what was
     found for the same question before may answer it, and this answer be kept ($MESHWRIGHT_CACHE_DIR, as data).
+    workers: processes that search; more than one are forks of this process, so leave it at 1 where other threads run or
+    an accelerator is in use. The plan is the same.
 
     Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
     missing where and what would fit.
     """
     asked = _asked(
         model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
-        strategy, optimizer, recompute, constraints, time_limit_s, progress,
+        strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
     precisions, count = check_precision(precision, executable), 1 if top_k is None else top_k
@@ -133,6 +136,7 @@ def pareto(
     time_limit_s: float | None = None,
     points: int = 8,
     progress: Progress | None = None,
+    workers: int = 1,
 ) -> list[Plan]:
     """The front of step time against peak memory: at most ``points`` plans, fastest first, of which each next one fills
     less of its devices' memory, and none is both faster and smaller than another.
@@ -141,7 +145,7 @@ def pareto(
     """
     asked = _asked(
         model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
-        strategy, optimizer, recompute, constraints, time_limit_s, progress,
+        strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
     precisions = check_precision(precision, executable)
@@ -165,6 +169,7 @@ def _asked(
     constraints: Sequence[str] | str | None,
     time_limit_s: float | None,
     progress: Progress | None,
+    workers: int,
 ) -> Callable[[Space], dict[str, Any]]:
     """The arguments of ``make_plans`` but for the space, which is checked before the model is captured."""
 
@@ -186,6 +191,7 @@ def _asked(
             "space": space,
             "constraints": constraints,
             "time_limit_s": time_limit_s,
+            "workers": workers,
         }
 
     return arguments

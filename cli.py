@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
 __all__ = ["main"]
 
 BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+WORKERS = 2  # processes that plan, where there are so many cores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +208,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
         from . import api
+        from .compiler.forked import usable_cores
         from .compiler.summary import compared, summary_json
         from .targets import build_target
 
@@ -234,6 +236,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "constraints": arguments.constraint,
             "time_limit_s": arguments.time_limit,
             "progress": progress,
+            "workers": min(usable_cores(), WORKERS),
         }
         several = arguments.pareto or arguments.top_k is not None
         if arguments.pareto:

@@ -46,6 +46,8 @@ def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> d
         bounds={},
         tables=None,
         thorough=False,
+        workers=1,
+        proof=None,
         beside={},
     )
     try:

@@ -6,11 +6,14 @@
     floors        per mesh and microbatch count: what all layers take at least, bounds    search_tables.py, batch_*.py
     compose       tables at prices of a byte, for the counts that may win                 explore.py, batch_*.py
     stages        dynamic programming over layers × devices                               pipeline_*.py
+    bounds        of the other counts and of the other schedule families                 search_tables.py, schedule_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
+
+With more than one worker a fork proves the bounds beside all that follows, and the pass has the seconds waited for it.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from .constraints import by_layer, parse_constraints
 from .explore import corrected, explore
 from .fastest import alike
 from .finish import OverfullError, finish, with_memory
+from .forked import Forked
 from .graph import Graph, op_name
 from .infeasible import infeasible
-from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
+from .other_schedules import TIE, prove_others, simplest_first, unfit, with_other_schedules
 from .plan import Plan
 from .precision import precision_notes
 from .prepare import prepare
@@ -48,8 +52,10 @@ from .wires import lossy_notes
 __all__ = [
     "INTERRUPTED",
     "best_plans",
+    "bounded",
     "make_plan",
     "make_plans",
+    "proving",
     "recorded",
     "search_plans",
     "start_search",
@@ -76,6 +82,7 @@ def make_plan(
     space: Space | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
+    workers: int = 1,
 ) -> Plan:
     """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
 
@@ -84,11 +91,11 @@ def make_plan(
     recompute name one of each instead ("auto" leaves it open; recompute also takes modes by patterns of layer names).
     constraints: texts of ``constraints``. capture_s:
     what capture took, for the record. progress(pass, fraction) is called along the way. time_limit_s: seconds after
-    which the best plan so far is taken; Ctrl-C has the same effect.
+    which the best plan so far is taken; Ctrl-C has the same effect. workers: processes, see ``forked``.
     """
     return make_plans(
         graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, alternatives, capture_s, progress,
-        recompute, space, constraints, time_limit_s,
+        recompute, space, constraints, time_limit_s, 1, workers,
     )[0]  # fmt: skip
 
 
@@ -108,6 +115,7 @@ def make_plans(
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     top_k: int = 1,
+    workers: int = 1,
 ) -> list[Plan]:
     """The ``top_k`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``."""
     begin = time.perf_counter()
@@ -115,14 +123,15 @@ def make_plans(
         raise ValueError(f"top_k is how many plans are wanted, 1 or more, but got {top_k}")
     search = start_search(
         graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
-        space, constraints, time_limit_s,
+        space, constraints, time_limit_s, workers,
     )  # fmt: skip
-    with without_gc():
+    with without_gc(), proving(search):
         plans = best_plans(search, top_k)
         others: list[dict[str, Any]] = []
         if alternatives and cluster.num_devices > 1 and strategy is None and not search.cut_short:
             with search.timed("alternatives"):
                 others = _alternatives(search, plans[0])
+        plans = bounded(search, plans)
     search.passes["total"] = time.perf_counter() - begin
     return [recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
 
@@ -141,17 +150,20 @@ def start_search(
     space: Space | None,
     constraints: Sequence[str] | str | None,
     time_limit_s: float | None,
+    workers: int = 1,
 ) -> Search:
     """What is asked, checked and prepared."""
     begin = time.perf_counter()
     check_batch(global_batch, microbatches)
     if time_limit_s is not None and not time_limit_s > 0:
         raise ValueError(f"time_limit_s is a positive number of seconds, but got {time_limit_s}; leave it out for none")
+    if workers < 1:
+        raise ValueError(f"workers is how many processes search, 1 or more, but got {workers}")
     space = _opened(space or Space(), schedule, recompute)
     asked = replace(parse_constraints(constraints), layer_modes=by_layer(recompute or "auto"))
     with without_gc():
         search = prepare(graph, cluster, global_batch, microbatches, strategy, optimizer, space, asked)
-    search.passes["capture"] = capture_s
+    search.passes["capture"], search.workers = capture_s, workers
     search.progress, search.stop = progress, inf if time_limit_s is None else begin + time_limit_s
     return search
 
@@ -182,11 +194,63 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
+# ---- what is proven
+
+
+@contextmanager
+def proving(search: Search) -> Iterator[None]:
+    """Within it, ``search.proof`` may be of a fork; afterwards nobody is left."""
+    try:
+        yield
+    finally:
+        _drop(search)
+
+
+def _drop(search: Search) -> None:
+    if search.proof is not None:
+        search.proof.drop()
+        search.proof = None
+
+
+def _prove(search: Search, best_s: float) -> None:
+    """Bound all counts under all open families, as far as that is less than ``best_s``; ``bounded`` takes what a fork
+    finds."""
+    _drop(search)
+    tables, space = search.tables, search.space
+    assert tables is not None
+    search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
+
+    def work() -> dict[tuple[int, str], float]:
+        if not search.cut_short:
+            tables.bound_the_rest()
+        prove_others(search, best_s)
+        return search.bounds
+
+    with search.timed("bounds"):
+        try:
+            search.proof = Forked(work, search.workers > 1)
+        except KeyboardInterrupt:
+            search.cut_short = INTERRUPTED
+
+
+def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of ``best_plans`` with what is proven of the search by now."""
+    if search.proof is not None:
+        with search.timed("bounds"):
+            try:
+                search.bounds.update(search.proof.result())
+            except KeyboardInterrupt:  # the plans are there
+                search.cut_short = f"{INTERRUPTED} while bounds were proven"
+    return [
+        replace(p, prediction=replace(p.prediction, bound_s=min(p.prediction.step_s, search.bound_s))) for p in plans
+    ]
+
+
 # ---- from candidates to plans
 
 
 def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
-    """The best plans of a search, fastest first. Raises InfeasibleError if there is none."""
+    """The best plans of a search, fastest first, to be ``bounded``. Raises InfeasibleError if there is none."""
     plans, error = search_plans(search, top_k)
     if not plans:
         raise error or infeasible(search)
@@ -194,16 +258,19 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
 
 
 def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
-    """(the best plans, fastest first; why the last one that was put together does not fit, if none does)."""
+    """(the best plans, fastest first, to be ``bounded``; why the last one that was put together does not fit, if none
+    does)."""
     for _ in range(TIGHTER):
         guided = _collected(search, explore(search))
+        if guided:
+            _prove(search, min(one.clock_s for one in guided))
         found = with_other_schedules(search, guided)
         if guided and not found:
             return [], unfit(search, guided)
         plans, error = _finished(search, found, top_k)
         if plans or not isinstance(error, OverfullError):
             break  # else what is known of memory now makes other pipelines the best
-    return [replace(plan, prediction=_bounded(plan, search)) for plan in plans], None if plans else error
+    return plans, None if plans else error
 
 
 def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]:
@@ -290,10 +357,6 @@ def _finish(search: Search, candidate: Candidate, another: bool) -> Plan:
             raise
         search.cut_short = INTERRUPTED
         return finish(search, candidate)
-
-
-def _bounded(plan: Plan, search: Search) -> Any:
-    return replace(plan.prediction, bound_s=min(plan.prediction.step_s, search.bound_s))
 
 
 # ---- for the record

@@ -6,8 +6,8 @@
    pipeline; then the neighbours of the best, until it has none better.
 3. *Candidates.* The counts whose first pipelines are the fastest get a ladder of prices where memory is tight, so that
    leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
-4. *Bounds.* What was looked at is bounded by its own Lagrangian values, the rest by floors at a few prices
-   (``pipeline_bound``). The bound of the search is the least of all counts'.
+What was looked at is bounded on the way by its own Lagrangian values (``pipeline_bound``), the rest afterwards
+(``SearchTables.bound_the_rest``). The bound of the search is the least of all counts'.
 
 Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """
@@ -60,8 +60,6 @@ def explore(search: Search) -> Iterator[Candidate]:
                 yield candidate
     elif not first:
         yield from tables.lean_candidates()
-    if search.thorough:
-        tables.bound_the_rest()
 
 
 def corrected(

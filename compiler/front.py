@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..costmodel.cluster import Cluster
-from .driver import INTERRUPTED, best_plans, recorded, search_plans, start_search, without_gc
+from .driver import INTERRUPTED, best_plans, bounded, proving, recorded, search_plans, start_search, without_gc
 from .graph import Graph
 from .plan import Plan
 from .space import Space, usable_bytes
@@ -33,6 +33,7 @@ def make_front(
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     points: int = 8,
+    workers: int = 1,
 ) -> list[Plan]:
     """Plans of which none is both faster and smaller than another, fastest first, at most ``points``; as in
     ``make_plan``.
@@ -46,11 +47,11 @@ def make_front(
         raise ValueError(f"points is how many plans are wanted at most, 1 or more, but got {points}")
     search = start_search(
         graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
-        space, constraints, time_limit_s,
+        space, constraints, time_limit_s, workers,
     )  # fmt: skip
     front: list[Plan] = []
-    with without_gc():
-        front += best_plans(search)
+    with without_gc(), proving(search):
+        front += bounded(search, best_plans(search))
         while len(front) < points and not search.cut_short:
             search.share = filled(front[-1]) * SMALLER
             try:
@@ -60,7 +61,7 @@ def make_front(
                 break
             if not smaller:
                 break
-            front += smaller
+            front += bounded(search, smaller)
     search.passes["total"] = time.perf_counter() - begin
     return [recorded(search, plan, []) for plan in undominated(front)]
 

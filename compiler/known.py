@@ -30,7 +30,7 @@ from .rules import is_built_in
 __all__ = ["known_plans", "question"]
 
 MOST = 500  # files
-_APART = ("graph", "cluster", "capture_s", "progress")
+_APART = ("graph", "cluster", "capture_s", "progress", "workers")
 
 
 def known_plans(arguments: Mapping[str, Any], precisions: Sequence[str], find: Callable[[], list[Plan]]) -> list[Plan]:

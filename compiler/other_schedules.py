@@ -34,7 +34,7 @@ from .search_state import Candidate, Search
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
-__all__ = ["TIE", "simplest_first", "unfit", "with_other_schedules"]
+__all__ = ["TIE", "prove_others", "simplest_first", "unfit", "with_other_schedules"]
 
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
 COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
@@ -48,8 +48,7 @@ Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
 
 def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Candidate]:
-    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first; bounds of
-    these go to ``search.bounds``."""
+    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first."""
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
     others = [name for name in open_ if name != search.space.guide]
@@ -57,7 +56,6 @@ def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Can
     if others and found:
         with search.timed("schedules"):
             try:
-                _prove(search, others, min(one.clock_s for one in found))
                 if not own or not (search.cut_short or time.perf_counter() > search.stop):
                     best_s = min((one.clock_s for one in own), default=inf)
                     offered = _offered(search, found, others, best_s * (1 - TIE))
@@ -195,11 +193,14 @@ def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
 # ---- what is proven
 
 
-def _prove(search: Search, others: Sequence[str], best_s: float) -> None:
-    """Bounds of these families for every microbatch count."""
+def prove_others(search: Search, best_s: float) -> None:
+    """Bounds of the families beside the guide for every microbatch count, to ``search.bounds``. best_s: seconds; what
+    is above does not matter."""
     tables, cluster = search.tables, search.cluster
     assert tables is not None
-    search.bounds.update({(m, name): 0.0 for m in tables.counts for name in others})
+    others = [name for name in search.space.schedules if name != search.space.guide]
+    if not others:
+        return
     alone = not any(name in CHUNKED for name in others)
     usable = tables.usable * search.share
     for m in tables.counts:

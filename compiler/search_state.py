@@ -14,6 +14,7 @@ from torch.fx import Node
 from ..costmodel.cluster import Cluster
 from .batch_compose import BatchComposer, Row
 from .constraints import Constraints, Resolved
+from .forked import Forked
 from .graph import Graph, rescale
 from .layers import Layering
 from .pipeline_table import Infeasible, Pipeline
@@ -88,6 +89,8 @@ class Search:
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
     thorough: bool = True  # whether to look further than at the first pipelines of all counts
     tables: SearchTables | None = None
+    workers: int = 1  # processes: of more than one, the others are forks
+    proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

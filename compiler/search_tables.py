@@ -111,18 +111,17 @@ class SearchTables:
         With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
         """
         search = self.search
-        with search.timed("floors"):
-            rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-            paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
-            self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
-            whole = [m for m in rest if not self.hides(m)]
-            self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
-            for m in rest:
-                if m in whole:
-                    self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
-                else:
-                    bound_s = self._least_seconds(m, paced[m], self.best, 1)
-                    search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+        rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
+        paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
+        self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
+        whole = [m for m in rest if not self.hides(m)]
+        self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
+        for m in rest:
+            if m in whole:
+                self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
+            else:
+                bound_s = self._least_seconds(m, paced[m], self.best, 1)
+                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
 
     @cached_property
     def _copies(self) -> np.ndarray:

@@ -1,0 +1,81 @@
+"""Forked work: its answers are those of this process, whatever becomes of the child, and so are plans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import meshwright as mw
+import numpy as np
+import pytest
+import torch
+from meshwright.compiler.forked import Forked
+from meshwright.models import GPT
+
+
+def squares(number: int) -> tuple[int, np.ndarray]:
+    return os.getpid(), np.arange(number) ** 2
+
+
+def test_a_child_answers_what_this_process_would() -> None:
+    child, found = Forked(partial(squares, 300_000), True).result()  # more than a pipe holds
+    here, expected = Forked(partial(squares, 300_000), False).result()
+    assert child != here == os.getpid()
+    assert (found == expected).all()
+
+
+def test_what_a_child_cannot_say_is_made_here() -> None:
+    def work() -> int:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    parent = os.getpid()
+    assert Forked(work, True).result() == parent
+
+
+def test_what_the_work_raises_is_raised_here() -> None:
+    def work() -> None:
+        raise ValueError("a rule, but got a fault")
+
+    with pytest.raises(ValueError, match="but got a fault"):
+        Forked(work, True).result()
+
+
+def test_a_dropped_child_is_gone() -> None:
+    one = Forked(partial(time.sleep, 100), True)
+    child = one._child
+    one.drop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    one.drop()  # nobody is left
+
+
+def test_a_child_outlives_an_interrupt() -> None:
+    def work() -> str:
+        time.sleep(0.2)
+        return "done"
+
+    one = Forked(work, True)
+    time.sleep(0.1)
+    os.kill(one._child, signal.SIGINT)
+    answer = one._received()
+    assert answer
+
+
+@pytest.mark.parametrize("asked", [{}, {"schedule": "gpipe"}, {"top_k": 2}], ids=["auto", "gpipe", "several"])
+def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
+        tokens = torch.zeros(64, 16, dtype=torch.int64)
+    plans = [
+        mw.plan(model, "p3.16xlarge:1", example_inputs=(tokens, tokens), cache=False, workers=workers, **asked)
+        for workers in (1, 2)
+    ]
+    alone, shared = ([replace(p, provenance={}) for p in (found if "top_k" in asked else [found])] for found in plans)
+    assert alone == shared
+    assert alone[0].prediction.bound_s > 0
