@@ -68,7 +68,7 @@ def assemble_stage(
         mine = replace(restriction, pinned=pinned)
         return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
 
-    chosen_section = section(labels)
+    chosen_section = section(_but_sharing(labels, graph, layering, layers))
     chosen = _within(chosen_section, in_flight, limit_bytes, layering)
     seconds, size = evaluate(chosen_section.problem(in_flight), chosen)
     if len(chosen_section.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
@@ -80,6 +80,22 @@ def assemble_stage(
     return describe_stage(
         graph, pricer, layering, layers, chosen_section, chosen, in_flight, framework, microbatches, recompute, wire
     )
+
+
+def _but_sharing(
+    labels: Mapping[str, str], graph: Graph, layering: Layering, layers: tuple[int, int]
+) -> Mapping[str, str]:
+    """The labels that stand: not those of layers that share a weight with others, nor of their neighbours. Tables price a part of it in each of
+    them, in a state of its own; here it is in one, and what does not suit all of them is converted once per
+    microbatch."""
+    free, (first, end) = set[str](), layers
+    for node in graph.placeholders("parameter"):
+        using = layering.layers_using(node)
+        if len(using) > 1:
+            free.add(node.name)
+            near = {k for layer in using if first <= layer < end for k in (layer - 1, layer, layer + 1)}
+            free.update(op for k in near if first <= k < end for op in layering.layers[k].ops)
+    return labels if len(free) > FREE_SOLVE_OPERATORS else {k: v for k, v in labels.items() if k not in free}
 
 
 def stage_section(

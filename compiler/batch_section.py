@@ -25,7 +25,7 @@ from .rules import rule_for
 from .saved import Saved, beside_outputs, saved_tensors
 from .sharing import Sharing
 from .spec import Pair, R, parse_pair
-from .variants import State, Variants, cut_mask
+from .variants import State, Variants
 
 __all__ = ["BatchEdge", "BatchSection", "Choice", "build_batch_section"]
 
@@ -290,7 +290,7 @@ class _Builder:
                 if stays or _is_in(self.saved, node, k):
                     note(mode, stays, local)
         beside = np.zeros(choices.offered.shape)
-        divisor = self.variants.divisor[:, [cut_mask(c.outputs[0].value) for c in choices.choices]]
+        divisor = self.variants.divisor[:, choices.splits]
         for _, rows in self.pricer.devices:
             pricer = self.variants.pricer(int(np.arange(self.variants.num)[rows][0]))
             extra = np.array([beside_outputs(one, pricer) for one in nodes])

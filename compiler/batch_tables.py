@@ -4,7 +4,7 @@ A *row* is a case (mesh shape, offset, microbatches: ``variants``) under a *leve
 seconds counts). Its objective is, for the recompute mode that is best in each cell,
 
     seconds + again[mode] − (1 − step_share) · step_seconds · floor_seconds / seconds
-        + byte · resident + saved_byte · saved[mode] − floor · (seconds − floor_seconds)
+        + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
 where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
 that layers share): so that no stage undercuts the sum of its layers' floors.
@@ -34,13 +34,11 @@ TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns 
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts; floor:
-    1 counts only what a stage of several layers is sure to pay for this one, 0 everything."""
+    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts."""
 
     byte: float = 0.0
     saved_byte: float = 0.0
     step_share: float = 1.0
-    floor: float = 0.0
 
     @property
     def unpriced(self) -> bool:
@@ -56,7 +54,6 @@ class Weights:
     byte: np.ndarray
     saved_byte: np.ndarray
     step_off: np.ndarray
-    floor: np.ndarray
 
     @staticmethod
     def of(rows: Sequence[tuple[int, Level]]) -> Weights:
@@ -67,7 +64,6 @@ class Weights:
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
-            np.array([level.floor for level in levels]),
         )
 
     def part(self, rows: slice) -> Weights:

@@ -288,23 +288,28 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
 def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[Plan], InfeasibleError | None]:
     """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first.
 
-    A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope; its memory is
-    counted if it is among the best then. What that shows of a shape's memory corrects all candidates that are left.
+    A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope, even if all
+    hides that may; its memory is counted if it is among the best then. What that shows of a shape's memory corrects all candidates that are left.
     """
     plans: list[Plan] = []
     error: InfeasibleError | None = None
     guide = search.space.guide
     tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, dict[str, float]()
     # short: by family, clock seconds per simulated second
+    seen: set[tuple[Any, ...]] = set()
     tries += sum(one.schedule != guide for one in queue)
     while queue and tries:
         candidate = queue.pop(0)
         worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
-        if candidate.clock_s >= worst_s * short.get(candidate.schedule, 1.0):
+        if candidate.clock_s - candidate.hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
             continue
         if plans and (search.cut_short or time.perf_counter() > search.stop):
             search.cut_short = search.cut_short or "the time limit passed"
             break
+        one = candidate.microbatches, candidate.schedule, tuple(_shapes(candidate)), f"{candidate.clock_s:.6g}"
+        if one in seen:  # the same at another price of a byte
+            continue
+        seen.add(one)
         tries -= 1
         try:
             plan = _finish(search, candidate, bool(plans))

@@ -15,27 +15,28 @@ from ..costmodel.cluster import Cluster
 from .graph import Graph
 from .pricing import MeshPricer
 
-__all__ = ["lowered", "most_hidden_seconds", "raised"]
+__all__ = ["lowered", "most_hidden_seconds", "overlap", "raised"]
 
 
 def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
     """Seconds of reductions that can hide, whatever the plan over meshes of these shapes."""
-    overlap = _overlap(cluster)
-    return overlap * _most_reduction(graph, cluster, optimizer, shapes) if overlap else 0.0
+    share = overlap(cluster)
+    return share * _most_reduction(graph, cluster, optimizer, shapes) if share else 0.0
 
 
 def lowered(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
     """A bound that counts reductions as exposed, made one of the true makespan."""
-    return max(bound_s * (1 - _overlap(cluster) / microbatches), bound_s - hidden_s)
+    return max(bound_s * (1 - overlap(cluster) / microbatches), bound_s - hidden_s)
 
 
 def raised(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
     """What counts reductions as exposed and is ``lowered`` to these seconds: what is above can be no faster."""
-    share = _overlap(cluster) / microbatches
+    share = overlap(cluster) / microbatches
     return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
 
 
-def _overlap(cluster: Cluster) -> float:
+def overlap(cluster: Cluster) -> float:
+    """The largest share of a backward that any device's reductions may run beside."""
     return max(host.device.overlap for host in cluster.hosts) if cluster.num_devices > 1 else 0.0
 
 

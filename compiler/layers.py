@@ -70,6 +70,18 @@ class Layering:
         """Op → the layer that it is in; floating and static ops are in none."""
         return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
 
+    def layers_using(self, node: Node) -> list[int]:
+        """The layers that read a placeholder, itself or what floating ops make of it."""
+        found, seen, stack = set[int](), set[Node](), [node]
+        while stack:
+            for user in stack.pop().users:
+                if user.name in self.layer_of:
+                    found.add(self.layer_of[user.name])
+                elif user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+        return sorted(found)
+
     @property
     def total_flops(self) -> float:
         """Forward FLOPs of all layers."""

@@ -14,7 +14,6 @@ from .graph import op_name, output_of, tensor_operands, types_of
 from .pricing import MeshPricer
 from .recompute import Recompute
 from .rules import MeshChoice, rule_for
-from .spec import local_shape
 
 __all__ = ["beside_outputs", "saved_bytes", "saved_tensors"]
 
@@ -73,7 +72,7 @@ def saved_bytes(
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
     if flows and (extra := beside_outputs(node, pricer)):
-        size = np.array([extra * _share(node, c, pricer.mesh_shape) for c in choices])
+        size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
         stays = dear or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
     return kept, held
@@ -103,10 +102,3 @@ def _crosses(node: Node, k: int, members: Collection[str], recompute: Recompute)
         for user in out.users
         if user.name in members and user.name not in plain
     )
-
-
-def _share(node: Node, choice: MeshChoice, mesh: Sequence[int]) -> float:
-    """Which part of an op's first output one device holds."""
-    kind = types_of(node)[0]
-    local = prod(local_shape(kind.shape, choice.outputs[0].value, mesh))
-    return local / kind.numel if kind.numel else choice.work_share

@@ -51,6 +51,7 @@ class Candidate:
     clock_s: float  # the makespan on a clock, by the tables' seconds
     pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
     once_s: float = 0.0  # and at the end of the step
+    hidden_s: float = 0.0  # what of that may run beside the last backward, at the most
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from math import inf, isfinite
 import numpy as np
 
 from .batch_tables import Level
-from .exposure import lowered, most_hidden_seconds, raised
+from .exposure import lowered, most_hidden_seconds, overlap, raised
 from .graph import rescale, types_of
 from .pipeline_clock import clock_seconds
 from .pipeline_dp import bound_of, describe_pipeline, solve
@@ -128,16 +128,39 @@ class SearchTables:
         """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
         search, found = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
-        layer_of = search.layering.layer_of
         first, end = np.indices(self._shape)
         for node in search.graph.placeholders("parameter"):
-            layers = sorted({layer_of[user.name] for user in node.users if user.name in layer_of})
+            layers = search.layering.layers_using(node)
             if len(layers) > 1:
                 trained = node.meta["source"].requires_grad
                 whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
                 uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
                 found += whole * np.maximum(uses - 1, 0)
         return found
+
+    @cached_property
+    def _whole(self) -> np.ndarray:
+        """[L, L + 1] whether a stage holds several layers that share a weight, and of each such weight all or none."""
+        layering, (first, end) = self.search.layering, np.indices(self._shape)
+        some, whole = np.zeros(self._shape, dtype=bool), np.ones(self._shape, dtype=bool)
+        for node in self.search.graph.placeholders("parameter"):
+            layers = layering.layers_using(node)
+            if len(layers) > 1:
+                inside = sum(((first <= k) & (k < end)).astype(int) for k in layers)
+                some |= inside == len(layers)
+                whole &= (inside == 0) | (inside == len(layers))
+        return some & whole
+
+    def _twice_s(self, sub: Submesh, m: int, price: int) -> np.ndarray:
+        """[L, L + 1] seconds per microbatch that a stage's layers count of weights that they share, beyond what one
+        of them would: the objective, in which each of n layers pays the n-th part, says how much that is."""
+        if not self._whole.any():
+            return np.zeros(self._shape)
+        level, names = self.levels[price], ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
+        cost, pace, step, transfer, resident, saved = (self.array(name, sub, m, price) for name in names)
+        with np.errstate(invalid="ignore"):  # where nothing is possible
+            beyond = pace + step + transfer + level.byte * resident + level.saved_byte * saved - cost
+        return np.where(self._whole & np.isfinite(cost), np.maximum(beyond, 0.0), 0.0)
 
     def least_share(self, m: int) -> float:
         """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
@@ -258,11 +281,12 @@ class SearchTables:
             if table is None:
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
+            most = raised(self.best, m, search.cluster, self.hidden_s)
             stages: dict[tuple[StageChoice, ...], None] = {}
             for exposed in EXPOSED if top_k > 1 else EXPOSED[:1]:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(
-                    delayed, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=self.best, trials=0
+                    delayed, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=0
                 )
                 stages |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
             described = [describe_pipeline(table, m, schedule, one) for one in stages]
@@ -287,7 +311,9 @@ class SearchTables:
             ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
         )
         clock_s = clock_seconds(table, m, schedule, pipeline)
-        return Candidate(m, schedule, pipeline, tuple(rows), clock_s, float(table.pace_s[at]), float(table.step_s[at]))
+        pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
+        hidden_s = min(overlap(self.search.cluster) * pace_s, once_s)
+        return Candidate(m, schedule, pipeline, tuple(rows), clock_s, pace_s, once_s, hidden_s)
 
     def lean_candidates(self) -> Iterator[Candidate]:
         """The best pipelines where a byte is as dear as can be, should estimates be above what stages really hold."""
@@ -399,12 +425,14 @@ class SearchTables:
                 only = np.zeros_like(possible)
                 only[sub.place] = True
                 possible &= only
+            twice_s = self._twice_s(sub, m, price)
             for name, values in arrays.items():
                 array = group.array(name, sub, m, price)
                 if name == "pace_s":
-                    array = np.where(possible, array, inf)
+                    beyond_s = np.maximum(twice_s - group.array("step_s", sub, m, price), 0.0)
+                    array = np.where(possible, array - beyond_s, inf)
                 elif name == "step_s":
-                    array = array * m
+                    array = np.maximum(array - twice_s, 0.0) * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
                     array = np.maximum(array - self._copies / sub.num_devices, 0.0)
                 elif name == "transfer_s":  # a message is before the stage that receives it
