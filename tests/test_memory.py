@@ -20,7 +20,12 @@ from meshwright.compiler.attention_room import attention_of
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.footprint import footprints, stage_memory, with_footprints
+from meshwright.compiler.graph import op_name
+from meshwright.compiler.pricing import MeshPricer
+from meshwright.compiler.recompute import NOTHING
 from meshwright.compiler.residency import PATTERNS, residencies
+from meshwright.compiler.rules import mesh_choices
+from meshwright.compiler.saved import saved_bytes
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.compiler.updates import update_bytes
 from meshwright.costmodel.cluster import Cluster
@@ -281,6 +286,17 @@ def test_reducer_lets_go_of_its_parameters() -> None:
     del reducer, leaf, other
     gc.collect()
     assert gone() is None
+
+
+def test_losses_keep_their_share_of_the_probabilities(graph_of_gpt) -> None:
+    """A device that does a part of the rows, or of the vocabulary, keeps that part, though the loss is one number."""
+    node = next(node for node in graph_of_gpt.ops() if op_name(node) == "meshwright.cross_entropy")
+    logits = node.all_input_nodes[0].meta["type"]
+    pricer = MeshPricer(A100, 0, (4,), "AdamW")
+    choices = mesh_choices(node, (4,))
+    sizes, _ = saved_bytes(node, choices, pricer, set(), set(), {node.name}, {node.name}, NOTHING)
+    kept = {choice.labels: size / (4 * logits.numel) for choice, size in zip(choices, sizes)}
+    assert kept == {("whole",): 1, ("b0",): 0.25, ("b1",): 0.25, ("vocab",): 0.25}
 
 
 # ---- what is run again, and weights that lie in parts

@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
+from meshwright.architectures import GPT
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.eliminate import eliminate
@@ -245,3 +247,23 @@ def test_messages_are_priced_where_a_submesh_has_neighbours():
     for sub in (sub for sub in submeshes(cluster, Space()) if sub.shape == (4,)):
         priced = MeshPricer(cluster, sub.site, (4,), "AdamW").transfer_seconds(2**20, True)
         assert priced == (across if sub.offsets[0] % 8 == 0 else within), sub
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A GPT most of whose weights are the one that its first and last layer share."""
+    with torch.device("meta"):
+        model, tokens = GPT(51200, 2, 512, 8, 1024).half(), torch.zeros(512, 1024, dtype=torch.int64)
+    return capture(model, (tokens, tokens))
+
+
+def test_a_shared_weight_is_reduced_once_and_lies_as_its_layers_agree(wide):
+    """Tables price it in each of its layers, in states that need not be one: the plan is no worse for it."""
+    cluster = Cluster.parse("p3.16xlarge:8")
+    best = make_plan(wide, cluster, 512, alternatives=False).prediction
+    for grid in ("dp64", "dp8,tp8"):
+        one = make_plan(wide, cluster, 512, strategy=parse_strategy(grid), alternatives=False).prediction
+        assert best.step_s <= one.step_s * (1 + 1e-9), grid
+        assert best.bound_s <= one.step_s
+    busiest = max(best.stages, key=lambda stage: stage.step_s)
+    assert busiest.seconds["reshard"] < 0.05 * best.step_s
