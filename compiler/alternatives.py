@@ -29,10 +29,11 @@ def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> d
         return row | {"why": f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"}
     if broken := search.constraints.excludes(strategy):
         return row | {"why": f"excluded by {' and '.join(map(repr, broken))}"}
-    usable = microbatch_counts(search.global_batch, strategy)
+    usable = [m for m in microbatch_counts(search.global_batch, strategy) if search.microbatches in (None, m)]
     if not usable or search.global_batch // usable[0] % strategy.dp:
+        asked = f" in {search.microbatches} parts" if search.microbatches else ""
         return row | {
-            "why": f"no microbatch of global batch {search.global_batch} falls into {strategy.dp} equal parts"
+            "why": f"no microbatch of global batch {search.global_batch}{asked} falls into {strategy.dp} equal parts"
         }
     counts = {min(usable, key=lambda m: abs(m - plan.microbatches)), usable[-1]}
     if strategy.pp == 1:

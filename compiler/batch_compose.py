@@ -317,4 +317,4 @@ class BatchComposer:
 def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
     """[states] which choice of a kept operator each border state is."""
     position = {pair: i for i, pair in enumerate(section.choices[operator])}
-    return np.array([position[state[tensor]] for state in states])
+    return np.array([position[state[tensor]] for state in states], dtype=np.intp)

@@ -138,30 +138,6 @@ class SearchTables:
                 found += whole * np.maximum(uses - 1, 0)
         return found
 
-    @cached_property
-    def _whole(self) -> np.ndarray:
-        """[L, L + 1] whether a stage holds several layers that share a weight, and of each such weight all or none."""
-        layering, (first, end) = self.search.layering, np.indices(self._shape)
-        some, whole = np.zeros(self._shape, dtype=bool), np.ones(self._shape, dtype=bool)
-        for node in self.search.graph.placeholders("parameter"):
-            layers = layering.layers_using(node)
-            if len(layers) > 1:
-                inside = sum(((first <= k) & (k < end)).astype(int) for k in layers)
-                some |= inside == len(layers)
-                whole &= (inside == 0) | (inside == len(layers))
-        return some & whole
-
-    def _twice_s(self, sub: Submesh, m: int, price: int) -> np.ndarray:
-        """[L, L + 1] seconds per microbatch that a stage's layers count of weights that they share, beyond what one
-        of them would: the objective, in which each of n layers pays the n-th part, says how much that is."""
-        if not self._whole.any():
-            return np.zeros(self._shape)
-        level, names = self.levels[price], ("cost", "pace_s", "step_s", "transfer_s", "resident", "saved")
-        cost, pace, step, transfer, resident, saved = (self.array(name, sub, m, price) for name in names)
-        with np.errstate(invalid="ignore"):  # where nothing is possible
-            beyond = pace + step + transfer + level.byte * resident + level.saved_byte * saved - cost
-        return np.where(self._whole & np.isfinite(cost), np.maximum(beyond, 0.0), 0.0)
-
     def least_share(self, m: int) -> float:
         """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
         schedule undercuts them."""
@@ -425,14 +401,12 @@ class SearchTables:
                 only = np.zeros_like(possible)
                 only[sub.place] = True
                 possible &= only
-            twice_s = self._twice_s(sub, m, price)
             for name, values in arrays.items():
                 array = group.array(name, sub, m, price)
                 if name == "pace_s":
-                    beyond_s = np.maximum(twice_s - group.array("step_s", sub, m, price), 0.0)
-                    array = np.where(possible, array - beyond_s, inf)
+                    array = np.where(possible, array, inf)
                 elif name == "step_s":
-                    array = np.maximum(array - twice_s, 0.0) * m
+                    array = array * m
                 elif name == "resident":  # every use of a weight counts a copy; at the least they are as fine as can be
                     array = np.maximum(array - self._copies / sub.num_devices, 0.0)
                 elif name == "transfer_s":  # a message is before the stage that receives it

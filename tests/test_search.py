@@ -257,13 +257,20 @@ def wide():
     return capture(model, (tokens, tokens))
 
 
-def test_a_shared_weight_is_reduced_once_and_lies_as_its_layers_agree(wide):
-    """Tables price it in each of its layers, in states that need not be one: the plan is no worse for it."""
-    cluster = Cluster.parse("p3.16xlarge:8")
+@pytest.mark.parametrize("devices", [64, 128])
+def test_a_shared_weight_lies_as_its_layers_agree_and_what_hides_is_seen(wide, devices):
+    """Tables price it in each of its layers, in states that need not be one, and count what hides: the plan is no worse
+    than a uniform one for that."""
+    cluster = Cluster.parse(f"p3.16xlarge:{devices // 8}")
     best = make_plan(wide, cluster, 512, alternatives=False).prediction
-    for grid in ("dp64", "dp8,tp8"):
+    for grid in (f"dp{devices}", f"dp{devices // 8},tp8"):
         one = make_plan(wide, cluster, 512, strategy=parse_strategy(grid), alternatives=False).prediction
-        assert best.step_s <= one.step_s * (1 + 1e-9), grid
-        assert best.bound_s <= one.step_s
-    busiest = max(best.stages, key=lambda stage: stage.step_s)
-    assert busiest.seconds["reshard"] < 0.05 * best.step_s
+        assert best.bound_s <= best.step_s <= one.step_s * (1 + 1e-9), grid
+
+
+def test_a_microbatch_too_small_for_all_devices(graphs):
+    """No border of a purely data-parallel mesh has a state then."""
+    plan = make_plan(graphs("gpt", 16), Cluster.parse("p3.16xlarge:2"), 16, microbatches=4)
+    assert plan.microbatches == 4
+    (data,) = (row for row in plan.prediction.alternatives if row["name"] == "data")
+    assert data["why"] == "no microbatch of global batch 16 in 4 parts falls into 16 equal parts"
