@@ -14,6 +14,7 @@ from .compiler.driver import make_plans
 from .compiler.example import batch_extent, flat_inputs
 from .compiler.fastest import fastest, searched
 from .compiler.front import make_front, undominated
+from .compiler.kept_rows import KeptRows
 from .compiler.known import known_plans
 from .compiler.plan import Plan
 from .compiler.precision import check_precision
@@ -105,8 +106,8 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     precisions, count = check_precision(precision, executable), 1 if top_k is None else top_k
     arguments = {**asked(space), "top_k": count}
 
-    def find() -> list[Plan]:
-        return fastest(searched(make_plans, arguments, precisions), count)
+    def find(kept: KeptRows | None = None) -> list[Plan]:
+        return fastest(searched(make_plans, {**arguments, "kept": kept}, precisions), count)
 
     found = known_plans(arguments, precisions, find) if cache else find()
     return found[0] if top_k is None else found

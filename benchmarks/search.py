@@ -47,6 +47,7 @@ class Task:
     batch: int
     layers: int = 0
     hidden: int = 0
+    options: tuple[str, ...] = ()  # more of the command line
 
     @property
     def name(self) -> str:
@@ -74,10 +75,11 @@ TASKS = LARGE + DEPTH + IRREGULAR
 QUICK = (Task("large", "gpt-350m", "p3.16xlarge:1", 1024), Task("irregular", "unet", "p3.16xlarge:1", 256))
 
 
-def run_one(task: Task, timeout_s: float) -> dict[str, Any]:
-    """One planning run: wall and processor seconds, peak bytes of the process, the plan's own figures; or "error"."""
+def run_one(task: Task, timeout_s: float, kept: Path | None = None) -> dict[str, Any]:
+    """One planning run, with an empty cache or that of this folder: wall and processor seconds, peak bytes of the
+    process, the plan's own figures; or "error"."""
     command = [sys.executable, "-m", "meshwright", "plan", task.target, "--cluster", task.cluster]
-    command += ["--global-batch", str(task.batch), "--json"]
+    command += ["--global-batch", str(task.batch), "--json", *task.options]
     result: dict[str, Any] = {"name": task.name, "group": task.group, "target": task.target, "cluster": task.cluster}
     result |= {"global_batch": task.batch, "layers": task.layers, "hidden": task.hidden, "load": [os.getloadavg()[0]]}
     with (
@@ -85,7 +87,7 @@ def run_one(task: Task, timeout_s: float) -> dict[str, Any]:
         tempfile.TemporaryFile() as errors,
         tempfile.TemporaryDirectory() as cache,
     ):
-        environment = os.environ | {"MESHWRIGHT_CACHE_DIR": cache}
+        environment = os.environ | {"MESHWRIGHT_CACHE_DIR": str(kept or cache)}
         environment |= {"MESHWRIGHT_LAYERS": str(task.layers), "MESHWRIGHT_HIDDEN": str(task.hidden)}
         started = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, cwd=Path(__file__).parent)

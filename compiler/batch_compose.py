@@ -29,13 +29,14 @@ from .batch_runs import Composition, Row, Run, Taken, floors_of, runs_of
 from .batch_section import BatchSection, build_batch_section
 from .batch_tables import LayerTables, Level, Template, Weights
 from .graph import op_name, tensor_operands, types_of
+from .kept_rows import KeptRows
 from .problem import Restriction
+from .row_keys import column_digests, row_key
 from .variants import State, Variants
 
 __all__ = ["BatchComposer", "BatchIntervals", "Row"]
 
 Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
-_TAKEN = ("pace_s", "step_s", "resident", "saved", "transient")
 _SLICE = 256  # rows that one thread composes at a time
 
 
@@ -80,7 +81,7 @@ class BatchComposer:
     """Tables and intervals of one model for the cases of ``variants``, at any of ``levels``.
 
     modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
-    case one of equal prices but for messages, whose tables stand for its own.
+    case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
     """
 
     variants: Variants
@@ -89,8 +90,9 @@ class BatchComposer:
     modes: Sequence[str]
     build: Build = build_batch_section
     alike: Sequence[int] = ()
+    kept: KeptRows | None = None
     _templates: dict[str, Template] = field(default_factory=dict)
-    _found: dict[Row, tuple[dict[str, LayerTables], int]] = field(default_factory=dict)
+    _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _peaks: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -132,15 +134,21 @@ class BatchComposer:
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""
-        own = [(self.alike[variant] if len(self.alike) else variant, level) for variant, level in rows]
-        place = {row: position for position, row in enumerate(dict.fromkeys(own))}
-        weights = Weights.of([(variant, self.levels[level]) for variant, level in place])
-        found: dict[str, LayerTables] = {}
-        for index, layer in enumerate(self.variants.layering.layers):
-            if layer.class_key not in found:
-                found[layer.class_key] = self.template(index).tables(weights)
-        self._found.update({row: (found, place[one]) for row, one in zip(rows, own)})
-        return found
+        own = list(dict.fromkeys(map(self._own, rows)))
+        return {self._alike[0][k]: self._made(k, own) for k in self._distinct[0]}
+
+    def _made(self, layer: int, rows: Sequence[Row]) -> LayerTables:
+        """The tables of a layer's class for these rows of cases that stand for themselves; ``choices`` knows them."""
+        made, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
+        self._found.update({(key, row): (made, place) for place, row in enumerate(rows)})
+        return made
+
+    def _weights(self, rows: Sequence[Row]) -> Weights:
+        return Weights.of([(variant, self.levels[level]) for variant, level in rows])
+
+    def _own(self, row: Row) -> Row:
+        """The row whose tables stand for a row's own."""
+        return (self.alike[row[0]] if len(self.alike) else row[0]), row[1]
 
     # ---- borders
 
@@ -206,18 +214,19 @@ class BatchComposer:
     def floors(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
         """(floor_s [runs, rows], the run of every interval): what ``intervals`` has under that name, alone."""
         runs, index = self._runs
-        weights = Weights.of([(variant, self.levels[level]) for variant, level in rows])
-        tables: dict[str, np.ndarray] = {}
-        for layer, one in enumerate(self.variants.layering.layers):
-            if one.class_key not in tables:
-                tables[one.class_key] = self.template(layer).floors(weights)
-        actions = self.actions[weights.variant]
+        return self._recalled(rows, lambda row: self._key(row, False), (len(runs),), self._floors), index
+
+    def _floors(self, rows: Sequence[Row]) -> np.ndarray:
+        """[runs, rows]."""
+        runs, _ = self._runs
+        actions = self.actions[[variant for variant, _ in rows]]
+        tables = {self._alike[0][k]: self._layer_floors(k, rows) for k in self._distinct[0]}
 
         def work(part: slice) -> np.ndarray:
             return floors_of(runs, {key: table[..., part] for key, table in tables.items()}, actions[part])
 
         parts = in_chunks(work, len(rows), _SLICE)
-        return np.concatenate(parts, axis=1), index
+        return np.concatenate(parts, axis=1)
 
     def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
         """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
@@ -226,20 +235,21 @@ class BatchComposer:
             order = sorted(range(len(rows)), key=free.__getitem__)
             parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
             return BatchIntervals.joined(parts, order)
-        tables = self.tables(rows)
-        at = np.array([self._found[row][1] for row in rows], dtype=np.intp)
+        runs, index = self._runs
+        found = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
+        return BatchIntervals(tuple(rows), index, *found)
+
+    def _composed(self, rows: Sequence[Row]) -> np.ndarray:
+        """[9, runs, rows]: the arrays of ``BatchIntervals`` for rows that are all free, or none."""
+        own = {row: place for place, row in enumerate(dict.fromkeys(map(self._own, rows)))}
+        tables = {self._alike[0][k]: self._layer_values(k, list(own)) for k in self._distinct[0]}
+        at = np.array([own[self._own(row)] for row in rows], dtype=np.intp)
 
         def layers(part: slice) -> dict[str, Taken]:
-            cols = at[part]
-            return {
-                key: (t.cost.take(cols, axis=-1), np.stack([getattr(t, q).take(cols, axis=-1) for q in _TAKEN]))
-                for key, t in tables.items()
-            }
+            taken = {key: values.take(at[part], axis=-1) for key, values in tables.items()}
+            return {key: (values[0], values[1:]) for key, values in taken.items()}
 
-        return self._composed(rows, layers)
-
-    def _composed(self, rows: Sequence[Row], layers: Callable[[slice], dict[str, Taken]]) -> BatchIntervals:
-        runs, index = self._runs
+        runs, _ = self._runs
         variant = np.array([row[0] for row in rows], dtype=np.intp)
         borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
         actions = self.actions
@@ -249,21 +259,89 @@ class BatchComposer:
             return Composition(runs, layers(part), borders, actions, peaks, variant[part]).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
-        return BatchIntervals(tuple(rows), index, *np.concatenate(parts, axis=2))
+        return np.concatenate(parts, axis=2)
+
+    def _layer_floors(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
+        """[in states, out states, rows] ``Template.floors`` of a layer's class."""
+        template = self.template(layer)
+        return self._recalled(
+            rows,
+            lambda row: self._layer_key(b"floors", layer, row),
+            template.possible.shape[:2],
+            lambda some: template.floors(self._weights(some)),
+        )
+
+    def _layer_values(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
+        """[6, in states, out states, rows] ``LayerTables.values`` of a layer's class."""
+        return self._recalled(
+            rows,
+            lambda row: self._layer_key(b"tables", layer, row),
+            (6, *self.template(layer).possible.shape[:2]),
+            lambda some: self._made(layer, some).values,
+        )
+
+    # ---- rows of other searches
+
+    def _recalled(
+        self,
+        rows: Sequence[Row],
+        key: Callable[[Row], bytes],
+        shape: tuple[int, ...],
+        make: Callable[[Sequence[Row]], np.ndarray],
+    ) -> np.ndarray:
+        """[*shape, rows]: what ``make`` makes of rows, or made of equal ones before."""
+        if self.kept is None:
+            return make(rows)
+        return self.kept.recall([key(row) for row in rows], shape, lambda some: make([rows[k] for k in some]))
+
+    def _layer_key(self, what: bytes, layer: int, row: Row) -> bytes:
+        return row_key(what, [self._columns[layer][row[0]]], self.levels[row[1]], 0.0, [])
+
+    def _key(self, row: Row, whole: bool) -> bytes:
+        """The key of a row. whole: of its intervals, with messages and peaks; else of its floors."""
+        variant, level = row
+        source = self._own(row)[0] if whole else variant
+        layers, borders = self._distinct
+        others: list[np.ndarray] = []
+        if whole:
+            others += [seconds[:, variant] for b in borders for seconds in self.border_seconds(b)]
+            others += [self.peak_bytes(k)[[variant]] for k in layers]
+        columns = [column[source] for column in self._columns.values()]
+        return row_key(self._sequence, columns, self.levels[level], float(self.actions[variant]), others)
+
+    @cached_property
+    def _columns(self) -> dict[int, list[bytes]]:
+        """By the first layer of a class the digests of all cases."""
+        return {k: column_digests(self.template(k)) for k in self._distinct[0]}
+
+    @cached_property
+    def _sequence(self) -> bytes:
+        """Which layers, and which borders, are alike."""
+        return repr([[found.index(one) for one in found] for found in self._alike]).encode()
+
+    @cached_property
+    def _distinct(self) -> list[list[int]]:
+        """The first layer of every class, and the first border of every kind."""
+        return [[k for k, one in enumerate(found) if found.index(one) == k] for found in self._alike]
+
+    @cached_property
+    def _alike(self) -> tuple[list[str], list[Any]]:
+        """The classes of the layers, and what the borders depend on."""
+        layers = self.variants.layering.layers
+        return [layer.class_key for layer in layers], [self.variants.border_key(b) for b in range(len(layers) + 1)]
 
     @cached_property
     def _runs(self) -> tuple[list[Run], np.ndarray]:
         """The distinct runs, and the run of every interval."""
-        layers = self.variants.layering.layers
-        borders = [self.variants.border_key(b) for b in range(len(layers) + 1)]
-        return runs_of([layer.class_key for layer in layers], borders)
+        return runs_of(*self._alike)
 
     def _by_layer(self, row: Row, first: int, end: int) -> list[tuple[LayerTables, int]]:
         """The tables of layers [first, end), and the position of this row in them."""
-        if row not in self._found:
-            self.tables([row])
-        tables, position = self._found[row]
-        return [(tables[layer.class_key], position) for layer in self.variants.layering.layers[first:end]]
+        own, classes = self._own(row), self._alike[0]
+        for key in dict.fromkeys(classes[first:end]):
+            if (key, own) not in self._found:
+                self._made(classes.index(key), [own])
+        return [self._found[key, own] for key in classes[first:end]]
 
     # ---- the way back
 

@@ -193,12 +193,12 @@ class Template:
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
         shape = (*self.possible.shape[:2], len(weights.variant))
-        cost, mode = np.full(shape, np.inf), np.zeros(shape, np.uint8)
-        pace_s, step_s, resident, saved, transient = (np.zeros(shape) for _ in range(5))
+        values, mode = np.zeros((6, *shape)), np.zeros(shape, np.uint8)
+        values[0] = np.inf
         modes = tuple(range(len(self.modes)))
         if "none" in self.modes and weights.byte.max() <= TIE and weights.saved_byte.max() <= TIE:
             modes = (self.modes.index("none"),)  # to run something again takes longer
-        tables = LayerTables(self, cost, mode, pace_s, step_s, resident, saved, transient, weights.variant, modes, ())
+        tables = LayerTables(self, values, mode, weights.variant, modes, ())
         most = max(1, chunk_rows(self.recipe) // len(modes))
         cells = np.nonzero(self.possible.any(axis=2))
         chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
@@ -251,9 +251,9 @@ class Template:
         modes = numbers[place]
         chosen = self.walk(chunk, into.take(cell), out.take(cell), place * len(variant) + row)
         sums = self.add_up(chosen, modes, variant.take(row))
-        for array, values in zip((tables.pace_s, tables.step_s, tables.resident, tables.saved, tables.transient), sums):
+        for array, quantity in zip(tables.values[1:], sums):
             part = np.zeros(cost.shape)
-            part[cell, row] = values
+            part[cell, row] = quantity
             array[into, out, rows] = part
         return chunk
 
@@ -298,16 +298,18 @@ class LayerTables:
     """
 
     template: Template
-    cost: np.ndarray
+    values: np.ndarray  # [6, in states, out states, rows]: cost, pace_s, step_s, resident, saved, transient
     mode: np.ndarray
-    pace_s: np.ndarray
-    step_s: np.ndarray
-    resident: np.ndarray
-    saved: np.ndarray
-    transient: np.ndarray
     variant: np.ndarray
     modes: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+
+    cost = property(lambda self: self.values[0])
+    pace_s = property(lambda self: self.values[1])
+    step_s = property(lambda self: self.values[2])
+    resident = property(lambda self: self.values[3])
+    saved = property(lambda self: self.values[4])
+    transient = property(lambda self: self.values[5])
 
     def choices(self, row: int, into: int, out: int) -> tuple[list[int], int]:
         """(choice per operator, mode) behind one cell; ValueError where it is impossible."""

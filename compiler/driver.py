@@ -22,7 +22,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -39,6 +39,7 @@ from .finish import OverfullError, finish, with_memory
 from .forked import Forked
 from .graph import Graph, op_name
 from .infeasible import infeasible
+from .kept_rows import KeptRows
 from .other_schedules import TIE, prove_others, simplest_first, unfit, with_other_schedules
 from .plan import Plan
 from .precision import precision_notes
@@ -116,8 +117,10 @@ def make_plans(
     time_limit_s: float | None = None,
     top_k: int = 1,
     workers: int = 1,
+    kept: KeptRows | None = None,
 ) -> list[Plan]:
-    """The ``top_k`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``."""
+    """The ``top_k`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``.
+    kept: rows of other searches, to take from and to add to."""
     begin = time.perf_counter()
     if top_k < 1:
         raise ValueError(f"top_k is how many plans are wanted, 1 or more, but got {top_k}")
@@ -125,6 +128,7 @@ def make_plans(
         graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
         space, constraints, time_limit_s, workers,
     )  # fmt: skip
+    search.kept = kept
     with without_gc(), proving(search):
         plans = best_plans(search, top_k)
         others: list[dict[str, Any]] = []
@@ -221,9 +225,10 @@ def _prove(search: Search, best_s: float) -> None:
     search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
 
     def work() -> dict[tuple[int, str], float]:
-        if not search.cut_short:
-            tables.bound_the_rest()
-        prove_others(search, best_s)
+        with nullcontext() if search.kept is None else search.kept.keeping():  # a fork keeps its own
+            if not search.cut_short:
+                tables.bound_the_rest()
+            prove_others(search, best_s)
         return search.bounds
 
     with search.timed("bounds"):

@@ -4,7 +4,7 @@ The key is a digest of all that an answer depends on: the graph (with what train
 prices, every argument of the search, PyTorch's version, and the source of the packages that search. A changed
 question has another key, so nothing is ever out of date; what cannot be read is found anew. One file per question
 under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MOST``. Of a graph with
-ops whose rules the user registered nothing is kept.
+ops whose rules the user registered nothing is kept. What a search for another question may share is in ``kept_rows``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..costmodel.files import write_atomically
 from ..costmodel.tables import cache_directory
 from .graph import Graph
+from .kept_rows import KeptRows
 from .plan import Plan
 from .precision import in_precision
 from .rules import is_built_in
@@ -33,19 +35,22 @@ MOST = 500  # files
 _APART = ("graph", "cluster", "capture_s", "progress", "workers")
 
 
-def known_plans(arguments: Mapping[str, Any], precisions: Sequence[str], find: Callable[[], list[Plan]]) -> list[Plan]:
+def known_plans(
+    arguments: Mapping[str, Any], precisions: Sequence[str], find: Callable[[KeptRows | None], list[Plan]]
+) -> list[Plan]:
     """What ``find`` finds, or found before for the same question: ``make_plans``' arguments in these precisions. An
     early end is not kept."""
     begin, graph = time.perf_counter(), arguments["graph"]
     if not all(is_built_in(node) for node in graph.ops()):
-        return find()
+        return find(None)
     path = cache_directory() / "plans" / f"{question(arguments, precisions)}.json"
     try:
         found = [Plan.from_json(one) for one in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
         found = []
     if not found:
-        found = find()
+        with KeptRows(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
+            found = find(kept)
         if not any("ended early" in note for plan in found for note in plan.prediction.notes):
             _keep(path, found)
         return found

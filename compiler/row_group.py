@@ -37,6 +37,7 @@ class RowGroup:
         restriction = search.restriction(subs[0].roles)
         self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
+        self.composer.kept = search.kept
         self._at: dict[Row, tuple[BatchIntervals, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 

@@ -16,6 +16,7 @@ from .batch_compose import BatchComposer, Row
 from .constraints import Constraints, Resolved
 from .forked import Forked
 from .graph import Graph, rescale
+from .kept_rows import KeptRows
 from .layers import Layering
 from .pipeline_table import Infeasible, Pipeline
 from .problem import Restriction
@@ -92,6 +93,7 @@ class Search:
     tables: SearchTables | None = None
     workers: int = 1  # processes: of more than one, the others are forks
     proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
+    kept: KeptRows | None = None  # rows of other searches
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

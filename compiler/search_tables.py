@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf, isfinite
+from math import inf, isfinite, log2
 
 import numpy as np
 
@@ -36,6 +36,8 @@ FREE = (0.0, 0.0)
 MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))
 LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 LEANEST = (1e4, 2.0)
+OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
+WIDE_OCTAVES = 8.0  # those as dear as can be more coarsely
 LEAN = ((0.45, 16.0), (1.0, 1.0), (1.0, 4.0), (5.0, 1.0))
 VISITS = 300  # partial pipelines looked at to rank candidates
 CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
@@ -331,9 +333,9 @@ class SearchTables:
         """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
         whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
-        unit = factor * min(whole) / room  # a device's seconds per byte, at the work of the whole model
-        if not isfinite(unit):
-            unit = 0.0
+        unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
+        octaves = WIDE_OCTAVES if factor == LEANEST[0] else OCTAVES
+        unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
         level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share)
         if level not in self.levels:
             self.levels.append(level)

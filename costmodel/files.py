@@ -14,13 +14,13 @@ __all__ = ["parse_document", "read_document", "write_atomically"]
 T = TypeVar("T")
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], content: str | bytes | memoryview) -> None:
     """Write to a neighbour, flush to disk, rename: a reader never sees half a file. OSError where that fails."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
