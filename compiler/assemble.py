@@ -1,21 +1,16 @@
-"""One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory
-as a constraint.
-
-Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops
-are seen at once. First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around
-it. Then, where it may help, the stage is solved freely under the memory limit, and the better of both stands. The
-prices of what was chosen are summed by cause.
+"""One stage of a plan as one problem, what its choices hold while they run, and the stage that they make: the prices of
+what was chosen, summed by cause. ``whole_stage`` chooses.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .eliminate import TooWide, eliminate
 from .graph import Graph, tensor_operands, types_of
-from .intra_op import Infeasible, Problem, evaluate
+from .intra_op import Infeasible, Problem
 from .lagrange import solve
 from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction, Wire
@@ -29,10 +24,7 @@ from .spec import Pair, Spec
 from .stage_price import price_stage
 from .variants import State
 
-__all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section"]
-
-FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
-FREE_SOLVE_S = 10.0
+__all__ = ["Assembled", "describe_stage", "solve_section", "stage_section", "transient_bytes"]
 
 
 @dataclass(frozen=True)
@@ -44,58 +36,6 @@ class Assembled:
     prediction: StagePrediction
     sources: Mapping[str, float]
     wasted_flops: float
-
-
-def assemble_stage(
-    graph: Graph,
-    layering: Layering,
-    pricer: MeshPricer,
-    microbatches: int,
-    layers: tuple[int, int],
-    labels: Mapping[str, str],
-    restriction: Restriction,
-    recompute: Recompute,
-    states: tuple[State, State],
-    in_flight: int,
-    limit_bytes: float,
-    framework: float,
-    wire: Sequence[Wire] = (),
-) -> Assembled:
-    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
-    wire: ways of gradients that stand."""
-
-    def section(pinned: Mapping[str, str] | None) -> Section:
-        mine = replace(restriction, pinned=pinned)
-        return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
-
-    chosen_section = section(_but_sharing(labels, graph, layering, layers))
-    chosen = _within(chosen_section, in_flight, limit_bytes, layering)
-    seconds, size = evaluate(chosen_section.problem(in_flight), chosen)
-    if len(chosen_section.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
-        free = section(None)
-        held = transient_bytes(chosen_section, chosen, layering)
-        better = solve(free.problem(in_flight), limit_bytes - held, FREE_SOLVE_S)
-        if not isinstance(better, Infeasible) and (better.seconds < seconds or size > limit_bytes - held):
-            chosen_section, chosen = free, better.choice
-    return describe_stage(
-        graph, pricer, layering, layers, chosen_section, chosen, in_flight, framework, microbatches, recompute, wire
-    )
-
-
-def _but_sharing(
-    labels: Mapping[str, str], graph: Graph, layering: Layering, layers: tuple[int, int]
-) -> Mapping[str, str]:
-    """The labels that stand: not those of layers that share a weight with others, nor of their neighbours. Tables price a part of it in each of
-    them, in a state of its own; here it is in one, and what does not suit all of them is converted once per
-    microbatch."""
-    free, (first, end) = set[str](), layers
-    for node in graph.placeholders("parameter"):
-        using = layering.layers_using(node)
-        if len(using) > 1:
-            free.add(node.name)
-            near = {k for layer in using if first <= layer < end for k in (layer - 1, layer, layer + 1)}
-            free.update(op for k in near if first <= k < end for op in layering.layers[k].ops)
-    return labels if len(free) > FREE_SOLVE_OPERATORS else {k: v for k, v in labels.items() if k not in free}
 
 
 def stage_section(
@@ -121,17 +61,6 @@ def stage_section(
     }
     exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
     return build_section(graph, layering, ops, pricer, microbatches, entries, exits, restriction, recompute)
-
-
-def _within(section: Section, in_flight: int, limit_bytes: float, layering: Layering) -> tuple[int, ...]:
-    """The fastest choice per operator that fits; the fastest of all where none does."""
-    chosen = solve_section(section, in_flight)
-    problem = section.problem(in_flight)
-    room = limit_bytes - transient_bytes(section, chosen, layering)
-    if evaluate(problem, chosen)[1] <= room or len(section.names) > FREE_SOLVE_OPERATORS:
-        return chosen
-    leaner = solve(problem, room, FREE_SOLVE_S)
-    return chosen if isinstance(leaner, Infeasible) else leaner.choice
 
 
 def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:

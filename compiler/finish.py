@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..costmodel.memory import FRAMEWORK_BYTES
-from .assemble import Assembled, assemble_stage
+from .assemble import Assembled
 from .footprint import with_footprints
 from .graph import Graph, op_name
 from .plan import Plan, Prediction, Wire
@@ -25,9 +25,10 @@ from .search_state import SLACK, Candidate, Search, StageRow, batch_bytes
 from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed
+from .whole_stage import assemble_stage
 from .wires import EXACT
 
-__all__ = ["OverfullError", "finish", "with_memory"]
+__all__ = ["OverfullError", "excess_bytes", "finish", "measured", "stage_limits", "with_memory"]
 
 
 class OverfullError(InfeasibleError):
@@ -39,12 +40,13 @@ class OverfullError(InfeasibleError):
         self.beside = tuple(beside)
 
 
-def finish(search: Search, best: Candidate) -> Plan:
-    """The plan of a candidate, its memory by the tables."""
+def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = ()) -> Plan:
+    """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
+    not all that its devices have."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
-        parts = _assembled(search, best, graph)
+        parts = _assembled(search, best, graph, limits_bytes)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(graph, cluster, layering.needs_grad, best.schedule, m, search.optimizer, parts)
@@ -74,31 +76,48 @@ def finish(search: Search, best: Candidate) -> Plan:
 
 def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
-    graph = search.graph.with_batch(search.global_batch // plan.microbatches)
-    with search.timed("memory"):
-        plan = with_footprints(graph, plan)
-    usable = _usable(search)
-    limits = [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
-    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
-    over = [index for index, size in enumerate(used) if size > limits[index] * SLACK]
-    if not over:
+    plan = measured(search, plan)
+    over = excess_bytes(search, plan)
+    full = [index for index, size in enumerate(over) if size > 0.0]
+    if not full:
         return plan
+    limits = stage_limits(search, plan)
+    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
     batch = batch_bytes(search)
     believed = [size + batch for size in best.pipeline.peak_bytes]
-    worst = max(over, key=lambda index: used[index] - limits[index])
+    worst = max(full, key=over.__getitem__)
     raise OverfullError(
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
         f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
         "use more devices, more microbatches or a smaller batch",
-        [(plan.stages[index].mesh_shape, best.rows[index].row[1], used[index] - believed[index]) for index in over],
+        [(plan.stages[index].mesh_shape, best.rows[index].row[1], used[index] - believed[index]) for index in full],
     )
+
+
+def measured(search: Search, plan: Plan) -> Plan:
+    """The plan with the memory that its stages really hold."""
+    graph = search.graph.with_batch(search.global_batch // plan.microbatches)
+    with search.timed("memory"):
+        return with_footprints(graph, plan)
+
+
+def stage_limits(search: Search, plan: Plan) -> list[float]:
+    """Bytes that each stage's devices have."""
+    usable = _usable(search)
+    return [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
+
+
+def excess_bytes(search: Search, plan: Plan) -> list[float]:
+    """By how much each stage holds more than it may; not positive where it does not."""
+    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
+    return [size - limit * SLACK for size, limit in zip(used, stage_limits(search, plan))]
 
 
 def _usable(search: Search) -> list[float]:
     return [search.share * size for size in usable_bytes(search.cluster)]
 
 
-def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]:
+def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float]) -> list[Assembled]:
     """The stages; of several chunks, these are put together."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
@@ -111,7 +130,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
         first, end = stage.first_layer, stage.end_layer
         labels, modes, states = row.composer.choices(row.row, first, end)
         offset, shape = stage.device_offset, row.submesh.shape
-        limit = min(usable[offset : offset + row.submesh.num_devices])
+        limit = limits_bytes[home[index]] if limits_bytes else min(usable[offset : offset + row.submesh.num_devices])
         flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
         if asked:  # the chunk's part of what its stage holds
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
@@ -121,7 +140,17 @@ def _assembled(search: Search, best: Candidate, graph: Graph) -> list[Assembled]
             wire = tuple(w for part, group in zip(parts, home) if group == home[index] for w in part.stage.wire)
         names = [layer.class_key for layer in search.layering.layers[first:end]]
         ways = tuple((one.axes, one.algorithm, one.compressor) for one in wire)
-        key = (tuple(names), shape, row.submesh, modes, states[0], states[-1], row.row, ways)
+        key = (
+            tuple(names),
+            shape,
+            row.submesh,
+            modes,
+            states[0],
+            states[-1],
+            row.row,
+            ways,
+            limit if limits_bytes else None,
+        )
         twin = known.get(key)
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
             parts.append(part)
