@@ -8,9 +8,10 @@
     stages        dynamic programming over layers × devices                               pipeline_*.py
     bounds        of the other counts and of the other schedule families                 search_tables.py, schedule_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
-    refine        per chosen stage: the whole stage as one problem under its memory limit  assemble.py, lagrange.py
+    refine        per chosen stage: the whole stage as one problem under its memory limit  whole_stage.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py
+                  small instances: refine to memory again, for what tables left out       settle.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 
 With more than one worker a fork proves the bounds beside all that follows, and the pass has the seconds waited for it.
@@ -46,6 +47,7 @@ from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
 from .search_state import Candidate, Search
+from .settle import settled, small
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 from .wires import lossy_notes
@@ -275,6 +277,8 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
         plans, error = _finished(search, found, top_k)
         if plans or not isinstance(error, OverfullError):
             break  # else what is known of memory now makes other pipelines the best
+    if small(search):  # the proof says when to stop
+        plans = settled(search, bounded(search, plans), top_k)
     return plans, None if plans else error
 
 

@@ -28,7 +28,7 @@ from .search_state import SLACK, Candidate, Miss, Search, StageRow, batch_bytes
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import divide
 
-__all__ = ["EPSILON", "FREE", "LADDER", "MIDDLE", "SearchTables"]
+__all__ = ["ENDLESS", "EPSILON", "FREE", "LADDER", "MIDDLE", "SearchTables"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 # prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
@@ -43,7 +43,9 @@ VISITS = 300  # partial pipelines looked at to rank candidates
 CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
 LOOSE = 0.02  # of the best: bounds that far below are looked at again
 ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+SLOWER = 0.05  # than the best pipeline of a table: how much the others may be
 GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing is within it
+ENDLESS = 1e9  # of the limit: no estimate takes as much
 LOOKS = 3  # microbatch counts that are looked at together
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 TRIALS = 3  # of bounds between what is proven and the best
@@ -241,10 +243,16 @@ class SearchTables:
         return self._solve(m, self.known[m], [])
 
     def _solve(
-        self, m: int, pairs: Sequence[tuple[Submesh, int]], priced: Sequence[int], top_k: int = 5, room: float = 1.0
+        self,
+        m: int,
+        pairs: Sequence[tuple[Submesh, int]],
+        priced: Sequence[int],
+        top_k: int = 5,
+        room: float = 1.0,
+        slack: float = SLOWER,
     ) -> list[Candidate]:
         """Pipelines of these (submesh, level) options, best first; priced: the levels whose floors bound all pipelines;
-        room: as in ``table``.
+        room: as in ``table``; slack: as in ``pipeline_dp.solve``.
 
         Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
         next, takes their paces and the messages between them, n times per n microbatches. So a stage's messages count
@@ -264,7 +272,7 @@ class SearchTables:
             for exposed in EXPOSED if top_k > 1 else EXPOSED[:1]:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(
-                    delayed, m, schedule, self.cuts, top_k, visits=VISITS, explain=False, most=most, trials=0
+                    delayed, m, schedule, self.cuts, top_k, slack, VISITS, explain=False, most=most, trials=0
                 )
                 stages |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
             described = [describe_pipeline(table, m, schedule, one) for one in stages]
@@ -299,6 +307,17 @@ class SearchTables:
             level = self._level(m, *LEANEST)
             self._compose([(sub, m, level) for sub in self.submeshes])
             yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1, GENEROUS)
+
+    def unlimited(self, counts: Sequence[int], top_k: int) -> Iterator[Candidate]:
+        """The best pipelines of these microbatch counts at each price of a byte, whatever their estimates hold."""
+        every = (*MIDDLE, *LADDER, LEANEST)
+        prices = {m: (FREE,) if self.roomy(m) else every for m in counts}
+        self.prepare(counts, (FREE,))
+        self.prepare([m for m in counts if prices[m] is every], every)
+        for m in counts:
+            for level in dict.fromkeys(self._level(m, *one) for one in prices[m]):
+                pairs = [(sub, level) for sub in self._worthwhile(m)]
+                yield from self._solve(m, pairs, [], top_k, ENDLESS, ENDLESS) if pairs else ()
 
     def misses(self) -> list[Miss]:
         """What is missing where, with the leanest tables there are, for every microbatch count."""
