@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -93,17 +92,9 @@ class Terms:
         """What the objective counts of some seconds."""
         return seconds if self.sure is None else self.sure * seconds
 
-    @cached_property
-    def ideal(self) -> Terms:
-        """These terms with one mode: nothing runs again, and no mode saves less."""
-        nothing = any(saved is None for saved in self.saved)
-        least = None if nothing else np.minimum.reduce([saved for saved in self.saved if saved is not None])
-        return replace(self, again=(None,), saved=(least,), transient=(None,))
-
     def objective(self, weights: Weights, cases: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
-        """[*choice axes, modes · rows] of rows of these cases; modes: None for that of ``ideal``."""
-        if modes is None:
-            return self.ideal.objective(weights, cases, (0,))
+        """[*choice axes, modes · rows] of rows of these cases; modes: None for one in which everything has the mode
+        that is best for it alone: no mode of a whole layer is less."""
         base = self.seconds[..., cases]
         if self.step_s is not None and weights.step_off.any():
             base = base - self.step_s[..., cases] * weights.step_off
@@ -111,6 +102,8 @@ class Terms:
         base = base if sure is None else base * sure
         if self.resident is not None:
             base = base + self.resident[..., cases] * weights.byte
+        if modes is None:
+            return self._with_own_modes(base, sure, weights, cases)
         cost = np.empty((*base.shape[:-1], len(modes), base.shape[-1]))
         for place, mode in enumerate(modes):
             again, saved, part = self.again[mode], self.saved[mode], cost[..., place, :]
@@ -120,6 +113,23 @@ class Terms:
             if saved is not None:
                 part += saved[..., cases] * weights.saved_byte
         return cost.reshape(*cost.shape[:-2], -1)
+
+    def _with_own_modes(
+        self, base: np.ndarray, sure: np.ndarray | None, weights: Weights, cases: slice | np.ndarray
+    ) -> np.ndarray:
+        """``base`` with the least that any mode adds to it."""
+        modes = {(id(again), id(saved)): (again, saved) for again, saved in zip(self.again, self.saved)}
+        if (id(None), id(None)) in modes:
+            return base
+        least: np.ndarray | None = None
+        for again, saved in modes.values():
+            added: np.ndarray | float = 0.0
+            if again is not None:
+                added = again[..., cases] if sure is None else again[..., cases] * sure
+            if saved is not None:
+                added = added + saved[..., cases] * weights.saved_byte
+            least = np.asarray(added) if least is None else np.minimum(least, added)
+        return base if least is None else base + least
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +215,8 @@ class Template:
         return replace(tables, chunks=tuple(chunks))
 
     def floors(self, weights: Weights) -> np.ndarray:
-        """[in states, out states, rows] what no objective undercuts: that of a mode that runs nothing again and keeps
-        no more than any (the least itself where bytes have no price and a mode runs nothing again)."""
+        """[in states, out states, rows] what no objective undercuts: the least where each op and each copy may have a
+        mode of its own (the least itself where bytes have no price and a mode runs nothing again)."""
         cost = np.full((*self.possible.shape[:2], len(weights.variant)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
 
