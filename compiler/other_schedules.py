@@ -2,7 +2,9 @@
 
 Pipelines are searched under one family, 1F1B where it is open (``guide``). When its best ones are known, the other open
 families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
-whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for this.
+whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for these. The less
+there is of a bubble, the fewer microbatches are best: from the best count with chunks on, smaller ones follow, until
+one is no faster; tables of the options that may win are made for these.
 
     gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
                            among those that fit with the microbatches in flight of the family
@@ -18,16 +20,17 @@ What is proven of them: ``schedule_bounds``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 import numpy as np
 
+from .chunk_bounds import chunk_bound
 from .exposure import lowered, raised
 from .pipeline_chunks import at_most, chunked, least_sums
-from .pipeline_dp import describe_pipeline, solve
-from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .pipeline_dp import bound_of, describe_pipeline, solve
+from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
 from .search_state import Candidate, Search
@@ -86,8 +89,27 @@ def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], 
             by_family[one.schedule].append(one)
             if competing:
                 limits[one.schedule] = min(limits[one.schedule], one.clock_s)
+    for one in _with_fewer(search, [one for some in by_family.values() for one in some], limits):
+        by_family[one.schedule].append(one)
     kept = 1 if competing else KEPT
     return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
+
+
+def _with_fewer(search: Search, found: Sequence[Candidate], limits: dict[str, float]) -> Iterator[Candidate]:
+    """Divisions into chunks with fewer microbatches than the best of ``found``, as long as they get faster."""
+    tables = search.tables
+    assert tables is not None
+    divided = [one for one in found if one.schedule in CHUNKED]
+    names = [name for name in limits if name in CHUNKED]
+    best = min(divided, key=lambda one: one.clock_s, default=None)
+    while best is not None:
+        best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
+        if not m or search.cut_short or min(search.bounds[m, name] for name in names) >= best_s:
+            return
+        pairs = tables.uniform(m, best_s * (1 - TIE))
+        faster = list(_divided(search, m, pairs, dict.fromkeys(names, best_s * (1 - TIE)))) if pairs else []
+        yield from faster
+        best = min(faster, key=lambda one: one.clock_s, default=None)
 
 
 def _counts(found: Sequence[Candidate], most: float) -> list[int]:
@@ -203,15 +225,39 @@ def prove_others(search: Search, best_s: float) -> None:
         return
     alone = not any(name in CHUNKED for name in others)
     usable = tables.usable * search.share
-    for m in tables.counts:
+
+    def prove(m: int, of: Callable[[Floors, float], Mapping[str, float]], messages: bool) -> None:
         # with few microbatches much of a step's other work may hide: then by paces alone
         paced = tables.hides(m)
         levels = [n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share)]
         most = best_s if paced else raised(best_s, m, cluster, tables.hidden_s)
-        floors = tables.floors_of(m, levels, messages=alone)
-        for name, bound in family_bounds(floors, m, others, tables.cuts, usable, most).items():
+        for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
             true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
-            search.bounds[m, name] = max(true, tables.least_share(m))
+            search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
+
+    for m in tables.counts:
+        prove(m, lambda floors, most: family_bounds(floors, m, others, tables.cuts, usable, most), alone)  # noqa: B023
+    guided = (search.bounds[m, search.space.guide] for m in tables.counts)
+    enough = min([best_s, *(guided if search.space.guide in search.space.schedules else ())])
+    left = [(m, name) for m in tables.counts for name in others]
+    while left and (case := min(left, key=search.bounds.__getitem__)) and search.bounds[case] < enough:
+        left.remove(case)
+        m, name = case
+        before = search.bounds[case]
+        prove(m, lambda floors, most: _closely(search, floors, m, name, most), name not in CHUNKED)  # noqa: B023
+        if search.bounds[case] <= before:  # what is least cannot be lifted: nothing else matters
+            break
+
+
+def _closely(search: Search, floors: Floors, m: int, name: str, most: float) -> dict[str, float]:
+    """A bound of one family that takes longer than ``family_bounds``."""
+    tables = search.tables
+    assert tables is not None
+    if name in CHUNKED:
+        return {name: chunk_bound(floors, m, name, _chunks(search, name), at_most(m, tables.cuts), most)}
+    if name == "gpipe":
+        return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
+    return {}
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:

@@ -51,7 +51,8 @@ from .pipeline_table import (
 )
 from .schedule import generate, in_flight_formula, virtual_order
 
-__all__ = ["at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "sums_by_count"]
+__all__ = ["allowed_only", "at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "room_for",
+           "sums_by_count"]  # fmt: skip
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
@@ -113,10 +114,10 @@ def chunked(
     work = least_sums(table.pace_s, constraints)
     held = least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
     for index, option in enumerate(table.options):
-        room, counts = max(option.limit_bytes, default=0.0), _counts(table.num_layers, option, chunks, constraints)
+        room, counts = max(option.limit_bytes, default=0.0), room_for(table.num_layers, option, chunks, constraints)
         counts = [(p, v) for p, v in counts if m * work[index] / p < most and held[index] / p <= room]
         if counts:
-            pace = _allowed(table.pace_s[index], constraints)
+            pace = allowed_only(table.pace_s[index], constraints)
             largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
             cases += [_Case(index, p, v, m * max(float(largest[p * v]), float(least[p * v]) / p)) for p, v in counts]
     found: list[Pipeline] = []
@@ -124,10 +125,12 @@ def chunked(
     for case in sorted((one for one in cases if one.low_s < most), key=lambda one: one.low_s):
         if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
             break
-        one = _pipeline(table, m, schedule, case, constraints)
+        one = _pipeline(table, m, schedule, case, constraints, most)
+        if one is None:
+            continue
         missing = max(a - b for a, b in zip(one.peak_bytes, one.limit_bytes))
         if missing <= 0:
-            found += [one] if one.estimate_s < most else []
+            found.append(one)
         elif nearest is None or missing < nearest[0]:
             nearest = missing, one
     if not found:
@@ -153,7 +156,7 @@ def least_sums(values: Floats, constraints: Constraints) -> Floats:
 
 def sums_by_count(values: Floats, most: int, constraints: Constraints) -> Floats:
     """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
-    return _tables(_allowed(values, constraints), most, np.add)
+    return _tables(allowed_only(values, constraints), most, np.add)
 
 
 def at_most(groups: int, constraints: Constraints) -> Constraints:
@@ -166,7 +169,7 @@ def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
     """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
     room for none."""
     layers = floors.pace_s.shape[1]
-    counts = [_counts(layers, option, (2,), constraints) for option in floors.options]
+    counts = [room_for(layers, option, (2,), constraints) for option in floors.options]
     room = [index for index, some in enumerate(counts) if some]
     if not room:
         return inf
@@ -179,12 +182,13 @@ def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
     return float(m * load.min())
 
 
-def _allowed(pace: Floats, constraints: Constraints) -> Floats:
+def allowed_only(pace: Floats, constraints: Constraints) -> Floats:
+    """[L, L + 1] paces of the runs that may be chunks; the others take for ever."""
     at = np.indices(pace.shape)
     return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
 
 
-def _counts(
+def room_for(
     num_layers: int, option: StageOption, chunks: Sequence[int], constraints: Constraints
 ) -> list[tuple[int, int]]:
     """(p, v) for which there is room; one group alone is no pipeline."""
@@ -233,9 +237,12 @@ def _divided(pace: Floats, count: int) -> list[int]:
     return cuts[::-1]
 
 
-def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constraints: Constraints) -> Pipeline:
+def _pipeline(
+    table: PipelineTable, m: int, schedule: str, case: _Case, constraints: Constraints, most: float
+) -> Pipeline | None:
+    """The pipeline of a case; None if its estimate is ``most`` or above."""
     p, v, option = case.p, case.v, table.options[case.option]
-    cuts = _divided(_allowed(table.pace_s[case.option], constraints), p * v)
+    cuts = _divided(allowed_only(table.pace_s[case.option], constraints), p * v)
     offsets, places = _offsets(option)[:p], virtual_order(schedule, p, v)
     at = [(case.option, first, end) for first, end in pairwise(cuts)]
     pace = [float(table.pace_s[one]) for one in at]
@@ -256,6 +263,8 @@ def _pipeline(table: PipelineTable, m: int, schedule: str, case: _Case, constrai
         estimate = max(estimate, before + m * load[k] + ends)
         if k < p - 1:
             before += share[k] * pace[k] + messages[k] / 2 if schedule == "zb-v" else pace[k] + messages[k]
+    if estimate >= most:
+        return None
     filled = max(estimate, before + m * max(load) + step[0])
     worst = [times[(times @ s).argmax()] for s, times in zip(saved, held(schedule, p, m, v))]
     peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
@@ -292,13 +301,13 @@ def _lower_bound(table: PipelineTable, m: int, schedule: str, chunks: Sequence[i
         return 0.0
     bound = inf
     for index, option in enumerate(floors.options):
-        counts = _counts(table.num_layers, option, chunks, constraints)
+        counts = room_for(table.num_layers, option, chunks, constraints)
         if not counts:
             continue
         most, limit = max(p * v for p, v in counts), max(option.limit_bytes)
         rows = [row for row in floors.rows if not row.whole]
         values = [floors.pace_s[index], *(row.value[index] for row in rows)]
-        sums = [_tables(_allowed(value, constraints), most, np.add) for value in values]
+        sums = [_tables(allowed_only(value, constraints), most, np.add) for value in values]
         for p, v in counts:
             load = float(sums[0][p * v]) / p
             for row, least in zip(rows, sums[1:]):

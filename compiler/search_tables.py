@@ -18,6 +18,7 @@ import numpy as np
 from .batch_tables import Level
 from .exposure import lowered, most_hidden_seconds, overlap, raised
 from .graph import rescale, types_of
+from .pipeline_chunks import least_sums
 from .pipeline_clock import clock_seconds
 from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Constraints as Cuts
@@ -230,6 +231,20 @@ class SearchTables:
         return np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
 
     # ---- candidates
+
+    def uniform(self, m: int, most: float) -> Sequence[tuple[Submesh, int]]:
+        """Rows, made if need be, of the submeshes that groups of equal ones may take to be faster than ``most``."""
+        if m not in self.known:
+            total = len(self.usable)
+            able = [sub for sub in self.submeshes if sub.place is None and total // sub.num_devices >= 2]
+            paces = [self._pace(sub, m) for sub in able]
+            work = least_sums(np.stack(paces), self.cuts) if paces else []
+            able = [sub for sub, s in zip(able, work) if m * s / (total // sub.num_devices) < most]
+            prices = (FREE,) if self.roomy(m) else MIDDLE
+            self.known[m] = [(sub, self._level(m, *one)) for one in prices for sub in able]
+            with self.search.timed("compose"):
+                self._compose([(sub, m, level) for sub, level in self.known[m]])
+        return self.known[m]
 
     def candidates(self, m: int, tight: bool) -> list[Candidate]:
         """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven

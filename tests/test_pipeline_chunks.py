@@ -6,6 +6,7 @@ from math import inf, isfinite
 
 import numpy as np
 import pytest
+from meshwright.compiler.chunk_bounds import at_once, chunk_bound
 from meshwright.compiler.pipeline_chunks import _at_once, _offsets, chunked, held, quick_bound
 from meshwright.compiler.pipeline_clock import clock_seconds
 from meshwright.compiler.pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
@@ -59,6 +60,11 @@ def test_few_microbatches_show_all_that_many_hold(schedule, v):
                 assert (seen @ weights.T).max(axis=0) == pytest.approx(most)
                 assert seen.sum(axis=1).max() == in_flight(generate(schedule, p, m, v))[k]
                 assert 1 <= _at_once(schedule, p, m, v)[k] <= together
+                if p > 1:
+                    mine = [q for q, place in enumerate(virtual_order(schedule, p, v)) if place[0] == k]
+                    wanted = np.array([at_once(schedule, p, m, v)[q] for q in mine])  # in the order of the chunks
+                    assert wanted.min() >= 1
+                    assert any((times >= wanted).all() for times in seen), (p, m, k)
 
 
 def every_division(table: PipelineTable, index: int, count: int, constraints: Constraints):
@@ -92,7 +98,7 @@ def check(table: PipelineTable, one: Pipeline, schedule: str, m: int) -> None:
 @pytest.mark.parametrize(("schedule", "v"), FAMILIES)
 def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
     rng = np.random.default_rng(3)
-    outcomes = {"solved": 0, "memory": 0, "layout": 0, "optimal": 0}
+    outcomes = {"solved": 0, "memory": 0, "layout": 0, "optimal": 0, "lifted": 0}
     for _ in range(50):
         layers, devices, m = int(rng.integers(4, 8)), int(rng.integers(2, 5)), int(rng.integers(1, 10))
         table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
@@ -115,7 +121,12 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
             for one in found.pipelines:
                 check(table, one, schedule, m)
             assert found.bound_s <= fastest * (1 + 1e-9)
-            assert quick_bound(table.floors, m, constraints) <= fastest * (1 + 1e-9)
+            quick = quick_bound(table.floors, m, constraints)
+            assert quick <= fastest * (1 + 1e-9)
+            for most in (inf, 1.5 * fastest, 0.9 * fastest):
+                bound = chunk_bound(table.floors, m, schedule, (v,), constraints, most)
+                assert min(quick, most) * (1 - 1e-9) <= bound <= min(fastest, most) * (1 + 1e-9)
+            outcomes["lifted"] += bound > quick * (1 + 1e-6)
             faster = chunked(table, m, schedule, (v,), constraints, most=found.best.estimate_s * (1 + 1e-9))
             assert isinstance(faster, Solution)
             assert faster.best.estimate_s == pytest.approx(found.best.estimate_s)
@@ -135,6 +146,7 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
     assert outcomes["solved"] >= 10, outcomes
     assert outcomes["optimal"] >= outcomes["solved"] // 2, outcomes
     assert outcomes["memory"] + outcomes["layout"] >= 2, outcomes
+    assert outcomes["lifted"] >= 1, outcomes
 
 
 def test_bad_arguments():
