@@ -104,7 +104,7 @@ def _with_fewer(search: Search, found: Sequence[Candidate], limits: dict[str, fl
     best = min(divided, key=lambda one: one.clock_s, default=None)
     while best is not None:
         best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
-        if not m or search.cut_short or min(search.bounds[m, name] for name in names) >= best_s:
+        if not m or search.cut_short or tables.least_share(m) >= best_s:
             return
         pairs = tables.uniform(m, best_s * (1 - TIE))
         faster = list(_divided(search, m, pairs, dict.fromkeys(names, best_s * (1 - TIE)))) if pairs else []
