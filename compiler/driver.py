@@ -298,7 +298,8 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
     """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first.
 
     A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope, even if all
-    hides that may; its memory is counted if it is among the best then. What that shows of a shape's memory corrects all candidates that are left.
+    hides that may; its memory is counted if it is among the best then. What that shows of a shape's memory corrects all
+    candidates that are left.
     """
     plans: list[Plan] = []
     error: InfeasibleError | None = None

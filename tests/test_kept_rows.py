@@ -255,7 +255,7 @@ def test_the_structure_of_a_template_counts(template: Template) -> None:
 
 
 def test_everything_else_of_a_row_counts() -> None:
-    level, others = Level(1.0, 2.0, 0.5, 0.25), [np.arange(3.0), np.arange(2.0)]
+    level, others = Level(1.0, 2.0, 0.5), [np.arange(3.0), np.arange(2.0)]
     keys = [
         row_key(b"ab", [b"c"], level, 1.0, others), row_key(b"a", [b"bc"], level, 1.0, others),
         row_key(b"ab", [b"c", b""], level, 1.0, others), row_key(b"ab", [b"c"], level, 1.5, others),
