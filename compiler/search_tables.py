@@ -238,7 +238,7 @@ class SearchTables:
             total = len(self.usable)
             able = [sub for sub in self.submeshes if sub.place is None and total // sub.num_devices >= 2]
             paces = [self._pace(sub, m) for sub in able]
-            work = least_sums(np.stack(paces), self.cuts) if paces else []
+            work = least_sums(np.stack(paces), self.cuts).tolist() if paces else list[float]()
             able = [sub for sub, s in zip(able, work) if m * s / (total // sub.num_devices) < most]
             prices = (FREE,) if self.roomy(m) else MIDDLE
             self.known[m] = [(sub, self._level(m, *one)) for one in prices for sub in able]
