@@ -49,20 +49,23 @@ class RowGroup:
         """The row of the composer."""
         return self.variant(sub, m), price
 
-    def compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
-        """Make the intervals of these (submesh, microbatches, level), as far as they are not there."""
-        rows = [row for row in (self.row(*case) for case in cases) if row not in self._at]
-        if rows:
-            made = self.composer.intervals(rows)
-            self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
+    def uncomposed(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
+        """The rows of these (submesh, microbatches, level) whose intervals are not there."""
+        return [row for row in (self.row(*case) for case in cases) if row not in self._at]
 
-    def bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
-        """Make ``floor`` of these (submesh, microbatches, level), as far as it is not there."""
+    def compose(self, made: BatchIntervals) -> None:
+        """Take the composer's intervals."""
+        self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
+
+    def unbounded(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
+        """The rows that ``floor`` of these (submesh, microbatches, level) lacks."""
         rows = dict.fromkeys((self.variant(self.alike[sub], m), level) for sub, m, level in cases)
-        if missing := [row for row in rows if row not in self._floors]:
-            values, run = self.composer.floors(missing)
-            padded = np.concatenate([values, np.full((1, len(missing)), inf)])
-            self._floors |= {row: padded[:, place].take(run, mode="wrap") for place, row in enumerate(missing)}
+        return [row for row in rows if row not in self._floors]
+
+    def bound(self, rows: Sequence[Row], values: np.ndarray, run: np.ndarray) -> None:
+        """Take the composer's floors of these rows."""
+        padded = np.concatenate([values, np.full((1, len(rows)), inf)])
+        self._floors |= {row: padded[:, place].take(run, mode="wrap") for place, row in enumerate(rows)}
 
     def floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         """[L, L + 1] the least of the objective at a level, messages not counted; None where it was not made."""

@@ -7,16 +7,19 @@ saved byte, which counts once per microbatch in flight, is the same times how ma
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf, isfinite, log2
+from typing import TypeVar
 
 import numpy as np
 
+from .batch_compose import Row
 from .batch_tables import Level
 from .exposure import lowered, most_hidden_seconds, overlap, raised
+from .forked import all_of
 from .graph import rescale, types_of
 from .pipeline_chunks import least_sums
 from .pipeline_clock import clock_seconds
@@ -49,9 +52,13 @@ GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing
 ENDLESS = 1e9  # of the limit: no estimate takes as much
 LOOKS = 3  # microbatch counts that are looked at together
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
+WORTH_A_FORK = 60  # rows: fewer take no longer than a worker's start
+PIECE = 128  # rows of a group that a worker makes, at most
 TRIALS = 3  # of bounds between what is proven and the best
 PACE = Level(step_share=0.0)
 PLAIN = Level()
+
+T = TypeVar("T")
 
 
 class SearchTables:
@@ -395,15 +402,42 @@ class SearchTables:
         num = len(self.search.layering.layers)
         return num, num + 1
 
-    def _compose(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+    def _compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the intervals of these (submesh, microbatches, level)."""
-        for group in self.groups:
-            group.compose([row for row in rows if row[0] in group.places])
+        missing = [group.uncomposed([case for case in cases if case[0] in group.places]) for group in self.groups]
+        for group, _, made in self._shared(missing, lambda group, rows: group.composer.intervals(rows)):
+            group.compose(made)
 
-    def _bound(self, rows: Sequence[tuple[Submesh, int, int]]) -> None:
+    def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the floors of these (submesh, microbatches, level)."""
-        for group in self.groups:
-            group.bound([row for row in rows if row[0] in group.places])
+        missing = [group.unbounded([case for case in cases if case[0] in group.places]) for group in self.groups]
+        for group, rows, found in self._shared(missing, lambda group, rows: group.composer.floors(rows)):
+            group.bound(rows, *found)
+
+    def _shared(
+        self, missing: Sequence[Sequence[Row]], make: Callable[[RowGroup, Sequence[Row]], T]
+    ) -> Iterator[tuple[RowGroup, Sequence[Row], T]]:
+        """What is made of the rows that each group misses, by all workers.
+
+        Few rows of a group take as long as some more, so each worker has whole groups, or large pieces of them.
+        """
+        if self.search.workers == 1 or sum(map(len, missing)) < WORTH_A_FORK:
+            yield from ((group, rows, make(group, rows)) for group, rows in zip(self.groups, missing) if rows)
+            return
+        pieces = [
+            (group, rows[first : first + PIECE])
+            for group, rows in zip(self.groups, missing)
+            for first in range(0, len(rows), PIECE)
+        ]
+        for group, _ in pieces:
+            group.composer.prepare()  # which a fork would do for itself alone
+        shares: list[list[tuple[RowGroup, Sequence[Row]]]] = [[] for _ in range(self.search.workers)]
+        for piece in sorted(pieces, key=lambda piece: -len(piece[1])):
+            min(shares, key=lambda share: sum(len(rows) for _, rows in share)).append(piece)
+        shares = [share for share in shares if share]
+        works = [partial(_each, make, share) for share in shares]
+        for share, found in zip(shares, all_of(works)):
+            yield from ((*one, made) for one, made in zip(share, found))
 
     def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         return self._group(sub).floor(sub, m, level)
@@ -456,6 +490,10 @@ class SearchTables:
             self._option(sub, numbers[sub], n, room, beside.get((sub.shape, m, n), 0.0)) for sub, n in pairs
         )
         return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, floors=None, **stacked)
+
+
+def _each(make: Callable[[RowGroup, Sequence[Row]], T], share: Sequence[tuple[RowGroup, Sequence[Row]]]) -> list[T]:
+    return [make(*one) for one in share]
 
 
 def _fits(search: Search, m: int) -> bool:

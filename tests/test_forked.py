@@ -13,7 +13,7 @@ import meshwright as mw
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.forked import Forked
+from meshwright.compiler.forked import Forked, all_of
 from meshwright.models import GPT
 
 
@@ -26,6 +26,12 @@ def test_a_child_answers_what_this_process_would() -> None:
     here, expected = Forked(partial(squares, 300_000), False).result()
     assert child != here == os.getpid()
     assert (found == expected).all()
+
+
+def test_works_are_shared_and_keep_their_order() -> None:
+    works = [partial(squares, number) for number in (2, 3, 4)]
+    assert [pid == os.getpid() for pid, _ in all_of(works)] == [True, False, False]
+    assert [len(found) for _, found in all_of(works)] == [2, 3, 4]
 
 
 def test_what_a_child_cannot_say_is_made_here() -> None:
