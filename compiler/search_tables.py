@@ -7,6 +7,7 @@ saved byte, which counts once per microbatch in flight, is the same times how ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -189,8 +190,27 @@ class SearchTables:
         with self.search.timed("compose"):
             self._compose(rows)
 
-    def look(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
-        """The best pipeline with m microbatches at these prices."""
+    def looks(self, prices: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, list[Candidate]]:
+        """The best pipeline with each of these microbatch counts at its prices, which are prepared: of those faster
+        than the best so far. A worker for each, and ``stages`` has the seconds until all are done."""
+        if self.search.workers == 1 or len(prices) == 1:
+            return {m: self._look(m, some) for m, some in prices.items()}
+        begin, before = time.perf_counter(), self.search.passes.get("stages", 0.0)
+        found = {}
+        for m, seen in zip(prices, all_of([partial(self._seen, m, some) for m, some in prices.items()])):
+            self.search.bounds[m, self.search.space.guide], self.known[m], candidates = seen
+            found[m] = [replace(one, rows=self._rows(m, one.pipeline, self.known[m])) for one in candidates]
+        self.search.passes["stages"] = before + time.perf_counter() - begin
+        return found
+
+    def _seen(
+        self, m: int, prices: Sequence[tuple[float, float]]
+    ) -> tuple[float, Sequence[tuple[Submesh, int]], list[Candidate]]:
+        """What a look finds as data: the bound, the rows and the candidates without theirs."""
+        found = self._look(m, prices)
+        return self.bound(m), self.known[m], [replace(one, rows=()) for one in found]
+
+    def _look(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
         levels = [self._level(m, *one) for one in prices]
         return self._solve(m, [(sub, n) for n in levels for sub in self._worthwhile(m)], levels, 1)[:1]
 
@@ -310,18 +330,21 @@ class SearchTables:
         table: PipelineTable,
     ) -> Candidate:
         """The candidate that this pipeline of a table is, with its rows."""
-        rows = []
-        for stage in pipeline.stages:
-            sub, price = pairs[stage.option]
-            group = self._group(sub)
-            rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
         at = max(
             ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
         )
         clock_s = clock_seconds(table, m, schedule, pipeline)
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
         hidden_s = min(overlap(self.search.cluster) * pace_s, once_s)
-        return Candidate(m, schedule, pipeline, tuple(rows), clock_s, pace_s, once_s, hidden_s)
+        return Candidate(m, schedule, pipeline, self._rows(m, pipeline, pairs), clock_s, pace_s, once_s, hidden_s)
+
+    def _rows(self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> tuple[StageRow, ...]:
+        """Where the choices of its stages are found."""
+        rows = []
+        for sub, price in (pairs[stage.option] for stage in pipeline.stages):
+            group = self._group(sub)
+            rows.append(StageRow(group.composer, group.row(sub, m, price), sub))
+        return tuple(rows)
 
     def lean_candidates(self) -> Iterator[Candidate]:
         """The best pipelines where a byte is as dear as can be, should estimates be above what stages really hold."""
