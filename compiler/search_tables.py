@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -22,6 +23,7 @@ from .batch_tables import Level
 from .exposure import lowered, most_hidden_seconds, overlap, raised
 from .forked import all_of
 from .graph import rescale, types_of
+from .kept_rows import KeptRows
 from .pipeline_chunks import least_sums
 from .pipeline_clock import clock_seconds
 from .pipeline_dp import bound_of, describe_pipeline, solve
@@ -458,7 +460,8 @@ class SearchTables:
         for piece in sorted(pieces, key=lambda piece: -len(piece[1])):
             min(shares, key=lambda share: sum(len(rows) for _, rows in share)).append(piece)
         shares = [share for share in shares if share]
-        works = [partial(_each, make, share) for share in shares]
+        kept = self.search.kept
+        works = [partial(_each, make, share, kept if number else None) for number, share in enumerate(shares)]
         for share, found in zip(shares, all_of(works)):
             yield from ((*one, made) for one, made in zip(share, found))
 
@@ -515,8 +518,12 @@ class SearchTables:
         return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, floors=None, **stacked)
 
 
-def _each(make: Callable[[RowGroup, Sequence[Row]], T], share: Sequence[tuple[RowGroup, Sequence[Row]]]) -> list[T]:
-    return [make(*one) for one in share]
+def _each(
+    make: Callable[[RowGroup, Sequence[Row]], T], share: Sequence[tuple[RowGroup, Sequence[Row]]], kept: KeptRows | None
+) -> list[T]:
+    """What is made of a share. kept: where a fork writes its rows, as nobody else will."""
+    with nullcontext() if kept is None else kept.keeping():
+        return [make(*one) for one in share]
 
 
 def _fits(search: Search, m: int) -> bool:
