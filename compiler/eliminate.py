@@ -189,9 +189,11 @@ class _Elimination:
             return
         if cells > self.max_table:
             raise TooWide(f"the table of edge {edge.name!r} would have {cells} cells, more than {self.max_table}")
+        sure = {g for _, sets in ends if len(sets) == 1 for g in sets[0]}  # ends without a choice need no axis
+        ends = [end for end in ends if len(end[1]) > 1]
         table = np.zeros([len(cost), *(len(sets) for _, sets in ends)])
         for g in paid:
-            wanted = np.zeros([1] * (len(ends) + 1), dtype=bool)
+            wanted = np.full([1] * (len(ends) + 1), g in sure)
             for j, (_, sets) in enumerate(ends):
                 shape = [1] * (len(ends) + 1)
                 shape[j + 1] = len(sets)

@@ -239,6 +239,17 @@ def test_a_tensor_with_many_consumers_stays_narrow():
     assert evaluate(problem, table.assignment())[0] == pytest.approx(float(table.cost))
 
 
+def test_a_tensor_may_have_more_consumers_than_arrays_have_axes():
+    operators = [Operator("x", labels(2), np.zeros(2), np.zeros(2))]
+    operators += [Operator("free", labels(2), np.array([0.0, 3.0]), np.zeros(2))]
+    operators += [Operator(f"fixed {k}", labels(1), np.zeros(1), np.zeros(1)) for k in range(70)]
+    wants = ((1, np.arange(2)), *((k, np.ones(1, dtype=int)) for k in range(2, 72)))
+    edge = Edge("x", 0, np.arange(2), wants, np.array([[0.0, 1.0], [5.0, 0.0]]), np.zeros((2, 2)))
+    table = eliminate(Problem(tuple(operators), (edge,)))
+    assert float(table.cost) == 1.0  # the copy that all of the fixed ones read is paid once
+    assert table.assignment() == (0,) * 72
+
+
 def test_prices_of_a_byte_bound_every_completion_within_a_limit():
     weights = [0.0, 0.02, 0.1, 0.5]
     for seed in range(30):
