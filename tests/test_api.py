@@ -803,12 +803,12 @@ def spliced(folder: Path, model: nn.Module, inputs: Any, first: str, second: str
     """Stage 0 as in a pp2 plan of shape ``first``, stage 1 as in one of shape ``second``, by editing the document."""
     sizes = [max(1, int(shape[2:])) for shape in (first, second)]
     assert sizes == list(devices)
-    documents = [
-        mw.plan(
-            model, "p3.16xlarge", example_inputs=inputs, strategy=f"pp2,{shape}", microbatches=2, executable=True
-        ).to_json()
-        for shape in (first, second)
-    ]
+    asked = {"example_inputs": inputs, "microbatches": 2, "executable": True}
+    one = mw.plan(model, "p3.16xlarge", strategy=f"pp2,{first}", **asked)
+    (cut,) = (stage.chunks[0].layers[0] for stage in one.stages[1:])
+    same_cut = f"stage boundary at {one.layers[cut]}"
+    other = mw.plan(model, "p3.16xlarge", strategy=f"pp2,{second}", constraints=same_cut, **asked)
+    documents = one.to_json(), other.to_json()
     assert documents[0]["stages"][0]["chunks"][0]["layers"] == documents[1]["stages"][0]["chunks"][0]["layers"]
     made = documents[0]
     made["stages"][1] = documents[1]["stages"][1]

@@ -236,14 +236,15 @@ def test_only_what_runs_beside_the_backward_hides() -> None:
     assert hidden_seconds(buckets, lambda _: 3.0, ready, 10.0, 0.0) == (6.0, 0.0)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
     x = torch.empty(8, 1024, device="meta")
     graph = capture(zoo.MLP(1024).to("meta"), (x, x), {})
     hiding = with_device(CLUSTER, overlap=1.0)
     best = make_plan(graph, hiding, 8, microbatches, alternatives=False)
     data = planned(graph, hiding, Strategy(1, 2, 1), microbatches)
-    assert data.prediction.stages[0].seconds["overlapped"] > 0
+    if microbatches > 1:  # else gradients may as well be summed one by one, where they arise
+        assert data.prediction.stages[0].seconds["overlapped"] > 0
     assert best.prediction.bound_s <= min(data.prediction.step_s, best.prediction.step_s)
 
 
@@ -259,7 +260,7 @@ def test_what_hides_lowers_the_bound(overlap: float, m: int, seconds: float, lea
 def test_the_search_never_asks_more_for_gradients_than_the_buckets_take() -> None:
     x = torch.empty(8, 1024, device="meta")
     graph = capture(zoo.MLP(1024).to("meta"), (x, x), {})
-    plan = planned(graph, with_device(CLUSTER, overlap=0.0), Strategy(1, 4, 1), 1)
+    plan = planned(graph, with_device(CLUSTER, overlap=0.0), Strategy(1, 4, 1), 2)
     pricer = MeshPricer(CLUSTER, 0, (4,))
     asked = sum(
         pricer.gradient_seconds(
