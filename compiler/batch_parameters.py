@@ -30,7 +30,8 @@ class ParameterChoice(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ParameterPrices:
     """Arrays [num, choices]. seconds: per microbatch, everything; step: of these what is done once per step; gradient:
-    of these the reduction and gathers; backward: what is done per microbatch; gathered: bytes of the gathered value."""
+    of these the reduction and gathers; backward: what is done per microbatch; weight: of the backward, the addition of
+    gradients; gathered: bytes of the gathered value."""
 
     choices: tuple[ParameterChoice, ...]
     offered: np.ndarray
@@ -38,6 +39,7 @@ class ParameterPrices:
     step: np.ndarray
     gradient: np.ndarray
     backward: np.ndarray
+    weight: np.ndarray
     resident: np.ndarray
     gathered: np.ndarray
 
@@ -111,33 +113,34 @@ class _Table:
         rates = self.pricer.parameter_rates(self.kind, self.requires_grad)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
         gathered = whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
-        ahead, back, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
+        ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
         m = self.variants.microbatches
         step = (gradient + update) / m
         self.choices.append(ParameterChoice(pair, pattern))
-        self.columns.append((offered, ahead + back + step, step, gradient / m, back, resident, gathered))
+        self.columns.append((offered, ahead + back + step, step, gradient / m, back, added, resident, gathered))
 
     def _seconds(
         self, pair: Pair, pattern: str, whole: np.ndarray, part: np.ndarray, shared: int, dim: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """[num] each: (per microbatch in the forward, in the backward, reduction and gathers per step, update)."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """[num] each: (per microbatch in the forward, in the backward, of this to add gradients up; reduction and
+        gathers per step, update)."""
         nothing = np.zeros(self.variants.num)
         size = whole * self.kind.dtype.itemsize
         gather = self._bucket("all_gather", shared, size) if pattern != "replicated" else nothing
         if not self.trainable:
-            return gather, gather, nothing, nothing
+            return gather, gather, nothing, nothing, nothing
         update = self.pricer.update_seconds(self.kind, part)
         # gradients add up where they are kept: whole unless every microbatch reduces them
         added = self._added(pair, shared if pattern in ("zero2", "zero3") else 0, dim)
         if pattern == "replicated":
             partial = sum(1 << axis for axis, placement in enumerate(pair.cotangent) if placement == P)
-            return nothing, added, self._bucket("all_reduce", partial, size), update
+            return nothing, added, added, self._bucket("all_reduce", partial, size), update
         reduce = self._bucket("reduce_scatter", shared, size)
         if pattern == "zero1":
-            return nothing, added, reduce + gather, update
+            return nothing, added, added, reduce + gather, update
         if pattern == "zero2":
-            return nothing, added + reduce, gather, update
-        return gather, added + reduce + gather, nothing, update
+            return nothing, added + reduce, added, gather, update
+        return gather, added + reduce + gather, added, nothing, update
 
     def _added(self, pair: Pair, shared: int, dim: np.ndarray) -> np.ndarray:
         """[num] seconds per microbatch to add its gradient up."""

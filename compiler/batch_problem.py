@@ -137,7 +137,8 @@ class BatchSection:
     parameters, Pair for the rest; offered: bool, where a case has the choice. seconds: per microbatch, everything;
     step_seconds: of these what is done once per step, over the number of microbatches (gradients' reduction and the
     update; adding gradients up belongs to every microbatch); gradient_seconds: of these the reduction and gathers that
-    could hide behind compute; backward_seconds: of the seconds those in the backward of a microbatch. floor_seconds:
+    could hide behind compute; backward_seconds: of the seconds those in the backward of a microbatch; weight_seconds:
+    of these the gradients of weights, for which no other stage waits. floor_seconds:
     what a stage that holds several layers pays for this one at least: nothing for floating ops that more layers need,
     a parameter's seconds shared among the layers that use it.
     """
@@ -152,6 +153,7 @@ class BatchSection:
     step_seconds: tuple[np.ndarray, ...]
     gradient_seconds: tuple[np.ndarray, ...]
     backward_seconds: tuple[np.ndarray, ...]
+    weight_seconds: tuple[np.ndarray, ...]
     floor_seconds: tuple[np.ndarray, ...]
     resident: tuple[np.ndarray, ...]
     again: tuple[ByMode, ...]

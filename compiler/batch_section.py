@@ -43,6 +43,7 @@ class _Row(NamedTuple):
     step: np.ndarray
     gradient: np.ndarray
     backward: np.ndarray
+    weight: np.ndarray
     floor: np.ndarray
     resident: np.ndarray
     again: ByMode
@@ -165,6 +166,7 @@ class _Builder:
             step_seconds=tuple(row.step for row in rows),
             gradient_seconds=tuple(row.gradient for row in rows),
             backward_seconds=tuple(row.backward for row in rows),
+            weight_seconds=tuple(row.weight for row in rows),
             floor_seconds=tuple(row.floor for row in rows),
             resident=tuple(row.resident for row in rows),
             again=tuple(row.again for row in rows),
@@ -193,6 +195,7 @@ class _Builder:
         step: np.ndarray | None = None,
         gradient: np.ndarray | None = None,
         backward: np.ndarray | None = None,
+        weight: np.ndarray | None = None,
         floor: np.ndarray | None = None,
         resident: np.ndarray | None = None,
         again: ByMode | None = None,
@@ -210,7 +213,7 @@ class _Builder:
 
         total = np.where(offered, filled(seconds), np.inf)
         least = total if floor is None else np.where(offered, floor, np.inf)
-        parts = [filled(part) for part in (step, gradient, backward)]
+        parts = [filled(part) for part in (step, gradient, backward, weight)]
         self.rows.append(
             _Row(
                 name,
@@ -221,6 +224,7 @@ class _Builder:
                 parts[0],
                 parts[1],
                 parts[2],
+                parts[3],
                 least,
                 filled(resident),
                 by_mode(again),
@@ -245,9 +249,9 @@ class _Builder:
         choices = self.op_choices[node.name] = op_choices(self.variants, nodes, self.restriction)
         prices = self.pricer.op(nodes, node, choices)
         again = {mode: prices.ahead for mode, re in self.recompute.items() if node.name in re.repeated}
-        seconds, backward = prices.ahead + prices.back, prices.back
+        seconds, backward, weight = prices.ahead + prices.back, prices.back, prices.backward_weight
         if node.name in self.layering.static:  # once per stage however many layers use it: ``assemble`` prices it
-            seconds = backward = np.zeros_like(seconds)
+            seconds = backward = weight = np.zeros_like(seconds)
         if not self.restriction.roles and self.restriction.pinned is None:
             extents = np.array(self.variants.extents)[self.variants.extent_of]
             allowed = 0.01 * self.layering.total_flops * extents / self.layering.batch
@@ -266,6 +270,7 @@ class _Builder:
             choices.offered,
             seconds=seconds,
             backward=backward,
+            weight=weight,
             floor=floor,
             again=again,
             saved=saved,
@@ -341,6 +346,7 @@ class _Builder:
             step=prices.step,
             gradient=prices.gradient,
             backward=prices.backward,
+            weight=prices.weight,
             floor=prices.seconds / self.sharing.uses(name),
             resident=prices.resident,
             transient=dict.fromkeys(self.modes, prices.gathered),

@@ -3,7 +3,8 @@
 A *row* is a case (mesh shape, offset, microbatches: ``variants``) under a *level* (weights of bytes, and what of the
 seconds counts). Its objective is, for the recompute mode that is best in each cell,
 
-    seconds + again[mode] − (1 − step_share) · step_seconds · floor_seconds / seconds
+    seconds + again[mode]
+        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds) · floor_seconds / seconds
         + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
 where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
@@ -33,11 +34,13 @@ TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns 
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts."""
+    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts, and of the
+    gradients of weights: all, unless per-step work counts nothing (``_corners``)."""
 
     byte: float = 0.0
     saved_byte: float = 0.0
     step_share: float = 1.0
+    weight_share: float = 1.0
 
     @property
     def unpriced(self) -> bool:
@@ -53,16 +56,19 @@ class Weights:
     byte: np.ndarray
     saved_byte: np.ndarray
     step_off: np.ndarray
+    weight_off: np.ndarray
 
     @staticmethod
     def of(rows: Sequence[tuple[int, Level]]) -> Weights:
         """(case, level) per row."""
         levels = [level for _, level in rows]
+        assert all(level.weight_share == 1.0 or level.step_share == 0.0 for level in levels), levels
         return Weights(
             np.array([variant for variant, _ in rows], dtype=np.intp),
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
+            1.0 - np.array([level.weight_share for level in levels]),
         )
 
     def part(self, rows: slice) -> Weights:
@@ -78,6 +84,7 @@ class Terms:
     seconds: np.ndarray  # inf where impossible
     sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
     step_s: np.ndarray | None
+    weight_s: np.ndarray | None
     resident: np.ndarray | None
     again: tuple[np.ndarray | None, ...]
     saved: tuple[np.ndarray | None, ...]
@@ -98,6 +105,8 @@ class Terms:
         base = self.seconds[..., cases]
         if self.step_s is not None and weights.step_off.any():
             base = base - self.step_s[..., cases] * weights.step_off
+        if self.weight_s is not None and weights.weight_off.any():
+            base = base - self.weight_s[..., cases] * weights.weight_off
         sure = None if self.sure is None else self.sure[..., cases]
         base = base if sure is None else base * sure
         if self.resident is not None:
@@ -363,6 +372,7 @@ def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Term
         np.ascontiguousarray(seconds.T, dtype=float),
         sure,
         only(section.step_seconds[i]),
+        only(section.weight_seconds[i]),
         only(section.resident[i]),
         by_mode(section.again[i]),
         by_mode(section.saved[i]),
@@ -393,7 +403,7 @@ def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, 
     if total is None:
         total = np.zeros((*seconds.shape[1:], len(seconds)))
     sure = None if edge.floor == 1.0 else np.where(np.isfinite(total), edge.floor, 1.0)
-    return Terms(total, sure, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
+    return Terms(total, sure, None, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
 
 
 def _link(edge: BatchEdge, terms: Terms, borders: Sequence[Border], number: int) -> Link:
@@ -430,6 +440,9 @@ def _corners(terms: Terms) -> np.ndarray:
     columns = [terms.counted(terms.seconds)]
     if terms.step_s is not None:
         columns.append(terms.counted(terms.seconds - terms.step_s))
+    if terms.weight_s is not None:
+        step_s = 0.0 if terms.step_s is None else terms.step_s
+        columns.append(terms.counted(terms.seconds - step_s - terms.weight_s))
     columns += [terms.counted(again) for again in _different(terms.again)]
     columns += _different([terms.resident, *terms.saved])
     return np.concatenate(columns, axis=1)

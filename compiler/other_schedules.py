@@ -226,10 +226,13 @@ def prove_others(search: Search, best_s: float) -> None:
     alone = not any(name in CHUNKED for name in others)
     usable = tables.usable * search.share
 
-    def prove(m: int, of: Callable[[Floors, float], Mapping[str, float]], messages: bool) -> None:
+    def prove(
+        m: int, of: Callable[[Floors, float], Mapping[str, float]], messages: bool, more: Sequence[int] = ()
+    ) -> None:
         # with few microbatches much of a step's other work may hide: then by paces alone
         paced = tables.hides(m)
-        levels = [n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share)]
+        known = (n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share))
+        levels = list(dict.fromkeys([*more, *known]))
         most = best_s if paced else raised(best_s, m, cluster, tables.hidden_s)
         for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
             true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
@@ -244,7 +247,8 @@ def prove_others(search: Search, best_s: float) -> None:
         left.remove(case)
         m, name = case
         before = search.bounds[case]
-        prove(m, lambda floors, most: _closely(search, floors, m, name, most), name not in CHUNKED)  # noqa: B023
+        more = tables.lean_levels(m, name == "zb-h1")
+        prove(m, lambda floors, most: _closely(search, floors, m, name, most), name not in CHUNKED, more)  # noqa: B023
         if search.bounds[case] <= before:  # what is least cannot be lifted: nothing else matters
             break
 
@@ -255,9 +259,7 @@ def _closely(search: Search, floors: Floors, m: int, name: str, most: float) -> 
     assert tables is not None
     if name in CHUNKED:
         return {name: chunk_bound(floors, m, name, _chunks(search, name), at_most(m, tables.cuts), most)}
-    if name == "gpipe":
-        return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
-    return {}
+    return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
 
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:

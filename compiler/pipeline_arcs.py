@@ -159,6 +159,7 @@ class Arcs:
                 np.maximum(total, head[entry], out=total)
             if sums is not None:
                 left = sums[self.target[start:stop], :columns]
+                left[np.isinf(left)] = 0.0  # no path: the total says so, and slopes may be 0
                 for slope, constant in lines:
                     np.maximum(total, slope * left + constant[entry], out=total)
             value[states, int(counted) :] = np.minimum.reduceat(total, begins, axis=0)

@@ -92,34 +92,38 @@ class FloorCosts:
         self.is_first = np.broadcast_to(~enters, self.pace.shape)
         entry = none if floors.entry_s is None else rows.packed(floors.entry_s)
         self.once = np.where(self.is_first, self.step, entry)
-        self.lagrange = [(row.byte, row.saved_byte, row.whole, rows.packed(row.value)) for row in floors.rows]
-        self.returns = floors.forward_share + floors.input_share if schedule.startswith("zb") else 1.0
-        self._all: dict[int, tuple[Floats, Floats]] = {}  # by q, of all rows and pairs
+        self.lagrange = [(row, rows.packed(row.value)) for row in floors.rows]
+        self.split = schedule.startswith("zb")
+        self.returns = floors.forward_share + floors.input_share if self.split else 1.0
+        self._all: dict[int, tuple[Floats, Floats, Floats]] = {}  # by q, of all rows and pairs
 
-    def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
-        """(pace, m · pace + per-step work)."""
+    def _at_least(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats, Floats]:
+        """(pace, m · pace + per-step work, what of the pace is on a microbatch's way there and back)."""
         if not isinstance(row, slice):
             return self._computed(q, row, pair)
         if q not in self._all:
             self._all[q] = self._computed(q, row, pair)
         return self._all[q]
 
-    def _computed(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
+    def _computed(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats, Floats]:
         pace, whole, room = self.pace[row, pair], self.whole[row, pair], self.room[row, pair]
-        for byte, saved_byte, counts_step, value in self.lagrange:
-            least = value[row, pair] - room * max(byte, saved_byte / q)
-            if counts_step:
+        trip = np.broadcast_to(0.0, pace.shape)
+        for one, value in self.lagrange:
+            least = value[row, pair] - room * max(one.byte, one.saved_byte / q)
+            if one.whole:
                 whole = np.maximum(whole, least)
+            elif one.trip:
+                trip = np.maximum(trip, least)
             else:
                 pace = np.maximum(pace, least)
-        return pace, np.maximum(self.m * whole, self.m * pace + self.step[row, pair])
+        possible = np.where(np.isfinite(pace), pace, 0.0)
+        trip = np.maximum(self.returns * possible, np.where(np.isfinite(trip), trip, 0.0)) if self.split else possible
+        pace = np.maximum(pace, trip)
+        return pace, np.maximum(self.m * whole, self.m * pace + self.step[row, pair]), trip
 
     def _there_and_back(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """(head, the part of a microbatch's way that is in the stage)."""
-        pace, whole = self._at_least(q, row, pair)
-        trip = np.where(np.isfinite(pace), pace, 0.0)
-        if self.returns != 1.0:
-            trip *= self.returns
+        pace, whole, trip = self._at_least(q, row, pair)
         head = np.where(self.is_first[row, pair] | ~np.isfinite(pace), whole, self.m * trip)
         head = head + np.where(self.is_first[row, pair], 0.0, self.once[row, pair])
         return np.where(whole <= self.cap_s, head, inf), trip
@@ -133,16 +137,23 @@ class FloorCosts:
         """The lines of ``back``."""
         head, trip = self._there_and_back(q, row, pair)
         way = trip, trip + self.behind[row, pair], self.once[row, pair], head
-        return turn_lines(self.schedule, self.m, q, left, way)
+        lines = turn_lines(self.schedule, self.m, q, left, way)
+        if self.split:
+            pace, _, _ = self._at_least(q, row, pair)
+            weights = self.m - 1 - q + left if q < self.m else 0  # q = p: those that come before the last I
+            possible = np.where(np.isfinite(pace), pace, trip)
+            lines.append((0.0, self.m * trip + weights * (possible - trip) + self.once[row, pair]))
+        return lines
 
     def parts(self, q: int) -> Sequence[Floats]:
         """What the constants of ``turns`` grow with, beside head and fill."""
-        _, trip = self._there_and_back(q, slice(None), slice(None))
-        return trip, self.behind if self.schedule == "gpipe" else trip + self.behind
+        pace, _, trip = self._at_least(q, slice(None), slice(None))
+        parts = trip, self.behind if self.schedule == "gpipe" else trip + self.behind
+        return (*parts, np.where(np.isfinite(pace), pace, trip)) if self.split else parts
 
     def ahead(self, q: int, row: Ints | slice, pair: Ints | slice) -> tuple[Floats, Floats]:
         """H: to a stage, its work, and its end of step."""
-        pace, whole = self._at_least(q, row, pair)
+        pace, whole, _ = self._at_least(q, row, pair)
         return whole, self.floors.forward_share * np.where(np.isfinite(pace), pace, 0.0)
 
 

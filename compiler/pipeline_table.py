@@ -60,12 +60,14 @@ class StageOption:
 @dataclass(frozen=True, eq=False)
 class Lagrange:
     """Bytes made seconds: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each choice of option o's
-    stage, t its seconds per microbatch, with its per-step work / m where ``whole``."""
+    stage, t its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of weights
+    where ``trip``."""
 
     byte: float
     saved_byte: float
     value: Floats  # [options of the floors, L, L + 1]
     whole: bool = False
+    trip: bool = False
 
 
 @dataclass(frozen=True, eq=False)

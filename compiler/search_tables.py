@@ -245,7 +245,8 @@ class SearchTables:
                     value[o] = found
             level = self.levels[number]
             value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
-            rows.append(Lagrange(level.byte, level.saved_byte, value, whole=level.step_share > 0.0))
+            trip = level.weight_share < 1.0
+            rows.append(Lagrange(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
         pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
         options = tuple(self._option(sub, o, 0, SLACK) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m) if messages else (None, None)
@@ -395,14 +396,14 @@ class SearchTables:
         group = self._group(sub)
         return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
 
-    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0) -> int:
+    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
         """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
         whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
         unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
         octaves = WIDE_OCTAVES if factor == LEANEST[0] else OCTAVES
         unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
-        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share)
+        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
         if level not in self.levels:
             self.levels.append(level)
         return self.levels.index(level)
@@ -413,9 +414,18 @@ class SearchTables:
 
     # ---- tables
 
+    def lean_levels(self, m: int, split: bool) -> list[int]:
+        """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
+        and back where the backward is split."""
+        levels = [self._level(m, *one, step_share=0.0) for one in LEAN]
+        if split:
+            levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
+        self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
+        return list(dict.fromkeys(levels))
+
     def levels_of(self, m: int) -> list[int]:
-        """The prices of a byte at which the floors of all submeshes are known."""
-        numbers = range(1, len(self.levels))
+        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch."""
+        numbers = [n for n in range(1, len(self.levels)) if self.levels[n].weight_share == 1.0]
         return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from meshwright.compiler.batch_compose import BatchComposer
+from meshwright.compiler.batch_section import build_batch_section
 from meshwright.compiler.batch_tables import Level
 from meshwright.compiler.capture import capture
 from meshwright.compiler.eliminate import eliminate
@@ -217,6 +218,30 @@ def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
     theirs = BatchComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
     np.testing.assert_allclose(ours.cost, theirs.cost, rtol=1e-9)
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
+
+
+@pytest.mark.parametrize("byte", [0.0, 1e-9])
+def test_a_level_without_gradients_of_weights(graph, byte):
+    """As if the section did not make them."""
+    variants = variants_of(graph, 1)
+
+    def lighter(*arguments):
+        section = build_batch_section(*arguments)
+        known = [np.where(np.isfinite(s) & (s > 0), s, 1.0) for s in section.seconds]
+        share = [np.where(np.isfinite(floor), floor, 1.0) / s for s, floor in zip(known, section.floor_seconds)]
+        parts = zip(section.seconds, section.step_seconds, section.weight_seconds)
+        seconds = tuple(s - once - weight for s, once, weight in parts)
+        none = tuple(np.zeros_like(s) for s in seconds)
+        floor = tuple(np.where(np.isfinite(s), s * part, np.inf) for s, part in zip(seconds, share))
+        return replace(section, seconds=seconds, floor_seconds=floor, step_seconds=none, weight_seconds=none)
+
+    rows, modes = [(v, 0) for v in range(variants.num)], ["none", "full"]
+    level = Level(byte, byte, step_share=0.0, weight_share=0.0)
+    ours = BatchComposer(variants, FREE, [level], modes).floors(rows)[0]
+    np.testing.assert_allclose(ours, BatchComposer(variants, FREE, [level], modes, lighter).floors(rows)[0], rtol=1e-9)
+    whole = BatchComposer(variants, FREE, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
+    assert (ours <= whole).all()
+    assert (ours < whole).any()
 
 
 def test_a_floor_counts_in_the_objective_and_not_in_the_pace(graph):

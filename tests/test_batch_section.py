@@ -283,11 +283,19 @@ def test_parts_of_the_seconds_add_up():
                     assert section.floor_seconds[i][0, c] <= total
                     parts = section.step_seconds[i][0, c] + section.backward_seconds[i][0, c]
                     assert parts <= total * (1 + 1e-12)
+                    assert section.weight_seconds[i][0, c] <= section.backward_seconds[i][0, c] * (1 + 1e-12)
+                    if section.kinds[i] == "op":
+                        node, choice = variants.graph_at(0).node(name), section.choices[i][c]
+                        choice = replace(choice, work_share=1 / variants.divisor[0, section.ops[name].splits[c]])
+                        price = pricer.op(node, choice, layering.needs_grad)
+                        close(section.weight_seconds[i][0, c], price.backward_weight_s, name)
                     assert section.gradient_seconds[i][0, c] <= section.step_seconds[i][0, c] * (1 + 1e-12)
                     if section.kinds[i] == "parameter" and section.choices[i][c].pattern == "replicated":
                         kind, pair = graph.node(name).meta["type"], section.choices[i][c].pair
                         gradient = pricer.gradient_seconds(kind, pair) / variants.microbatches[0]
                         close(section.gradient_seconds[i][0, c], gradient, name)
+                        added = pricer.accumulate_seconds(kind, pair, variants.microbatches[0])
+                        close(section.weight_seconds[i][0, c], added / variants.microbatches[0], name)
 
 
 def test_a_tied_weight_is_shared():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -12,11 +13,13 @@ from meshwright.compiler.driver import make_plan
 from meshwright.compiler.finish import SLACK
 from meshwright.compiler.other_schedules import TIE, simplest_first
 from meshwright.compiler.pipeline_chunks import quick_bound
-from meshwright.compiler.pipeline_table import Constraints
+from meshwright.compiler.pipeline_dp import bound_of
+from meshwright.compiler.pipeline_table import Constraints, Floors, Lagrange
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.reprice import reprice
-from meshwright.compiler.schedule import executable_schedules, known_schedules
+from meshwright.compiler.schedule import executable_schedules, generate, known_schedules
 from meshwright.compiler.schedule_bounds import family_bounds
+from meshwright.compiler.simulate import simulate
 from meshwright.compiler.space import SCHEDULES, Space
 from meshwright.compiler.strategy import InfeasibleError
 from meshwright.compiler.validate import model_faults
@@ -144,3 +147,53 @@ def test_bounds_are_below_every_pipeline_of_small_tables(seed):
             for name in set(asked) & set(names):
                 assert min(found[name], most) <= fastest[name] * (1 + 1e-9)
     assert quick_bound(table.floors, m, Constraints()) >= 0
+
+
+def split_case(seed):
+    """(table, m, [options, L, L + 1] seconds of gradients of weights, the fastest makespan under zb-h1)."""
+    rng = np.random.default_rng(seed)
+    layers, devices, m = int(rng.integers(2, 6)), int(rng.integers(2, 6)), int(rng.integers(1, 12))
+    table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
+    forward, weight = (table.pace_s * rng.uniform(0.1, 0.5, table.pace_s.shape) for _ in range(2))
+    fastest = inf
+    for stages in every_pipeline(table, Constraints()):
+        if over_the_limit(table, stages, "zb-h1", m) <= 0:
+            at = [(one.option, one.first_layer, one.end_layer) for one in stages]
+            entry = [0.0 if table.entry_s is None else table.entry_s[one] for one in at]
+            message = [(table.transfer_s[one] + e) / 2 for one, e in zip(at, entry[1:])]
+            edges = dict(zip(pairwise(range(len(at))), message))
+            parts = [(forward[one], table.pace_s[one] - forward[one], table.step_s[one], weight[one]) for one in at]
+            ahead, back, step, weights = zip(*parts)
+            run = simulate(generate("zb-h1", len(at), m), ahead, back, edges or None, step, backward_weight_s=weights)
+            fastest = min(fastest, run.makespan_s)
+    return table, m, weight, fastest
+
+
+def split_bound(table, m, weight):
+    """The bound by floors of the pace and of the way there and back, at prices of a byte and at none."""
+    floors = table.floors
+    shape = (len(floors.options), -1, *table.pace_s.shape[1:])
+    trip = np.where(np.isfinite(table.pace_s), table.pace_s, inf) - np.where(np.isfinite(weight), weight, 0.0)
+    rows = list(floors.rows)
+    for byte, saved_byte in ((0.0, 0.0), (0.5, 0.5), (1.0, 6.0)):
+        value = trip + byte * table.resident + saved_byte * table.saved
+        rows.append(Lagrange(byte, saved_byte, value.reshape(shape).min(axis=1), trip=True))
+    floors = Floors(
+        floors.options, floors.pace_s, transfer_s=floors.transfer_s, entry_s=floors.entry_s, rows=tuple(rows)
+    )
+    return bound_of(floors.alone(table.num_devices), m, "zb-h1", Constraints(), 1e6, 2)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_split_backwards_are_bounded_by_the_way_there_and_back(seed):
+    table, m, weight, fastest = split_case(seed)
+    assert split_bound(table, m, weight) <= fastest * (1 + 1e-9)
+
+
+def test_a_share_of_weights_that_is_too_small_is_no_bound():
+    cases = [split_case(seed) for seed in range(40)]
+    known = [case for case in cases if case[-1] < inf]
+    assert any(split_bound(table, m, 0.3 * weight) > fastest for table, m, weight, fastest in known)
+    # and the bounds are worth having: far above the slowest stage alone
+    ratios = [split_bound(table, m, weight) / fastest for table, m, weight, fastest in known]
+    assert np.median(ratios) > 0.85
