@@ -14,7 +14,7 @@ one is no faster; tables of the options that may win are made for these.
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
 there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
 
-What is proven of them: ``schedule_bounds``.
+What is proven of them: ``schedule_bounds``, and of what is least then: ``chunk_bounds`` and ``pipeline_bound``.
 """
 
 from __future__ import annotations

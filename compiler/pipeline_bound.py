@@ -19,7 +19,9 @@ after m t_k (after at least the m F and the m I, m (f_k + i_k)). Stage k − 1 d
 
 So max_k V(k) = W of ``pipeline_dp``, and its least value over all pipelines is a bound, also if t, x, σ are replaced by
 *floors* that no choice of the stage undercuts: V and H ascend with each of them. Under zb-h1 m t_k with f + i fills is
-no bound: the weights' gradients of stage k may run while the last gradients flow back.
+no bound: the weights' gradients of stage k may run while the last gradients flow back. But all W of stage k, w_k each,
+but the last k + 1 come before its last I (``schedule_families.zb_h1``), so V′(k) + max(0, m − 1 − k) w_k is one. Floors
+of f + i are rows of values that leave w out (``Lagrange.trip``).
 
 Floors with memory. If (t, resident r, saved s) is a choice that fits with q microbatches in flight, r + q s + transient
 ≤ M, and value ≤ t + λ r + μ s is known for all choices, then λ r + μ s ≤ max(λ, μ/q) (r + q s), so
