@@ -3,10 +3,10 @@
 
     layouts       how tensors lie in memory, where exact ops were measured                layouts.py
     layers        cluster the graph's ops into layers and classes                         layers.py
-    floors        per mesh and microbatch count: what all layers take at least, bounds    search_tables.py, batch_*.py
+    floors        per mesh and microbatch count: what all layers take at least, bounds    search_floors.py, batch_*.py
     compose       tables at prices of a byte, for the counts that may win                 explore.py, batch_*.py
     stages        dynamic programming over layers × devices                               pipeline_*.py
-    bounds        of the other counts and of the other schedule families                 search_tables.py, schedule_*.py
+    bounds        of the other counts and of the other schedule families                 search_floors.py, schedule_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  whole_stage.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py

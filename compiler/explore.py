@@ -1,13 +1,13 @@
 """The search over microbatch counts, submeshes, shardings, residencies, recompute and schedules, best first.
 
-1. *Floors* (``search_tables``). For every microbatch count and submesh: the least seconds per microbatch of every run
+1. *Floors* (``search_floors``). For every microbatch count and submesh: the least seconds per microbatch of every run
    of layers, whatever its bytes, and the least where a byte is as dear as can be.
 2. *Looks.* A few counts at a time, small microbatches first, get tables at middling prices of a byte and their first
    pipeline; then the neighbours of the best, until it has none better.
 3. *Candidates.* The counts whose first pipelines are the fastest get a ladder of prices where memory is tight, so that
    leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
 What was looked at is bounded on the way by its own Lagrangian values (``pipeline_bound``), the rest afterwards
-(``SearchTables.bound_the_rest``). The bound of the search is the least of all counts'.
+(``SearchFloors.bound_the_rest``). The bound of the search is the least of all counts'.
 
 Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """
@@ -18,8 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from .search_floors import FREE
 from .search_state import Candidate, Miss, Search
-from .search_tables import EPSILON, FREE, LADDER, MIDDLE, SearchTables
+from .search_tables import EPSILON, LADDER, MIDDLE, SearchTables
 
 __all__ = ["corrected", "explore", "fits", "nearest_misses"]
 

@@ -1,0 +1,324 @@
+"""Floors of what submeshes, microbatch counts and prices of a byte take, made for as many at once as are asked for, and
+what they prove.
+
+The prices of a byte are those at which a stage's whole time would pay for its whole memory, times a factor; that of a
+saved byte, which counts once per microbatch in flight, is the same times how many there may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from itertools import accumulate
+from math import inf, isfinite, log2
+from typing import TypeVar
+
+import numpy as np
+
+from .batch_compose import Row
+from .batch_tables import Level
+from .exposure import lowered, most_hidden_seconds, raised
+from .forked import all_of
+from .graph import rescale, types_of
+from .kept_rows import KeptRows
+from .pipeline_dp import bound_of
+from .pipeline_table import Constraints as Cuts
+from .pipeline_table import Floors, Lagrange, StageOption
+from .pricing import MeshPricer
+from .row_group import RowGroup, row_groups
+from .search_state import SLACK, Search, batch_bytes
+from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
+from .strategy import divide
+
+__all__ = ["FREE", "LEANEST", "SearchFloors"]
+
+# prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
+FREE = (0.0, 0.0)
+LEANEST = (1e4, 2.0)
+LEAN = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
+OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
+WIDE_OCTAVES = 8.0  # those as dear as can be more coarsely
+CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
+LOOSE = 0.02  # of the best: bounds that far below are looked at again
+ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+WORTH_A_FORK = 60  # rows: fewer take no longer than a worker's start
+PIECE = 128  # rows of a group that a worker makes, at most
+PACE = Level(step_share=0.0)
+PLAIN = Level()
+
+T = TypeVar("T")
+
+
+class SearchFloors:
+    """Rows by (submesh, microbatches, level): floors for all that is asked for, and bounds by microbatch count."""
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        layering, cluster = search.layering, search.cluster
+        bounds = None
+        if search.strategy and search.strategy.stages:
+            keys = [layer.class_key.partition(" ")[0] for layer in layering.layers]  # constraints or not
+            bounds = divide(keys, [stage.share for stage in search.strategy.stages])
+        self.submeshes = (
+            forced_submeshes(cluster, search.strategy, bounds) if search.strategy else submeshes(cluster, search.space)
+        )
+        asked = (
+            [search.microbatches]
+            if search.microbatches
+            else search.counts or microbatch_counts(search.global_batch, search.strategy)
+        )
+        self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
+        self.levels: list[Level] = [PACE, PLAIN]
+        self.best = inf  # seconds of the best plan so far: what is slower does not matter
+        self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
+        self.hidden_s = most_hidden_seconds(
+            search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
+        )
+        self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
+        self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
+        self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
+        self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
+        self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
+        self.cuts = Cuts(
+            frozenset(search.resolved.cuts),
+            frozenset(search.resolved.no_cuts) - {0},
+            _stage_counts(search),
+        )
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        num = len(self.search.layering.layers)
+        return num, num + 1
+
+    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
+        """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
+        whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
+        room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
+        unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
+        octaves = WIDE_OCTAVES if factor == LEANEST[0] else OCTAVES
+        unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
+        level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
+        if level not in self.levels:
+            self.levels.append(level)
+        return self.levels.index(level)
+
+    def levels_of(self, m: int) -> list[int]:
+        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch."""
+        numbers = [n for n in range(1, len(self.levels)) if self.levels[n].weight_share == 1.0]
+        return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
+
+    def lean_levels(self, m: int, split: bool) -> list[int]:
+        """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
+        and back where the backward is split."""
+        levels = [self._level(m, *one, step_share=0.0) for one in LEAN]
+        if split:
+            levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
+        self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
+        return list(dict.fromkeys(levels))
+
+    def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
+        """One array [L, L + 1] of what is known of a submesh."""
+        return self._group(sub).array(name, sub, m, price)
+
+    def _group(self, sub: Submesh) -> RowGroup:
+        return next(group for group in self.groups if sub in group.places)
+
+    def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
+        """room: of the memory that plans may fill; beside: bytes of it that tables do not know of."""
+        part = self.search.share * room
+        limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
+        return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
+
+    def _compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the intervals of these (submesh, microbatches, level)."""
+        missing = [group.uncomposed([case for case in cases if case[0] in group.places]) for group in self.groups]
+        for group, _, made in self._shared(missing, lambda group, rows: group.composer.intervals(rows)):
+            group.compose(made)
+
+    def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+        """Make the floors of these (submesh, microbatches, level)."""
+        missing = [group.unbounded([case for case in cases if case[0] in group.places]) for group in self.groups]
+        for group, rows, found in self._shared(missing, lambda group, rows: group.composer.floors(rows)):
+            group.bound(rows, *found)
+
+    def _shared(
+        self, missing: Sequence[Sequence[Row]], make: Callable[[RowGroup, Sequence[Row]], T]
+    ) -> Iterator[tuple[RowGroup, Sequence[Row], T]]:
+        """What is made of the rows that each group misses, by all workers.
+
+        Few rows of a group take as long as some more, so each worker has whole groups, or large pieces of them.
+        """
+        if self.search.workers == 1 or sum(map(len, missing)) < WORTH_A_FORK:
+            yield from ((group, rows, make(group, rows)) for group, rows in zip(self.groups, missing) if rows)
+            return
+        pieces = [
+            (group, rows[first : first + PIECE])
+            for group, rows in zip(self.groups, missing)
+            for first in range(0, len(rows), PIECE)
+        ]
+        for group, _ in pieces:
+            group.composer.prepare()  # which a fork would do for itself alone
+        shares: list[list[tuple[RowGroup, Sequence[Row]]]] = [[] for _ in range(self.search.workers)]
+        for piece in sorted(pieces, key=lambda piece: -len(piece[1])):
+            min(shares, key=lambda share: sum(len(rows) for _, rows in share)).append(piece)
+        shares = [share for share in shares if share]
+        kept = self.search.kept
+        works = [partial(_each, make, share, kept if number else None) for number, share in enumerate(shares)]
+        for share, found in zip(shares, all_of(works)):
+            yield from ((*one, made) for one, made in zip(share, found))
+
+    def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        return self._group(sub).floor(sub, m, level)
+
+    def _pace(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
+        found = self._floor(sub, m, 0)
+        assert found is not None
+        return found
+
+    # ---- floors and bounds
+
+    def floors(self) -> None:
+        """What every microbatch count takes at least."""
+        search = self.search
+        with search.timed("floors"):
+            self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
+            for m in self.counts:
+                self._share[m] = m * self._least_work(m) / search.cluster.num_devices
+                search.bounds[m, search.space.guide] = self._share[m]
+
+    def _least_work(self, m: int) -> float:
+        """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
+        each = []
+        for sub in self.submeshes:
+            pace = np.diagonal(self._pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            each.append(sub.num_devices * np.maximum(pace, 0.0))
+        return float(np.min(each, axis=0).sum())
+
+    def least_share(self, m: int) -> float:
+        """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
+        schedule undercuts them."""
+        return self._share[m]
+
+    def bound(self, m: int) -> float:
+        """What nothing with m microbatches undercuts under the schedule that guides the search."""
+        return self.search.bounds[m, self.search.space.guide]
+
+    def hides(self, m: int) -> bool:
+        """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
+        hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
+        return lowered(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
+
+    def roomy(self, m: int) -> bool:
+        """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
+        level = self._level(m, *LEANEST)
+        byte = self.levels[level].byte
+        wide = [self._floor(sub, m, level) for sub in self.submeshes if sub.num_devices == len(self.usable)]
+        least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
+        return least < ROOMY * float(self.usable.min())
+
+    def tight(self, m: int, first_s: float) -> bool:
+        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
+        saving memory."""
+        return self.bound(m) < min(self.best, first_s / CLOSE)
+
+    def bound_the_rest(self) -> None:
+        """Bound the counts that were not looked at closely: what is above the best does not matter.
+
+        With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
+        """
+        search = self.search
+        rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
+        paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
+        self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
+        whole = [m for m in rest if not self.hides(m)]
+        self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
+        for m in rest:
+            if m in whole:
+                self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
+            else:
+                bound_s = self._least_seconds(m, paced[m], self.best, 1)
+                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
+
+    def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
+        """The bound of a count as its floors at these prices lift it."""
+        search, guide = self.search, self.search.space.guide
+        most = raised(self.best, m, search.cluster, self.hidden_s)
+        bound_s = lowered(self._least_seconds(m, priced, most, trials), m, search.cluster, self.hidden_s)
+        search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
+        return bound_s
+
+    def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
+        """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
+        table = self.floors_of(m, priced).alone(self.search.cluster.num_devices)
+        return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
+
+    def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
+        """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
+        shape = len(self.submeshes), *self._shape
+        rows = []
+        for number in priced:
+            value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
+            for o, sub in enumerate(self.submeshes):
+                found = self._floor(sub, m, number)
+                if found is not None:
+                    value[o] = found
+            level = self.levels[number]
+            value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
+            trip = level.weight_share < 1.0
+            rows.append(Lagrange(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
+        pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
+        options = tuple(self._option(sub, o, 0, SLACK) for o, sub in enumerate(self.submeshes))
+        enter, behind = self._messages(m) if messages else (None, None)
+        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+
+    def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
+        """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
+        the gradients back of what crosses the border behind it."""
+        if m not in self._ends:
+            self._ends[m] = np.stack([self._group(sub).least_messages(sub, m) for sub in self.submeshes])
+        ends, shape = self._ends[m], (len(self.submeshes), *self._shape)
+        return np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
+
+    @cached_property
+    def _copies(self) -> np.ndarray:
+        """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
+        search, found = self.search, np.zeros(self._shape)
+        pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
+        first, end = np.indices(self._shape)
+        for node in search.graph.placeholders("parameter"):
+            layers = search.layering.layers_using(node)
+            if len(layers) > 1:
+                trained = node.meta["source"].requires_grad
+                whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
+                uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
+                found += whole * np.maximum(uses - 1, 0)
+        return found
+
+
+def _each(
+    make: Callable[[RowGroup, Sequence[Row]], T], share: Sequence[tuple[RowGroup, Sequence[Row]]], kept: KeptRows | None
+) -> list[T]:
+    """What is made of a share. kept: where a fork writes its rows, as nobody else will."""
+    with nullcontext() if kept is None else kept.keeping():
+        return [make(*one) for one in share]
+
+
+def _fits(search: Search, m: int) -> bool:
+    """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
+    graph = search.graph.origin or search.graph
+    extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
+    try:
+        for extent in extents:
+            rescale(extent, graph.batch, search.global_batch // m)
+    except ValueError:
+        return False
+    return True
+
+
+def _stage_counts(search: Search) -> tuple[int, int | None]:
+    if search.strategy is not None:
+        return search.strategy.num_stages, search.strategy.num_stages
+    return search.constraints.stages.low, search.constraints.stages.high
