@@ -65,6 +65,7 @@ __all__ = [
     "without_gc",
 ]
 
+LITTLE = 0.01  # of a step: what hides of it is as much in any other plan
 TRIES = 5  # candidates that are finished, at most
 INTERRUPTED = "it was interrupted"
 TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
@@ -311,7 +312,8 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
     while queue and tries:
         candidate = queue.pop(0)
         worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
-        if candidate.clock_s - candidate.hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
+        hidden_s = candidate.hidden_s if candidate.hidden_s > LITTLE * candidate.clock_s else 0.0
+        if candidate.clock_s - hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
             continue
         if plans and (search.cut_short or time.perf_counter() > search.stop):
             search.cut_short = search.cut_short or "the time limit passed"
