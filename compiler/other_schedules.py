@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -227,33 +228,42 @@ def prove_others(search: Search, best_s: float) -> None:
     usable = tables.usable * search.share
 
     def prove(
-        m: int, of: Callable[[Floors, float], Mapping[str, float]], messages: bool, more: Sequence[int] = ()
+        m: int,
+        of: Callable[[Floors, float], Mapping[str, float]],
+        messages: bool,
+        up_to_s: float,
+        more: Sequence[int] = (),
     ) -> None:
         # with few microbatches much of a step's other work may hide: then by paces alone
         paced = tables.hides(m)
         known = (n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share))
         levels = list(dict.fromkeys([*more, *known]))
-        most = best_s if paced else raised(best_s, m, cluster, tables.hidden_s)
+        most = up_to_s if paced else raised(up_to_s, m, cluster, tables.hidden_s)
         for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
             true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
             search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
 
+    def some(floors: Floors, most: float) -> Mapping[str, float]:
+        return family_bounds(floors, m, others, tables.cuts, usable, most)
+
     for m in tables.counts:
-        prove(m, lambda floors, most: family_bounds(floors, m, others, tables.cuts, usable, most), alone)  # noqa: B023
+        prove(m, some, alone, best_s)
     guided = (search.bounds[m, search.space.guide] for m in tables.counts)
     enough = min([best_s, *(guided if search.space.guide in search.space.schedules else ())])
-    left = [(m, name) for m in tables.counts for name in others]
-    while left and (case := min(left, key=search.bounds.__getitem__)) and search.bounds[case] < enough:
-        left.remove(case)
-        m, name = case
-        before = search.bounds[case]
-        more = tables.lean_levels(m, name == "zb-h1")
-        prove(m, lambda floors, most: _closely(search, floors, m, name, most), name not in CHUNKED, more)  # noqa: B023
-        if search.bounds[case] <= before:  # what is least cannot be lifted: nothing else matters
-            break
+    for chunked_ones in (True, False):  # the former take little, and say what is enough for the others
+        left = [(m, name) for m in tables.counts for name in others if (name in CHUNKED) == chunked_ones]
+        while left and (case := min(left, key=search.bounds.__getitem__)) and search.bounds[case] < enough:
+            left.remove(case)
+            m, name = case
+            before = search.bounds[case]
+            prove(
+                m, partial(_closely, search, m, name), not chunked_ones, enough, tables.lean_levels(m, name == "zb-h1")
+            )
+            if search.bounds[case] <= before:  # what is least cannot be lifted: nothing above matters
+                enough = before
 
 
-def _closely(search: Search, floors: Floors, m: int, name: str, most: float) -> dict[str, float]:
+def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
     """A bound of one family that takes longer than ``family_bounds``."""
     tables = search.tables
     assert tables is not None
