@@ -40,12 +40,14 @@ class SearchTables(SearchFloors):
     # ---- looks
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
-        """The microbatch counts to look at next, given the makespans of those that were: small microbatches first, a
-        few at a time and every other count; once some fit, the neighbours of the best until it has none better."""
+        """The microbatch counts to look at next, given the makespans of those that were: every other count, small
+        microbatches first, a few at a time, and at once all with which there is room for more than the least; once some
+        fit, the neighbours of the best until it has none better."""
         able = [m for m in self.counts if m in looked or self._share[m] < self.best]
         left = [m for m in able if m not in looked]
         if not first:
-            return left[::-1][::2][:LOOKS]
+            spread = left[::-1][::2]
+            return spread[:LOOKS] + [m for m in spread[LOOKS:] if not looked and self.roomy(m)]
         at = able.index(min(first, key=lambda m: first[m]))
         return [m for m in able[max(0, at - 1) : at + 2] if m not in looked]
 
