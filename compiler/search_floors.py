@@ -213,11 +213,15 @@ class SearchFloors:
 
     def roomy(self, m: int) -> bool:
         """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
+        return self.least_full(m) < ROOMY
+
+    def least_full(self, m: int) -> float:
+        """Which part of a device's memory the leanest choices take if all devices are one stage."""
         level = self._level(m, *LEANEST)
         byte = self.levels[level].byte
         wide = [self._floor(sub, m, level) for sub in self.submeshes if sub.num_devices == len(self.usable)]
         least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
-        return least < ROOMY * float(self.usable.min())
+        return least / max(float(self.usable.min()), 1.0)
 
     def tight(self, m: int, first_s: float) -> bool:
         """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by

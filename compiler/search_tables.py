@@ -30,6 +30,7 @@ SLOWER = 0.05  # than the best pipeline of a table: how much the others may be
 GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing is within it
 ENDLESS = 1e9  # of the limit: no estimate takes as much
 LOOKS = 3  # microbatch counts that are looked at together
+WIDE = 0.5  # of the memory: with that little one stage may well be the best pipeline
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 TRIALS = 3  # of bounds between what is proven and the best
 
@@ -41,13 +42,13 @@ class SearchTables(SearchFloors):
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
         """The microbatch counts to look at next, given the makespans of those that were: every other count, small
-        microbatches first, a few at a time, and at once all with which there is room for more than the least; once some
-        fit, the neighbours of the best until it has none better."""
+        microbatches first, a few at a time, and at once all with which one stage of all devices may well be the best;
+        once some fit, the neighbours of the best until it has none better."""
         able = [m for m in self.counts if m in looked or self._share[m] < self.best]
         left = [m for m in able if m not in looked]
         if not first:
             spread = left[::-1][::2]
-            return spread[:LOOKS] + [m for m in spread[LOOKS:] if not looked and self.roomy(m)]
+            return spread[:LOOKS] + [m for m in spread[LOOKS:] if not looked and self.least_full(m) < WIDE]
         at = able.index(min(first, key=lambda m: first[m]))
         return [m for m in able[max(0, at - 1) : at + 2] if m not in looked]
 

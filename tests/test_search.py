@@ -260,6 +260,16 @@ def test_a_shared_weight_lies_as_its_layers_agree_and_what_hides_is_seen():
     assert best.bound_s <= best.step_s < 1.005 * data.step_s
 
 
+def test_one_stage_of_all_devices_is_not_overlooked():
+    """The best pipelines with many microbatches have many stages, and no neighbour on the way to few is better."""
+    with torch.device("meta"):
+        model, tokens = GPT(51200, 24, 1024, 8, 1024).half(), torch.zeros(1024, 1024, dtype=torch.int64)
+    graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:8")
+    best = make_plan(graph, cluster, 1024, alternatives=False).prediction
+    data = make_plan(graph, cluster, 1024, strategy=parse_strategy("dp64"), alternatives=False).prediction
+    assert best.step_s <= data.step_s
+
+
 def test_a_microbatch_too_small_for_all_devices(graphs):
     """No border of a purely data-parallel mesh has a state then."""
     plan = make_plan(graphs("gpt", 16), Cluster.parse("p3.16xlarge:2"), 16, microbatches=4)
