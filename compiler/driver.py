@@ -46,14 +46,13 @@ from .plan import Plan
 from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
-from .search_state import Candidate, Search
+from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
 from .settle import settled, small
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 from .wires import lossy_notes
 
 __all__ = [
-    "INTERRUPTED",
     "best_plans",
     "bounded",
     "make_plan",
@@ -67,7 +66,6 @@ __all__ = [
 
 LITTLE = 0.01  # of a step: what hides of it is as much in any other plan
 TRIES = 5  # candidates that are finished, at most
-INTERRUPTED = "it was interrupted"
 TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
 
 
@@ -316,7 +314,7 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
         if candidate.clock_s - hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
             continue
         if plans and (search.cut_short or time.perf_counter() > search.stop):
-            search.cut_short = search.cut_short or "the time limit passed"
+            search.cut_short = search.cut_short or TIMED_OUT
             break
         one = candidate.microbatches, candidate.schedule, tuple(_shapes(candidate)), f"{candidate.clock_s:.6g}"
         if one in seen:  # the same at another price of a byte

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from .search_floors import FREE
-from .search_state import Candidate, Miss, Search
+from .search_state import TIMED_OUT, Candidate, Miss, Search
 from .search_tables import EPSILON, LADDER, MIDDLE, SearchTables
 
 __all__ = ["corrected", "explore", "fits", "nearest_misses"]
@@ -54,7 +54,7 @@ def explore(search: Search) -> Iterator[Candidate]:
             if tables.bound(m) >= tables.best * (1 - EPSILON):
                 continue
             if time.perf_counter() > search.stop:
-                search.cut_short = "the time limit passed"
+                search.cut_short = TIMED_OUT
                 return
             for candidate in tables.candidates(m, tables.tight(m, first[m])):
                 tables.best = min(tables.best, candidate.clock_s)

@@ -70,7 +70,12 @@ class Layering:
         """Op → the layer that it is in; floating and static ops are in none."""
         return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
 
-    def layers_using(self, node: Node) -> list[int]:
+    def shared_weights(self, graph: Graph) -> list[tuple[Node, list[int]]]:
+        """The parameters that several layers read, and these layers."""
+        using = [(node, self._using(node)) for node in graph.placeholders("parameter")]
+        return [(node, layers) for node, layers in using if len(layers) > 1]
+
+    def _using(self, node: Node) -> list[int]:
         """The layers that read a placeholder, itself or what floating ops make of it."""
         found, seen, stack = set[int](), set[Node](), [node]
         while stack:

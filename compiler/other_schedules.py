@@ -34,7 +34,7 @@ from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
-from .search_state import Candidate, Search
+from .search_state import INTERRUPTED, Candidate, Search
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
@@ -66,7 +66,7 @@ def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Can
             except KeyboardInterrupt:
                 if not own:
                     raise
-                search.cut_short = "it was interrupted"
+                search.cut_short = INTERRUPTED
     return sorted([*own, *offered], key=lambda one: one.clock_s)
 
 

@@ -111,11 +111,14 @@ class SearchFloors:
     def lean_levels(self, m: int, split: bool) -> list[int]:
         """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
         and back where the backward is split."""
-        levels = [self._level(m, *one, step_share=0.0) for one in LEAN]
+        levels = self._lean(m)
         if split:
             levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
         self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
+
+    def _lean(self, m: int) -> list[int]:
+        return [self._level(m, *one, step_share=0.0) for one in LEAN]
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of what is known of a submesh."""
@@ -235,7 +238,7 @@ class SearchFloors:
         """
         search = self.search
         rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-        paced = {m: [self._level(m, *one, step_share=0.0) for one in LEAN] for m in rest}
+        paced = {m: self._lean(m) for m in rest}
         self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
         whole = [m for m in rest if not self.hides(m)]
         self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
@@ -292,13 +295,11 @@ class SearchFloors:
         search, found = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
         first, end = np.indices(self._shape)
-        for node in search.graph.placeholders("parameter"):
-            layers = search.layering.layers_using(node)
-            if len(layers) > 1:
-                trained = node.meta["source"].requires_grad
-                whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
-                uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
-                found += whole * np.maximum(uses - 1, 0)
+        for node, layers in search.layering.shared_weights(search.graph):
+            trained = node.meta["source"].requires_grad
+            whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
+            uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
+            found += whole * np.maximum(uses - 1, 0)
         return found
 
 

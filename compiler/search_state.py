@@ -27,8 +27,10 @@ from .variants import Samples
 if TYPE_CHECKING:
     from .search_tables import SearchTables
 
-__all__ = ["SLACK", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+__all__ = ["INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
 
+INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
+TIMED_OUT = "the time limit passed"
 SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
 
 

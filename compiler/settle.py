@@ -21,7 +21,7 @@ from .fastest import alike
 from .finish import excess_bytes, finish, measured, stage_limits
 from .other_schedules import TIE
 from .plan import Plan, StagePrediction
-from .search_state import SLACK, Candidate, Search
+from .search_state import INTERRUPTED, SLACK, Candidate, Search
 from .search_tables import ENDLESS
 
 __all__ = ["settled", "small"]
@@ -62,7 +62,7 @@ def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]
     except KeyboardInterrupt:
         if not found:
             raise
-        search.cut_short = "it was interrupted"
+        search.cut_short = INTERRUPTED
     return found
 
 

@@ -79,12 +79,10 @@ def _but_sharing(
     a part of it in each of them, in a state of its own; here it is in one, and what does not suit all of them is
     converted once per microbatch."""
     free, (first, end) = set[str](), layers
-    for node in graph.placeholders("parameter"):
-        using = layering.layers_using(node)
-        if len(using) > 1:
-            free.add(node.name)
-            near = {k for layer in using if first <= layer < end for k in (layer - 1, layer, layer + 1)}
-            free.update(op for k in near if first <= k < end for op in layering.layers[k].ops)
+    for node, using in layering.shared_weights(graph):
+        free.add(node.name)
+        near = {k for layer in using if first <= layer < end for k in (layer - 1, layer, layer + 1)}
+        free.update(op for k in near if first <= k < end for op in layering.layers[k].ops)
     return labels if len(free) > FREE_SOLVE_OPERATORS else {k: v for k, v in labels.items() if k not in free}
 
 
