@@ -1,7 +1,7 @@
 """meshwright: an auto-parallelization compiler for PyTorch.
 
 ``plan`` finds how to train a model on a cluster; ``parallelize`` trains by it; a ``Plan`` can be read, compared, edited
-and saved.
+and saved, and ``verify`` checks it without its cluster.
 """
 
 from importlib import import_module
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
     from meshwright.profiling import profile
+    from meshwright.verification import verify
 
-__all__ = ["Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile"]
+__all__ = [
+    "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile", "verify",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -28,6 +31,7 @@ _HOMES = {
     "pareto": "api",
     "plan": "api",
     "profile": "profiling",
+    "verify": "verification",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright demo | plan | show | why | check | models | profile | diff``.
+"""The command line: ``meshwright demo | plan | show | why | check | verify | models | profile | diff``.
 
 Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
 1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
@@ -119,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--target", metavar="TARGET", help=target_help)
     check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
     check.set_defaults(run=_check)
+
+    verify = commands.add_parser("verify", help="compare what a plan computes with one device, without its cluster")
+    verify.add_argument("plan", type=Path, metavar="PLAN")
+    verify.add_argument("--model", required=True, metavar="TARGET", help=target_help)
+    verify.add_argument("--dtype", default="float64", metavar="D", help="float64 or float32 (float64)")
+    verify.set_defaults(run=_verify)
 
     profile = commands.add_parser("profile", help="measure this machine, or every rank of a torchrun job")
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cluster to FILE")
@@ -302,6 +308,22 @@ def _check(arguments: argparse.Namespace) -> int:
     tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if cluster else [])]
     print(f"{arguments.plan} holds {' and '.join(tested)}")
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    plan = _load(arguments.plan)
+    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
+        from . import verification
+        from .targets import build_target
+
+        progress("building", 0.0)
+        target = build_target(arguments.model)
+        progress("verify", 0.0)
+        found = verification.verify(
+            plan, target.model, example_inputs=target.args, example_kwargs=target.kwargs, dtype=arguments.dtype
+        )
+    print(found)
+    return 0 if found else BAD_INPUT
 
 
 def _profile(arguments: argparse.Namespace) -> int:

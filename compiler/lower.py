@@ -2,7 +2,7 @@
 
 One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
 conjugate, which is what the search priced. The program names mesh axes, not ranks: every device of a stage runs the
-same module.
+same module. Its nodes say in ``meta`` which "tensor" of the graph they hold and in which "pair"; an op, its "operands".
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ class _Lowering:
                     f"{operand.name} is neither made nor received here"
                 )
         for name, slot in slots.items():
-            self.here[name] = self.out.placeholder(name)
-            self.pair[name] = slot.pair
+            self._made(name, self.out.placeholder(name), slot.pair)
         return list(slots.values())
 
     def _placeholder(self, node: Node) -> Slot:
@@ -123,26 +122,31 @@ class _Lowering:
                 f"{node.name} has a program for every label but those that are planned only, but got {list(labels)}; "
                 "plan with executable choices"
             )
-        operands = iter([self._as(o.name, pair) for o, pair in zip(tensor_operands(node), choice.inputs, strict=True)])
+        operands = [self._as(o.name, pair) for o, pair in zip(tensor_operands(node), choice.inputs, strict=True)]
+        given = iter(operands)
         target, args, kwargs = rule_for(node).localize(node, labels, self.mesh)
         if target is torch.ops.aten.view.default:  # a local operand need not be contiguous where the global one was
             target = torch.ops.aten.reshape.default
-        args = torch.fx.map_arg(args, lambda _: next(operands))
-        kwargs = torch.fx.map_arg(kwargs, lambda _: next(operands))
+        args = torch.fx.map_arg(args, lambda _: next(given))
+        kwargs = torch.fx.map_arg(kwargs, lambda _: next(given))
         new = self.out.create_node("call_function", target, args, kwargs, name=node.name)
+        new.meta.update(tensor=node.name, operands=operands)
         for axis, message in choice.internal:
             if message.phase == "forward" or node.name in self.grad:
                 self.collectives[f"{message.phase} {message.kind}"] += 1
             assert self.mesh[axis] > 1
         if not isinstance(node.meta["type"], tuple):
-            self.here[node.name], self.pair[node.name] = new, choice.outputs[0]
+            self._made(node.name, new, choice.outputs[0])
             return
         self.here[node.name] = new
         for user in node.users:
             if op_name(user) == "getitem":
                 _, index = output_of(user)
-                self.here[user.name] = self.out.call_function(operator.getitem, (new, index))
-                self.pair[user.name] = choice.outputs[index]
+                self._made(user.name, self.out.call_function(operator.getitem, (new, index)), choice.outputs[index])
+
+    def _made(self, name: str, node: Node, pair: Pair) -> None:
+        self.here[name], self.pair[name] = node, pair
+        node.meta.update(tensor=name, pair=pair)
 
     def _as(self, name: str, target: Pair) -> Node:
         """The local node that holds tensor ``name`` in ``target``; the reshard is made once."""
@@ -155,6 +159,7 @@ class _Lowering:
         if key not in self.converted:
             literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
             self.converted[key] = self.out.call_function(run_steps, (self.here[name], *literal))
+            self.converted[key].meta.update(tensor=name, pair=target)
             for phase, steps in (("forward", forward), ("backward", backward)):
                 for step in steps:
                     if step.kind not in FREE:

@@ -26,6 +26,7 @@ __all__ = [
     "call_op",
     "close",
     "distribute",
+    "doubled",
     "example_node",
     "random_operands",
     "run_op",
@@ -174,7 +175,7 @@ def call_op(
     target, args, kwargs = call
     args, kwargs = _bind(args, kwargs, node, tensors)
     if double:
-        args, kwargs = _doubled(args), _doubled(kwargs)
+        args, kwargs = doubled(args), doubled(kwargs)
     comm.phase = "forward"
     return flat(target(*args, **kwargs))
 
@@ -203,13 +204,13 @@ def run_op(
     return Run([y.detach() for y in outputs], gradients)
 
 
-def _doubled(value: Any) -> Any:
-    """Literals of low-precision dtypes become float64, so that casts do not lose the precision of the check."""
+def doubled(value: Any, wide: torch.dtype = torch.float64) -> Any:
+    """Literals of floating dtypes become ``wide``, so that casts do not lose the precision of the check."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
-        return torch.float64
+        return wide
     if isinstance(value, list | tuple):
-        return type(value)(_doubled(item) for item in value)
-    return {key: _doubled(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return type(value)(doubled(item, wide) for item in value)
+    return {key: doubled(item, wide) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Change a plan by hand and see what still holds.
 
 Takes the plan of a small network on two devices, turns one matmul from a split of its outputs to a split of its batch,
-and lowers both: the collectives that each program runs show what the edit costs.
+and lowers both: the collectives that each program runs show what the edit costs. The edited plan still computes what
+one device computes.
 
     python edit_a_plan.py
 """
@@ -47,6 +48,7 @@ def main() -> None:
     edited = mw.Plan.from_json(document)
     print("edited, check:", edited.check() or "nothing wrong")
     print("  per microbatch:", dict(lower(graph, edited, 0).collectives))
+    print(" ", mw.verify(edited, network, example_inputs=(x,)))
 
     document["stages"][0]["chunks"][0]["ops"][first] = "diagonal"
     try:

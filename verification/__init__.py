@@ -1,0 +1,14 @@
+"""A numerical check of a plan without its cluster: what its devices compute, in one process, against one device.
+
+pieces    the chunks of a plan as local programs, who sends what to whom, and in which order they run
+values    weights and batches to run on
+whole     the model on one device, every tensor and every gradient of it
+parts     the same on the devices of a chunk in lockstep
+compare   one against the other, tensor by tensor; why they may differ
+walk      ``verify``: all of it in the order of the schedule
+"""
+
+from .compare import Difference, Verification
+from .walk import verify
+
+__all__ = ["Difference", "Verification", "verify"]
