@@ -211,6 +211,11 @@ def parallelize(
     microbatches: int | None = None,
     strategy: Strategy | Mapping[str, int] | str | None = None,
     schedule: str = "auto",
+    recompute: str | Mapping[str, str] = "auto",
+    zero: str | int = "auto",
+    sequence: bool = True,
+    constraints: Sequence[str] | str | None = None,
+    time_limit_s: float | None = None,
     plan: Plan | None = None,
     optimizer: OptimizerFactory | None = None,
     clip_grad_norm: float | None = None,
@@ -230,10 +235,15 @@ def parallelize(
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
-    if plan is not None and (strategy is not None or plan.microbatches != (microbatches or plan.microbatches)):
+    from .parallel import Asked, Parallel
+    from .runtime.launch import ensure_initialized
+
+    own = None if plan is not None and microbatches == plan.microbatches else microbatches
+    asked = Asked(own, strategy, schedule, recompute, zero, sequence, constraints, time_limit_s)
+    if plan is not None and (besides := asked.decisions()):
         raise ValueError(
-            f"a given plan decides the shape and has {plan.microbatches} microbatches, but got strategy={strategy!r} "
-            f"and microbatches={microbatches!r} beside it; leave them out, or leave out plan="
+            f"a given plan has decided everything (it has {plan.microbatches} microbatches), but got "
+            f"{', '.join(f'{name}={getattr(asked, name)!r}' for name in besides)} beside it; leave that out, or plan="
         )
     if plan is not None and global_batch not in (None, plan.global_batch):
         raise ValueError(
@@ -242,13 +252,10 @@ def parallelize(
         )
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
-    from .parallel import Parallel
-    from .runtime.launch import ensure_initialized
-
     ensure_initialized()
     made = Parallel(
-        model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, microbatches, strategy, schedule, plan, optimizer,
-        clip_grad_norm, data, init, state_dict, seed,
+        model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
+        state_dict, seed,
     )  # fmt: skip
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))

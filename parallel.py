@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -37,9 +38,31 @@ from .runtime.stage import Session
 from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
 from .truth import foreign_bytes, gather_report, recalibration
 
-__all__ = ["OptimizerFactory", "Parallel"]
+__all__ = ["Asked", "OptimizerFactory", "Parallel"]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the search, as the arguments of ``parallelize`` say it."""
+
+    microbatches: int | None = None
+    strategy: Strategy | Mapping[str, int] | str | None = None
+    schedule: str = "auto"
+    recompute: str | Mapping[str, str] = "auto"
+    zero: str | int = "auto"
+    sequence: bool = True
+    constraints: Sequence[str] | str | None = None
+    time_limit_s: float | None = None
+
+    def space(self) -> Space:
+        """The decisions that are open, of those that the runtime can run."""
+        return Space.asked(self.schedule, self.recompute, self.zero, self.sequence, executable=True)
+
+    def decisions(self) -> list[str]:
+        """The names of what a plan decides, where something is asked of it."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
 
 class Parallel:
@@ -53,9 +76,7 @@ class Parallel:
         loss_fn: Callable[..., torch.Tensor] | None,
         batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
         global_batch: int | None,
-        microbatches: int | None,
-        strategy: Strategy | Mapping[str, int] | str | None,
-        schedule: str,
+        asked: Asked,
         plan: Plan | None,
         optimizer: OptimizerFactory | None,
         clip_grad_norm: float | None,
@@ -65,12 +86,7 @@ class Parallel:
         seed: int,
     ) -> None:
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
-        self._global_batch, self._microbatches, self._strategy, self._schedule = (
-            global_batch,
-            microbatches,
-            strategy,
-            schedule,
-        )
+        self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
         self._init, self._state, self._seed = init, state_dict, seed
         self._session: Session | None = None
@@ -162,15 +178,19 @@ class Parallel:
         assert cluster is not None
         batch = self._global_batch or batch_extent(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
-        strategy = parse_strategy(self._strategy)
-        return make_plan(
-            graph, cluster, batch, self._microbatches, strategy, None, name, capture_s=capture_s, space=self._space,
-        )  # fmt: skip
+        return make_plan(graph, cluster, batch, optimizer=name, capture_s=capture_s, **self._question())
 
-    @property
-    def _space(self) -> Space:
-        """What plans of this object may choose from: what the runtime can run."""
-        return Space.asked(self._schedule, executable=True)
+    def _question(self) -> dict[str, Any]:
+        """The arguments of ``make_plan`` that say what is asked for."""
+        asked = self._asked
+        return {
+            "microbatches": asked.microbatches,
+            "strategy": parse_strategy(asked.strategy),
+            "recompute": None if isinstance(asked.recompute, str) else asked.recompute,
+            "space": self._space,
+            "constraints": asked.constraints,
+            "time_limit_s": asked.time_limit_s,
+        }
 
     @property
     def session(self) -> Session:
@@ -281,8 +301,8 @@ class Parallel:
 
         def search(cluster: Cluster) -> Plan:
             return make_plan(
-                graph, cluster, plan.global_batch, self._microbatches, None, None, plan.optimizer,
-                alternatives=False, space=self._space,
+                graph, cluster, plan.global_batch, optimizer=plan.optimizer, alternatives=False,
+                **{**self._question(), "strategy": None},
             )  # fmt: skip
 
         def find() -> Recalibration:

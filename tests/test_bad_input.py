@@ -126,7 +126,7 @@ CASES: dict[str, tuple[Callable[[str], Any], str]] = {
         lambda path: bind(strategy=None, microbatches=None, plan=saved(path), mesh=small_cluster(2, 1000)),
         r"another cluster.*GiB",
     ),
-    "plan and strategy": (lambda path: bind(plan=saved(path)), r"a given plan decides the shape"),
+    "plan and strategy": (lambda path: bind(plan=saved(path)), r"a given plan has decided everything"),
     "plan and batch": (
         lambda path: bind(strategy=None, plan=saved(path), global_batch=16),
         r"global batch of 8, but got global_batch=16",
