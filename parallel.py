@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -96,6 +98,7 @@ class Parallel:
         self._dims: dict[str, int | None] = {}  # of the training inputs
         self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
         self._forwards: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
+        self._foreign: list[weakref.ref[torch.Tensor]] = []  # tensors of the model that was given
         self._live_bytes: int | None = None  # of this rank, in the last metered step
 
     # ---- binding
@@ -133,6 +136,8 @@ class Parallel:
             clip_grad_norm=self._clip,
             data=self._data,
         )
+        self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
+        self._model = _without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
         self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
@@ -287,7 +292,7 @@ class Parallel:
         finally:
             trace.enabled = True
         if reading.peak_bytes is not None:
-            self._live_bytes = reading.peak_bytes - foreign_bytes(self._model, self.session)
+            self._live_bytes = reading.peak_bytes - foreign_bytes(self._foreign, self.session)
         return loss
 
     def recalibrate(self, path: str | os.PathLike[str] | None = None) -> Recalibration:
@@ -418,6 +423,20 @@ def _optimizer_name(factory: OptimizerFactory) -> str:
     made = factory([nn.Parameter(torch.zeros(1))])
     momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
     return type(made).__name__ + ("+momentum" if momentum else "")
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """The model on the meta device, tied as it is, so that whole weights live no longer than their owner keeps them;
+    the model itself where it cannot be copied."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    twins = {
+        id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
+        for _, x in tensors
+    }
+    try:
+        return copy.deepcopy(model, twins)
+    except Exception:  # a module may hold what no copy can be made of: a lock, an open file
+        return model
 
 
 def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:

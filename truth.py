@@ -6,13 +6,14 @@ Imported by ``parallel`` only; ``compiler.drift`` compares and ``compiler.refit`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
 
 from .compiler.drift import compare, without_skew
 from .compiler.plan import Plan
@@ -45,14 +46,14 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
     return compare(plan, ranks, threshold, notes)
 
 
-def foreign_bytes(model: nn.Module, session: Session) -> int:
-    """Bytes of the original model's tensors that live on this rank beside the session's own."""
+def foreign_bytes(given: Iterable[weakref.ref[torch.Tensor]], session: Session) -> int:
+    """Bytes of the original model's tensors, those that are still alive, on this rank beside the session's own."""
     own = {
         x.untyped_storage().data_ptr() for x in (*session.state.parameters.values(), *session.state.buffers.values())
     }
     found: dict[int, int] = {}
-    for x in (*model.parameters(), *model.buffers()):
-        if x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
+    for x in (one() for one in given):
+        if x is not None and x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(found.values())
 

@@ -19,7 +19,8 @@ from typing import Any
 from contest.results import write_results
 from meshwright.runtime.launch import spawn_local
 from rich.console import Console
-from truth.over_links import LINKS, run_over_links
+from shaped.world import LINKS
+from truth.over_links import run_shaped
 from truth.ranks import Settings
 from truth.report import show, summaries
 from truth.trials import PARTS, Trial, select
@@ -33,7 +34,7 @@ BUDGETS_S = {"real": 90.0, "sleep": 60.0, "crowd": 60.0, "gigabit": 90.0, "slow"
 def run_world(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
     """The results of trials of one part and one number of ranks."""
     if trials[0].part in LINKS:
-        return run_over_links(trials, settings, TIMEOUT_S)
+        return run_shaped(trials, settings, TIMEOUT_S)
     return spawn_local("truth.ranks:run", trials[0].ranks, (trials, settings), TIMEOUT_S)[0]
 
 

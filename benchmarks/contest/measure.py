@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Contender", "Rounds", "contest"]
+__all__ = ["Build", "Contender", "Rounds", "contest"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class Contender:
     step: Callable[[], Any]
     loss: Callable[[Any], float]
     note: str = ""
+
+
+Build = Callable[[], Contender]
+"""Makes a contender; the same on every rank, and as often as it is called"""
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ __all__ = ["MLP", "Case", "ConvNet", "make_convnet", "make_gpt", "make_mlp"]
 
 @dataclass(frozen=True)
 class Case:
-    """A seeded model with one global batch, (x, y), and its parts for a hand-written pipeline."""
+    """A seeded model with one global batch, (x, y), its parts for a hand-written pipeline, and the modules that a
+    person would shard each for itself."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
     units: Callable[[nn.Module], list[nn.Module]] | None = None
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    shards: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.children())
 
 
 class _Embed(nn.Module):
@@ -81,7 +83,7 @@ def make_gpt(batch: int, layers: int = 4, hidden: int = 256, sequence: int = 128
     torch.manual_seed(0)
     model = GPT(vocab, layers, hidden, hidden // 64, sequence, tied=False).train()
     tokens, targets = torch.randint(0, vocab, (2, batch, sequence))
-    return Case(model, tokens, targets, _gpt_units, _token_loss)
+    return Case(model, tokens, targets, _gpt_units, _token_loss, lambda model: list(model.blocks))
 
 
 class MLP(nn.Module):
@@ -103,7 +105,7 @@ def make_mlp(batch: int, features: int = 512, hidden: int = 1024, layers: int = 
     torch.manual_seed(0)
     model = MLP(features, hidden, layers).train()
     x, y = torch.randn(2, batch, features)
-    return Case(model, x, y)
+    return Case(model, x, y, shards=lambda model: list(model.linears))
 
 
 class _Residual(nn.Module):
@@ -143,4 +145,5 @@ def make_convnet(batch: int, channels: int = 32, size: int = 32, classes: int = 
     """A small residual network."""
     torch.manual_seed(0)
     model = ConvNet(channels, classes).train()
-    return Case(model, torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,)))
+    x, y = torch.randn(batch, 3, size, size), torch.randint(0, classes, (batch,))
+    return Case(model, x, y, shards=lambda model: list(model.blocks))

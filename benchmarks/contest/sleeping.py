@@ -14,6 +14,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -25,11 +26,23 @@ from meshwright.compiler.rules import register
 from meshwright.compiler.rules.einsum import EinsumRule
 from torch import Tensor, nn
 
-from .measure import Contender, Rounds, contest
+from .measure import Build, Contender
 from .models import Case
-from .real import ddp, make_optimizer, ours, pipeline_1f1b
+from .peers import ddp, even_cut, fsdp, make_optimizer, pipelining, planned_cut
+from .real import ours, planned
 
-__all__ = ["RATE_FLOPS_PER_S", "Sleeper", "data_parallel", "pipeline", "sleep_linear", "tensor_parallel"]
+__all__ = [
+    "RATE_FLOPS_PER_S",
+    "Sleeper",
+    "automatic",
+    "data_parallel",
+    "ideal_s",
+    "make_sleeper",
+    "pipeline",
+    "sharded",
+    "sleep_linear",
+    "tensor_parallel",
+]
 
 RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fifty times faster
 
@@ -128,7 +141,7 @@ def make_sleeper(batch: int, hidden: int = 64, layers: int = 8) -> Case:
     torch.manual_seed(0)
     model = Sleeper(hidden, layers)
     x, y = torch.randn(2, batch, hidden)
-    return Case(model, x, y, _units, F.mse_loss)
+    return Case(model, x, y, _units, F.mse_loss, _units)
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
@@ -136,11 +149,16 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return list(model.blocks)
 
 
-def pretended_cluster() -> mw.Cluster:
-    """This machine's ranks and links with the compute rate of the sleeping layers, for the planner."""
-    cluster = mw.Cluster.local(dist.get_world_size())
-    device = replace(cluster.hosts[0].device, flops_per_s=(("float32", RATE_FLOPS_PER_S),), curves=(), efficiency=())
-    return replace(cluster, hosts=tuple(replace(host, device=device) for host in cluster.hosts))
+def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
+    """This machine's ranks with the compute rate of the sleeping layers, for the planner. budget_s: for which links are
+    profiled; 0: taken as they are assumed."""
+    cluster = mw.profile(budget_s=budget_s) if budget_s else mw.Cluster.local(dist.get_world_size())
+
+    def pretended(host: Any) -> Any:
+        rates = (("float32", RATE_FLOPS_PER_S),)
+        return replace(host, device=replace(host.device, flops_per_s=rates, curves=(), efficiency=()))
+
+    return replace(cluster, hosts=tuple(pretended(host) for host in cluster.hosts))
 
 
 def ideal_s(size: dict[str, int], share: float) -> float:
@@ -148,24 +166,41 @@ def ideal_s(size: dict[str, int], share: float) -> float:
     return 48.0 * size["batch"] * size["hidden"] ** 2 * size["layers"] / RATE_FLOPS_PER_S * share
 
 
-def _with_ideal(results: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
-    return [{**result, "ideal_s": seconds} for result in results]
+def _mine(case: Case, **asked: Any) -> Build:
+    return partial(ours, case, pretended_cluster(), zero=asked.pop("zero", 0), recompute="none", **asked)
 
 
-def data_parallel(size: dict[str, int], rounds: Rounds) -> list[dict[str, Any]]:
+def data_parallel(size: dict[str, int]) -> list[Build]:
     """DistributedDataParallel on all ranks."""
-    case, world = make_sleeper(**size), dist.get_world_size()
-    mine, _ = ours(case, {"dp": world}, mesh=pretended_cluster())
-    results = contest([mine, ddp(case), ddp(case, gradient_as_bucket_view=True)], rounds)
-    return _with_ideal(results, ideal_s(size, 1 / world))
+    case = make_sleeper(**size)
+    mine = _mine(case, strategy={"dp": dist.get_world_size()}, microbatches=1)
+    return [mine, partial(ddp, case), partial(ddp, case, gradient_as_bucket_view=True)]
 
 
-def pipeline(size: dict[str, int], microbatches: int, rounds: Rounds) -> list[dict[str, Any]]:
-    """1F1B, one stage per rank; the ideal has its bubble of (p−1)/m."""
+def sharded(size: dict[str, int]) -> list[Build]:
+    """FSDP2 on all ranks."""
+    case = make_sleeper(**size)
+    mine = _mine(case, strategy={"dp": dist.get_world_size()}, microbatches=1, zero=3)
+    return [mine, partial(fsdp, case), partial(fsdp, case, reshard_after_forward=False)]
+
+
+def pipeline(size: dict[str, int], microbatches: int, schedule: str, kinds: list[str]) -> list[Build]:
+    """The schedules ``kinds`` of ``torch.distributed.pipelining``, cut where our plan cuts."""
+    case = make_sleeper(**size)
+    asked = {"strategy": {"pp": dist.get_world_size()}, "microbatches": microbatches, "schedule": schedule}
+    cut = planned_cut(case, planned(case, pretended_cluster(), zero=0, recompute="none", **asked))
+    return [_mine(case, **asked), *(partial(pipelining, case, kind, microbatches, cut) for kind in kinds)]
+
+
+def automatic(size: dict[str, int], microbatches: int, budget_s: float) -> list[Build]:
+    """Our own choice on the profiled links against all that a person may write."""
     case, world = make_sleeper(**size), dist.get_world_size()
-    mine, parallel = ours(case, {"pp": world}, microbatches, mesh=pretended_cluster())
-    results = contest([mine, pipeline_1f1b(case, parallel, microbatches)], rounds)
-    return _with_ideal(results, ideal_s(size, 1 / world) * (1 + (world - 1) / microbatches))
+    peers: list[Build] = [partial(ddp, case), partial(ddp, case, gradient_as_bucket_view=True), partial(fsdp, case)]
+    peers += [partial(megatron, case), partial(pipelining, case, "1f1b", microbatches, even_cut(case, world))]
+    peers += [
+        partial(pipelining, case, kind, microbatches, even_cut(case, 2 * world)) for kind in ("interleaved", "zb-v")
+    ]
+    return [partial(ours, case, pretended_cluster(budget_s)), *peers]
 
 
 # ---- tensor parallel by hand
@@ -232,8 +267,8 @@ def megatron(case: Case) -> Contender:
     return Contender("Megatron by hand", step, value)
 
 
-def tensor_parallel(size: dict[str, int], rounds: Rounds) -> list[dict[str, Any]]:
+def tensor_parallel(size: dict[str, int]) -> list[Build]:
     """Columns and rows on all ranks: two all-reduces per block and step."""
-    case, world = make_sleeper(**size), dist.get_world_size()
-    mine, _ = ours(case, {"tp": world}, mesh=pretended_cluster())
-    return _with_ideal(contest([mine, megatron(case)], rounds), ideal_s(size, 1 / world))
+    case = make_sleeper(**size)
+    mine = _mine(case, strategy={"tp": dist.get_world_size()}, microbatches=1)
+    return [mine, partial(megatron, case)]

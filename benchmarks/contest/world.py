@@ -1,0 +1,47 @@
+"""What every rank of a cell runs: the contest, then the bytes of each contender alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from meshwright.runtime.launch import resolve
+from meshwright.runtime.meter import live_bytes
+
+from .measure import Build, Rounds, contest
+
+__all__ = ["run"]
+
+
+def run(path: str, arguments: Sequence[Any], rounds: dict[str, int], meter: bool) -> list[dict[str, Any]]:
+    """The results of ``contest``, with each contender's "peak_bytes" (of the fullest rank) if they are to be metered.
+
+    path: "module:function", which gives ways to make contenders. Collective.
+    """
+    builds: list[Build] = resolve(path)(*arguments)
+    contenders = [build() for build in builds]
+    gc.collect()
+    gc.freeze()  # the captures of ours: training has one model, whose collections are short
+    results = contest(contenders, Rounds(**rounds))
+    contenders.clear()
+    gc.unfreeze()
+    return [{**result, **_bytes(build, meter)} for result, build in zip(results, builds, strict=True)]
+
+
+def _bytes(build: Build, meter: bool) -> dict[str, Any]:
+    """Live storages of tensors in the third step ("peak_bytes"), beyond what was alive before the contender was made."""
+    if not meter:
+        return {}
+    gc.collect()
+    with live_bytes() as reading:
+        contender = build()
+        for _ in range(2):
+            contender.step()
+        gc.collect()
+        with reading.window("step"):
+            contender.step()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, reading.windows["step"].peak_bytes - (reading.start_bytes or 0))
+    return {"peak_bytes": max(every)}
