@@ -31,7 +31,7 @@ def run(path: str, arguments: Sequence[Any], rounds: dict[str, int], meter: bool
 
 
 def _bytes(build: Build, meter: bool) -> dict[str, Any]:
-    """Live storages of tensors in the third step ("peak_bytes"), beyond what was alive before the contender was made."""
+    """Live storages of tensors in the third step ("peak_bytes") beyond what was alive before it was made."""
     if not meter:
         return {}
     gc.collect()
