@@ -298,10 +298,24 @@ class AbstractComm:
         return torch.add(parts[0], parts[1]) if len(parts) == 2 else parts.sum(0, dtype=x.dtype)
 
     def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
-        """The blocks that leave, those that arrive, and as one where that is another order."""
-        if self.mesh_shape[axis] == 1:
+        """The blocks that leave, those that arrive, and as one where that is another order. Counts, which are real,
+        arrive as they leave: experts are chosen alike everywhere."""
+        if self.mesh_shape[axis] == 1 or x.device.type != "meta":
             return x.clone(memory_format=torch.contiguous_format)
         return _merged(torch.empty_like(_blocks(x, self.mesh_shape[axis], split_dim)), concat_dim)
+
+    def all_to_all_uneven(
+        self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """The rows that arrive."""
+        return x.new_empty((sum(received), *x.shape[1:]))
+
+    def exchange(
+        self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What arrives."""
+        above, below = (None if x is None else torch.empty_like(x) for x in (after, before))
+        return above, below
 
 
 def _blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:

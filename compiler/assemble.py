@@ -122,7 +122,7 @@ def describe_stage(
         if isinstance(choice, MeshChoice):
             ops[name] = choice.labels
             for _, message in choice.internal:
-                if message.phase == "forward" or name in grad:
+                if message.is_sent(node, grad):
                     collectives[f"{message.phase} {message.kind}"] += 1
             touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
             touched += sum(

@@ -141,12 +141,12 @@ class BatchPricer:
         return OpPrices(forward, ahead, back, internal["forward"], internal["backward"], wasted)
 
     def _internal(self, origin: Node, choices: OpChoices) -> dict[str, np.ndarray]:
-        variants, flows = self.variants, origin.name in self.grad
+        variants = self.variants
         operands, outputs = tensor_operands(origin), types_of(origin)
         seconds = {phase: np.zeros(choices.offered.shape) for phase in ("forward", "backward")}
         for message in choices.messages:
             one, (side, index) = message.internal, message.internal.like
-            if one.phase == "backward" and not flows:
+            if not one.is_sent(origin, self.grad):
                 continue
             kind = types_of(operands[index])[0] if side == "input" else outputs[index]
             columns = list(message.columns)

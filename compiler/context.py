@@ -6,7 +6,7 @@ The compiler emits programs against these protocols; ``runtime/`` implements the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,6 +45,24 @@ class Comm(Protocol):
 
     def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
         """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
+        ...
+
+    def all_to_all_uneven(
+        self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """``x`` [sum of sent, ...] goes in pieces of ``sent`` rows to the devices of the axis, in their order; returns
+        [sum of received, ...]: the ``received`` rows of each. Counts may be 0."""
+        ...
+
+    def exchange(
+        self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Sends ``before`` to the device before this one along the axis and ``after`` to the one behind it, and returns
+        what these two sent here, from the one before first.
+
+        Each of the two is None on all devices or has one shape on all of an axis; what is None or empty costs nothing.
+        From beyond the ends come zeros, or, if ``cyclic``, what is at the other end.
+        """
         ...
 
 

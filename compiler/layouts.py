@@ -82,6 +82,16 @@ class OneDevice:
         """The first block along ``split_dim``, repeated along ``concat_dim``."""
         return torch.cat([x.chunk(self.size(axis), split_dim)[0]] * self.size(axis), concat_dim)
 
+    def all_to_all_uneven(self, x: Tensor, axis: int, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Ones, as many rows as arrive."""
+        return x.new_ones((sum(received), *x.shape[1:]))
+
+    def exchange(
+        self, before: Tensor | None, after: Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What is sent comes back from the other side."""
+        return (None if after is None else after.clone()), (None if before is None else before.clone())
+
 
 # ---- layouts as values
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .context import Comm, current
+from .dispatch import brought_back, dispatch
 
 __all__ = ["ACTIVATIONS", "batch_norm", "cross_entropy", "dropout", "embedding_shard", "experts"]
 
@@ -326,6 +327,7 @@ def experts(
     activation: str,
     gated: bool = True,
     expert_axes: tuple[int, ...] = (),
+    dispatch_axes: tuple[int, ...] = (),
 ) -> Tensor:
     """Each token's K experts, weighted and summed: [T, H]. No token is dropped.
 
@@ -333,29 +335,36 @@ def experts(
     [E, H, F]; gate_up: [E, 2F, H] (rows gate, then up) or [E, 2, F, H] if ``gated``, when an expert is
     ``down(act(gate(x)) * up(x))``; else [E, F, H] for ``down(act(up(x)))``. activation: a key of ``ACTIVATIONS``. With
     ``expert_axes`` gate_up and down are a block of the experts, and the output is an addend without the others'; it is
-    an addend too where F is cut (all but the [E, 2F, H] form).
+    an addend too where F is cut (all but the [E, 2F, H] form). With ``dispatch_axes`` they are a block of the experts
+    too, and x, index and weight one of the tokens: a row for each token and expert travels to the expert and back
+    (``dispatch``), and the output is this device's tokens'.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"an expert's activation is one of {', '.join(ACTIVATIONS)}, but got {activation!r}; use one")
     act = ACTIVATIONS[activation]
     count, per_token = gate_up.shape[0], index.shape[1]
     start = block_index(expert_axes, current().comm) * count if expert_axes else 0
+    count *= prod(current().comm.size(axis) for axis in dispatch_axes)
     local = index.reshape(-1) - start
     local = local.masked_fill((local < 0) | (local >= count), count)
-    sizes = torch.bincount(local, minlength=count + 1)[:count].tolist()
-    order = torch.argsort(local, stable=True)[: sum(sizes)]
+    sizes = torch.bincount(local, minlength=count + 1)[:count]
+    counts = sizes.tolist()
+    order = torch.argsort(local, stable=True)[: sum(counts)]
     token = order // per_token
+    rows, counts, moves = dispatch(x.index_select(0, token), sizes, counts, dispatch_axes)
     ups, downs = gate_up.flatten(1, -2).unbind(0), down.unbind(0)  # unbind: one gradient buffer for all experts
     outs = []
-    for e, rows in enumerate(x.index_select(0, token).split(sizes)):
+    for e, mine in enumerate(rows.split(counts)):
         # without any token one empty expert runs, so that gradients are zeros and not missing
-        if not rows.shape[0] and (e or any(sizes)):
+        if not mine.shape[0] and (e or any(counts)):
             continue
-        hidden = F.linear(rows, ups[e])
+        hidden = F.linear(mine, ups[e])
         if gated:
             gate, up = hidden.chunk(2, -1)
             hidden = act(gate) * up
         else:
             hidden = act(hidden)
         outs.append(F.linear(hidden, downs[e]))
-    return _Combine.apply(torch.cat(outs), weight.reshape(-1).index_select(0, order), token, x.detach())
+    return _Combine.apply(
+        brought_back(torch.cat(outs), moves), weight.reshape(-1).index_select(0, order), token, x.detach()
+    )

@@ -132,7 +132,7 @@ class _Lowering:
         new = self.out.create_node("call_function", target, args, kwargs, name=node.name)
         new.meta.update(tensor=node.name, operands=operands)
         for axis, message in choice.internal:
-            if message.phase == "forward" or node.name in self.grad:
+            if message.is_sent(node, self.grad):
                 self.collectives[f"{message.phase} {message.kind}"] += 1
             assert self.mesh[axis] > 1
         if not isinstance(node.meta["type"], tuple):

@@ -103,7 +103,6 @@ class MeshPricer:
         if facts is None:
             facts = self._known[node] = facts_of(node, operands, needs_grad)
         flops = facts.flops * choice.work_share
-        flows = node.name in needs_grad
         forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
         for k, share, weight in facts.shared:
             added = share * self.add_seconds(types_of(operands[k])[0], choice.inputs[k].value)
@@ -114,7 +113,7 @@ class MeshPricer:
             kind = types_of(operands[index])[0] if side == "input" else outputs[index]
             spec = (choice.inputs if side == "input" else choice.outputs)[index].value
             elements = prod(local_shape(kind.shape, spec, self.mesh_shape))
-            if message.phase == "forward" or flows:
+            if message.is_sent(node, needs_grad):
                 internal[message.phase] += self.axes[axis].seconds(
                     message.kind, elements * message.itemsize * message.scale
                 )

@@ -305,10 +305,11 @@ class _Operands:
 
     def _spread(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Indices over all blocks where this device holds one of several."""
-        count = max(self.blocks.get("vocab_axes", 1), self.blocks.get("expert_axes", 1))
+        count = max(self.blocks.get(key, 1) for key in ("vocab_axes", "expert_axes", "dispatch_axes"))
         if count == 1 or x.is_floating_point():
             return x
-        rows = self.kinds[-1].shape[0] if "expert_axes" in self.blocks else max(1, int(x.max()) + 1)
+        of_experts = "expert_axes" in self.blocks or "dispatch_axes" in self.blocks
+        rows = self.kinds[-1].shape[0] if of_experts else max(1, int(x.max()) + 1)
         if "vocab_axes" in self.blocks:
             float_kind = next(kind for kind in self.kinds if kind.is_float)
             rows = float_kind.shape[0] if ".embedding" in op_name(self.node) else float_kind.shape[-1]

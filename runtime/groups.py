@@ -114,6 +114,49 @@ class DistributedComm:
         dist.all_to_all_single(_bytes_of_bool(parts), _bytes_of_bool(blocks), group=self.groups[axis,])
         return _merge(parts, concat_dim)
 
+    def all_to_all_uneven(
+        self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows in pieces of these counts to and from the devices of the axis."""
+        self._count("all_to_all", x.nbytes)
+        x = x.contiguous()
+        if self.mesh_shape[axis] == 1:
+            return x.clone()
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(
+            _bytes_of_bool(out), _bytes_of_bool(x), list(received), list(sent), group=self.groups[axis,]
+        )
+        return out
+
+    def exchange(
+        self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the neighbours along the axis sent, all messages at once."""
+        size, here = self.mesh_shape[axis], self.coordinates[axis]
+        sends, receives, came = [], [], []
+        for x, step in ((after, 1), (before, -1)):
+            if x is None:
+                came.append(None)
+                continue
+            self._count("send", x.nbytes)
+            if size == 1 and cyclic:
+                came.append(x.clone())
+                continue
+            came.append(torch.zeros_like(x, memory_format=torch.contiguous_format))
+            to, source = here + step, here - step
+            if x.numel() and (cyclic or 0 <= to < size):
+                sends.append(dist.P2POp(dist.isend, x.contiguous(), *self._peer(axis, to % size)))
+            if x.numel() and (cyclic or 0 <= source < size):
+                receives.append(dist.P2POp(dist.irecv, came[-1], *self._peer(axis, source % size)))
+        for work in dist.batch_isend_irecv([*sends, *receives]) if sends or receives else ():
+            work.wait()
+        return came[0], came[1]
+
+    def _peer(self, axis: int, index: int) -> tuple[int, Group]:
+        """The rank with another coordinate along ``axis``, and the group to meet it in."""
+        away = (index - self.coordinates[axis]) * prod(self.mesh_shape[axis + 1 :])
+        return self.devices[self.position + away], self.groups[axis,]
+
     # ---- beyond the protocol
 
     def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> Any:

@@ -278,3 +278,21 @@ class TimedComm:
         out = self._inner.all_to_all(x, axis, split_dim, concat_dim)
         self._trace.exchanged(begin)
         return out
+
+    def all_to_all_uneven(
+        self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows in pieces of these counts to and from the devices of the axis."""
+        begin = self._trace.mark()
+        out = self._inner.all_to_all_uneven(x, axis, sent, received)
+        self._trace.exchanged(begin)
+        return out
+
+    def exchange(
+        self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the neighbours along the axis sent."""
+        begin = self._trace.mark()
+        out = self._inner.exchange(before, after, axis, cyclic)
+        self._trace.exchanged(begin)
+        return out

@@ -7,7 +7,7 @@ any mesh: a choice on a mesh is one label per axis. "whole" (everything replicat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph import tensor_operands
 from ..spec import P, Pair, Placement, R, S
 
 __all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard"]
@@ -43,6 +44,8 @@ class Internal:
     axis and of the minor ones with the same label (a message that is whole along the axis); "parts": by the sizes of
     all axes with the label (a message that does not shrink when the dim is cut further, such as a halo). A
     ``MeshChoice`` holds messages with growth "none" (``on_mesh``).
+
+    gradient_of: the operand whose gradient a message of the backward carries; None if it serves those of all.
     """
 
     phase: str
@@ -51,6 +54,14 @@ class Internal:
     itemsize: int = 4
     scale: float = 1.0
     growth: str = "none"
+    gradient_of: int | None = None
+
+    def is_sent(self, node: Node, needs_grad: Collection[str]) -> bool:
+        """Whether it is needed where gradients flow through the nodes ``needs_grad`` only."""
+        if self.phase == "forward":
+            return True
+        of = self.gradient_of
+        return node.name in needs_grad and (of is None or tensor_operands(node)[of].name in needs_grad)
 
     def on_mesh(self, sizes: Sequence[int], which: int) -> Internal:
         """This message on axis ``which`` of those with its label, which have these sizes (major first)."""

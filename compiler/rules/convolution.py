@@ -3,24 +3,31 @@
 A spatial dim of H rows may be cut where the blocks of input and output belong together, H = stride · rows of the
 output. Block i then needs ``before`` = padding rows of block i - 1 and ``after`` = span - stride - padding rows of
 block i + 1, with span = dilation · (kernel - 1) + 1 (Dryden et al., arXiv:1903.06681). These halos are sent before the
-op, and their gradients back after its backward; no block may be shorter than its neighbours' halos. Where a kernel is
-no wider than its stride and nothing is padded there is no halo, and the op itself is its local program; a halo exchange
-is planned and priced, but has no program yet.
+op, and their gradients back after its backward (``halo.windowed``); no block may be shorter than its neighbours' halos.
+Where a kernel is no wider than its stride and nothing is padded there is no halo, and the op itself is its local
+program.
+
+A transposed convolution with outputs of stride · H rows spreads a row over span rows, the first of them ``padding``
+above its block: block i's outputs need (span - 1 - padding) // stride rows of block i - 1 and ceil(padding / stride)
+of block i + 1. Run on these too and without padding, it gives more than the block, which is cut out of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ..graph import tensor_operands, types_of
+from ..halo import averaged, windowed
 from ..spec import P, R
 from . import register, whole
 from .base import ROW, AxisChoice, Internal, Rule
-from .named import Part, argument, cut, parts, replace_arguments
+from .named import Part, argument, axes_of, cut, parts, replace_arguments
 
 __all__ = ["SPATIAL", "ConvolutionRule", "PoolingRule"]
 
@@ -40,34 +47,98 @@ def _before(node: Node, k: int, span: int) -> int:
     return _entry(padding, k)
 
 
-def _windows(node: Node, kernel: Sequence[int], first: int, others: Sequence[Part]) -> list[AxisChoice]:
-    """The cuts of an op that slides windows of ``kernel`` over the trailing dims, from dim ``first``.
+def _halo(node: Node, kernel: Sequence[int], k: int) -> tuple[int, int]:
+    """Rows before and after its block that a window along spatial dim ``k`` reaches."""
+    stride = argument(node, "stride") or kernel
+    dilation = argument(node, "dilation") if "avg_pool" not in str(node.target) else 1
+    span = _entry(dilation, k) * (kernel[k] - 1) + 1
+    before = _before(node, k, span)
+    return before, max(0, span - _entry(stride, k) - before)
+
+
+def _transposed_halo(node: Node, kernel: Sequence[int], k: int) -> tuple[int, int]:
+    """Rows before and after its block that spread into its outputs, along spatial dim ``k``."""
+    span = _entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1
+    stride, padding = _entry(argument(node, "stride"), k), _entry(argument(node, "padding"), k)
+    return max(0, (span - 1 - padding) // stride), -(-padding // stride)
+
+
+def _spatial_choice(
+    node: Node, k: int, kernel: Sequence[int], blocks: int, halo: tuple[int, int], others: Sequence[Part]
+) -> AxisChoice | None:
+    """The cut of spatial dim ``k`` of x into blocks of which there are at most ``blocks``; None if there is none.
 
     others: how the operands after the first take part.
     """
-    x, out = tensor_operands(node)[0].meta["type"], types_of(node)[0]
+    x = tensor_operands(node)[0].meta["type"]
+    dim = len(x.shape) - len(kernel) + k
+    rows = x.shape[dim]
+    even = max(n for n in range(1, blocks + 1) if blocks % n == 0 and (n == 1 or rows // n >= max(halo)))
+    if even == 1:
+        return None
+    messages = tuple(
+        Internal(phase, "send", ("input", 0), x.dtype.itemsize, share / rows, "parts", gradient_of)
+        for phase, gradient_of in (("forward", None), ("backward", 0))
+        for share in halo
+        if share
+    )
+    return cut(node, SPATIAL[len(SPATIAL) - len(kernel) + k], even, [dim, *others], [dim], messages)
+
+
+def _windows(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
+    """The cuts of an op that slides windows of ``kernel`` over the trailing dims; others as in ``_spatial_choice``."""
+    x, out = tensor_operands(node)[0].meta["type"].shape, types_of(node)[0].shape
     stride = argument(node, "stride") or kernel
-    dilation = argument(node, "dilation") if "avg_pool" not in str(node.target) else 1
     choices = []
-    for k, extent in enumerate(kernel):
-        dim, step, span = first + k, _entry(stride, k), _entry(dilation, k) * (extent - 1) + 1
-        rows, results = x.shape[dim], out.shape[dim]
-        if results < 2 or rows != step * results:
-            continue
-        before = _before(node, k, span)
-        after = max(0, span - step - before)
-        even = max(n for n in range(1, results + 1) if results % n == 0 and (n == 1 or rows // n >= max(before, after)))
-        if even == 1:
-            continue
-        messages = tuple(
-            Internal(phase, "send", ("input", 0), x.dtype.itemsize, halo / rows, growth="parts")
-            for phase in ("forward", "backward")
-            for halo in (before, after)
-            if halo
-        )
+    for k in range(len(kernel)):
+        rows, results = x[k - len(kernel)], out[k - len(kernel)]
+        if results >= 2 and rows == _entry(stride, k) * results:
+            choices.append(_spatial_choice(node, k, kernel, results, _halo(node, kernel, k), others))
+    return [choice for choice in choices if choice is not None]
+
+
+def _spreads(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
+    """The same for a transposed convolution."""
+    x, out = tensor_operands(node)[0].meta["type"].shape, types_of(node)[0].shape
+    choices = []
+    for k in range(len(kernel)):
+        rows, results = x[k - len(kernel)], out[k - len(kernel)]
+        if rows >= 2 and results == _entry(argument(node, "stride"), k) * rows:
+            choices.append(_spatial_choice(node, k, kernel, rows, _transposed_halo(node, kernel, k), others))
+    return [choice for choice in choices if choice is not None]
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """How the halos of one choice change the call of an op. padding: what of it stays with the op, per spatial dim;
+    halos, axes: arguments of ``halo.windowed``; extended: the spatial dims whose block gets its neighbours' rows."""
+
+    padding: list[int]
+    halos: tuple[tuple[int, int, int], ...]
+    axes: dict[str, tuple[int, ...]]
+    extended: tuple[int, ...]
+
+
+def _extension(
+    node: Node, kernel: Sequence[int], halos: Sequence[tuple[int, int]], labels: Sequence[str], mesh: Sequence[int]
+) -> _Extension | None:
+    """None where no halo is needed: the op runs as it is."""
+    found, axes, padding, extended = [], {}, [], []
+    for k, halo in enumerate(halos):
         label = SPATIAL[len(SPATIAL) - len(kernel) + k]
-        choices.append(cut(node, label, even, [dim, *others], [dim], messages, executable=not messages))
-    return choices
+        across = tuple(axis for axis in axes_of(labels, label) if mesh[axis] > 1)
+        span = _entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1 if argument(node, "padding") == "same" else 1
+        before = _before(node, k, span)
+        if across and any(halo):
+            axes[f"{label}_axes"] = across
+            found.append((k - len(kernel), *halo))
+            extended.append(k)
+            before = 0
+        elif argument(node, "padding") == "same" and before != span - 1 - before:
+            found.append((k - len(kernel), before, span - 1 - before))
+            before = 0
+        padding.append(before)
+    return _Extension(padding, tuple(found), axes, tuple(extended)) if axes else None
 
 
 class ConvolutionRule(Rule):
@@ -97,18 +168,17 @@ class ConvolutionRule(Rule):
             choices.append(cut(node, "batch", x[0], [0, None] + [None] * has_bias, [0]))
         if groups > 1:
             choices.append(cut(node, "group", groups, [channel, 0] + [0] * has_bias, [channel]))
-            return (*choices, *self._spatial(node, channel + 1))
+            return (*choices, *self._spatial(node))
         if weight[outward] > 1:
             choices.append(cut(node, "out", weight[outward], [None, outward] + [0] * has_bias, [channel]))
         if weight[inward] > 1:
             choices.append(cut(node, "in", weight[inward], [channel, inward] + [ROW] * has_bias, [None]))
-        return (*choices, *self._spatial(node, channel + 1))
+        return (*choices, *self._spatial(node))
 
-    def _spatial(self, node: Node, first: int) -> list[AxisChoice]:
-        if self._is_transposed(node):
-            return []
+    def _spatial(self, node: Node) -> list[AxisChoice]:
         _, weight, *bias = (operand.meta["type"].shape for operand in tensor_operands(node))
-        return _windows(node, weight[2:], first, [None] * (1 + len(bias)))
+        offer = _spreads if self._is_transposed(node) else _windows
+        return offer(node, weight[2:], [None] * (1 + len(bias)))
 
     def flops(self, node: Node) -> float:
         """2 per multiply-add: each output element (input element if transposed) meets one filter's worth of weights."""
@@ -119,11 +189,34 @@ class ConvolutionRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Fewer groups where these are cut."""
-        divisor = parts(labels, mesh_shape, "group")
-        if divisor == 1:
-            return super().localize(node, labels, mesh_shape)
-        return replace_arguments(node, groups=argument(node, "groups") // divisor)
+        """Fewer groups where these are cut, and halos where space is."""
+        groups = argument(node, "groups") // parts(labels, mesh_shape, "group")
+        changes = {"groups": groups} if groups != argument(node, "groups") else {}
+        kernel = tensor_operands(node)[1].meta["type"].shape[2:]
+        transposed = self._is_transposed(node)
+        halo = _transposed_halo if transposed else _halo
+        halos = [halo(node, kernel, k) for k in range(len(kernel))]
+        more = _extension(node, kernel, halos, labels, mesh_shape)
+        if more is None:
+            return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
+        crops = ()
+        if transposed:
+            left = [_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
+            changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(left)]
+            crops = tuple(self._crop(node, k - len(kernel), halos[k][0], more, mesh_shape) for k in more.extended)
+        target, args, kwargs = replace_arguments(node, padding=more.padding, **changes)
+        if str(target).endswith(".padding"):
+            target = getattr(torch.ops.aten, str(target).split(".")[1]).default
+        return windowed, (target, *args), {**kwargs, "halos": more.halos, "crops": crops, **more.axes}
+
+    @staticmethod
+    def _crop(node: Node, dim: int, before: int, more: _Extension, mesh_shape: Sequence[int]) -> tuple[int, int, int]:
+        """(dim, first, rows) of this device's outputs among those of its block with its halos."""
+        out = types_of(node)[0].shape
+        k = dim + len(more.padding)
+        blocks = prod(mesh_shape[axis] for axis in more.axes[f"{SPATIAL[dim + len(SPATIAL)]}_axes"])
+        stride, padding = (_entry(argument(node, name), k) for name in ("stride", "padding"))
+        return dim, before * stride + padding, out[dim] // blocks
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """Input and weight."""
@@ -154,14 +247,39 @@ class PoolingRule(Rule):
             label = "channel" if dim == leading - 1 else "batch"
             if x[dim] > 1:
                 choices.append(cut(node, label, x[dim], [dim], [dim] * len(outputs)))
-        if f"_pool{self.spatial}d.default" in str(node.target) and "adaptive" not in str(node.target):
-            kernel = [_entry(argument(node, "kernel_size"), k) for k in range(self.spatial)]
-            choices += [] if argument(node, "ceil_mode") else _windows(node, kernel, leading, [])
+        if self._slides(node) and not argument(node, "ceil_mode"):
+            choices += _windows(node, self._kernel(node), [])
         if self.linear:
             choices.append(AxisChoice("partial", (ROW,), (ROW,), 1 << 62, splits_work=False))
         grads = tuple((R, P if kind.is_float else R) for kind in outputs)
         choices.append(AxisChoice("grad", ((R, P),), grads, 1 << 62, splits_work=False))
         return tuple(choices)
+
+    def _slides(self, node: Node) -> bool:
+        return f"_pool{self.spatial}d.default" in str(node.target) and "adaptive" not in str(node.target)
+
+    def _kernel(self, node: Node) -> list[int]:
+        return [_entry(argument(node, "kernel_size"), k) for k in range(self.spatial)]
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """With the neighbours' rows where windows reach them."""
+        kernel = self._kernel(node) if self._slides(node) else []
+        halos = [_halo(node, kernel, k) for k in range(len(kernel))]
+        more = _extension(node, kernel, halos, labels, mesh_shape)
+        if more is None:
+            return super().localize(node, labels, mesh_shape)
+        target, args, kwargs = replace_arguments(node, padding=more.padding)
+        kwargs = {**kwargs, "halos": more.halos, **more.axes}
+        if "max_pool" in str(target):
+            return windowed, (target, *args), {**kwargs, "fill": -inf}
+        padded = any(_entry(argument(node, "padding"), k) for k in range(self.spatial))
+        counted = argument(node, "count_include_pad") or (self.spatial > 1 and argument(node, "divisor_override"))
+        if not padded or counted:
+            return windowed, (target, *args), kwargs
+        target, args, inner = replace_arguments(node, padding=more.padding, count_include_pad=True)
+        return averaged, (target, *args), {**kwargs, **inner}
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The input, if the backward needs it, and positions that are an output."""

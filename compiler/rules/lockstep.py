@@ -116,6 +116,32 @@ class LockstepComm:
         parts = self._exchange(x, "all_to_all", axis, (split_dim, concat_dim))
         return torch.cat([self._block(part, axis, split_dim) for part in parts], concat_dim).contiguous()
 
+    def all_to_all_uneven(
+        self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows in pieces of these counts to and from the devices of the axis."""
+        if sum(sent) != x.shape[0]:
+            raise ValueError(f"all rows are sent, but got counts {list(sent)} for {x.shape[0]} rows")
+        parts = self._exchange(x, "all_to_all", axis, "uneven")
+        counts = self._exchange(torch.tensor(list(sent)), "all_to_all", axis, "counts", logged=False)
+        here = self.index(axis)
+        pieces = [part.split(count.tolist())[here] for part, count in zip(parts, counts)]
+        if [len(piece) for piece in pieces] != list(received):
+            raise ValueError(f"{list(received)} rows are to arrive, but got {[len(piece) for piece in pieces]}")
+        return torch.cat(pieces)
+
+    def exchange(
+        self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the neighbours along the axis sent: the one before its ``after``, the one behind its ``before``."""
+        from_before = None if after is None else self._neighbour(after, axis, -1, cyclic)
+        return from_before, None if before is None else self._neighbour(before, axis, 1, cyclic)
+
+    def _neighbour(self, x: torch.Tensor, axis: int, step: int, cyclic: bool) -> torch.Tensor:
+        parts = self._exchange(x, "send", axis, (step, cyclic))
+        there = self.index(axis) + step
+        return parts[there % len(parts)] if cyclic or 0 <= there < len(parts) else torch.zeros_like(x)
+
     def finish(self) -> None:
         """Wait for the others at the end of the program, so that one that asks for more collectives is caught."""
         self._exchange(torch.empty(0), "end of program", -1, None)
@@ -125,10 +151,10 @@ class LockstepComm:
             raise ValueError(f"blocks are even, but got {x.shape[dim]} along dim {dim} for {self.size(axis)} devices")
         return x.chunk(self.size(axis), dim)[self.index(axis)].contiguous()
 
-    def _exchange(self, x: torch.Tensor, kind: str, axis: int, detail: Any) -> list[torch.Tensor]:
+    def _exchange(self, x: torch.Tensor, kind: str, axis: int, detail: Any, logged: bool = True) -> list[torch.Tensor]:
         """Post ``x``; the posts of all devices along ``axis`` (of this device alone, for axis -1)."""
         group = self.group
-        if axis >= 0:
+        if axis >= 0 and logged:
             self.log.append((self.phase, kind, axis, x.numel()))
         if len(group) == 1:
             return [x.detach().clone()]

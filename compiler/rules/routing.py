@@ -3,8 +3,8 @@
 Experts may be parallel in two ways. "expert": every device has all tokens and the rows of its own experts, and the
 results add up (around a cut of the tokens that is an all-gather and a reduce-scatter). "dispatch": tokens and experts
 are cut alike, each token goes to the devices of its experts and comes back, by all_to_all (GShard, arXiv:2006.16668);
-with K experts per token and p devices that moves K/p of the bytes. It is priced for an even router, and has no program
-yet.
+with K experts per token and p devices that moves K/p of the bytes. It is priced for an even router; how many rows go
+where is exchanged first.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class ExpertsRule(Rule):
     @staticmethod
     def _dispatch(node: Node) -> AxisChoice:
         """Tokens sent to their experts and back, in the forward and, as gradients, in the backward."""
-        x, index, _, _, down = (operand.meta["type"] for operand in tensor_operands(node))
-        messages = tuple(
-            Internal(phase, "all_to_all", ("input", 0), x.dtype.itemsize, float(index.shape[1]))
-            for phase in ("forward", "backward")
-            for _ in range(2)
+        x, index, _, gate_up, down = (operand.meta["type"] for operand in tensor_operands(node))
+        rows = tuple(
+            Internal(phase, "all_to_all", ("input", 0), x.dtype.itemsize, float(index.shape[1]), gradient_of=of)
+            for phase, of in (("forward", None), ("forward", None), ("backward", None), ("backward", 0))
         )
+        # a number for each expert of the axis and the minor ones
+        counts = Internal("forward", "all_to_all", ("input", 3), 8, down.shape[0] / gate_up.numel, growth="gathered")
         extent = gcd(x.shape[0], down.shape[0])
-        choice = cut(node, "dispatch", extent, [0, 0, 0, 0, 0], [0], messages, executable=False)
-        return replace(choice, joins=("token",))
+        return replace(cut(node, "dispatch", extent, [0, 0, 0, 0, 0], [0], (counts, *rows)), joins=("token",))
 
     def flops(self, node: Node) -> float:
         """2 per multiply-add of the two (three, if gated) matrices that each token meets in each of its experts."""
@@ -75,9 +75,10 @@ class ExpertsRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op along which axes the experts lie."""
-        axes = axes_of(labels, "expert")
-        return replace_arguments(node, expert_axes=axes) if axes else super().localize(node, labels, mesh_shape)
+        """Tells the op along which axes the experts lie, and along which their rows travel."""
+        found = {"expert_axes": axes_of(labels, "expert"), "dispatch_axes": axes_of(labels, "dispatch")}
+        changes = {key: axes for key, axes in found.items() if axes}
+        return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The matrices; of the rest sorted copies are kept, which ``temporary_bytes`` counts."""
