@@ -82,7 +82,7 @@ CASES = {
         aten.convolution.default,
         (r(4, 4, 6, 6), r(4, 8, 3, 3), r(8), [1, 1], [1, 1], [1, 1], True, [0, 0], 1),
         {},
-        "batch out in",
+        "batch out in height width",
     ),
     "conv_transpose1d grouped": (
         aten.conv_transpose1d.default,
