@@ -132,25 +132,34 @@ class DistributedComm:
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the neighbours along the axis sent, all messages at once."""
-        size, here = self.mesh_shape[axis], self.coordinates[axis]
-        sends, receives, came = [], [], []
-        for x, step in ((after, 1), (before, -1)):
-            if x is None:
-                came.append(None)
-                continue
-            self._count("send", x.nbytes)
-            if size == 1 and cyclic:
-                came.append(x.clone())
-                continue
-            came.append(torch.zeros_like(x, memory_format=torch.contiguous_format))
-            to, source = here + step, here - step
-            if x.numel() and (cyclic or 0 <= to < size):
-                sends.append(dist.P2POp(dist.isend, x.contiguous(), *self._peer(axis, to % size)))
-            if x.numel() and (cyclic or 0 <= source < size):
-                receives.append(dist.P2POp(dist.irecv, came[-1], *self._peer(axis, source % size)))
-        for work in dist.batch_isend_irecv([*sends, *receives]) if sends or receives else ():
+        messages: list[dist.P2POp] = []
+        from_before = self._post(after, axis, 1, cyclic, messages)
+        from_after = self._post(before, axis, -1, cyclic, messages)
+        # both ends meet the messages of a pair in this order
+        messages.sort(key=lambda message: message.op is not dist.isend)
+        for work in dist.batch_isend_irecv(messages) if messages else ():
             work.wait()
-        return came[0], came[1]
+        return from_before, from_after
+
+    def _post(
+        self, x: torch.Tensor | None, axis: int, step: int, cyclic: bool, messages: list[dist.P2POp]
+    ) -> torch.Tensor | None:
+        """Add to ``messages`` what sends ``x`` ``step`` places on, and what receives the like from as far behind."""
+        if x is None:
+            return None
+        self._count("send", x.nbytes)
+        size, here = self.mesh_shape[axis], self.coordinates[axis]
+        if size == 1 and cyclic:
+            return x.clone(memory_format=torch.contiguous_format)
+        came = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        ways: tuple[tuple[Any, torch.Tensor, int], ...] = (
+            (dist.isend, x.contiguous(), step),
+            (dist.irecv, came, -step),
+        )
+        for op, buffer, away in ways:
+            if x.numel() and (cyclic or 0 <= here + away < size):
+                messages.append(dist.P2POp(op, buffer, *self._peer(axis, (here + away) % size)))
+        return came
 
     def _peer(self, axis: int, index: int) -> tuple[int, Group]:
         """The rank with another coordinate along ``axis``, and the group to meet it in."""

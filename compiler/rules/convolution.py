@@ -199,7 +199,7 @@ class ConvolutionRule(Rule):
         more = _extension(node, kernel, halos, labels, mesh_shape)
         if more is None:
             return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
-        crops = ()
+        crops: tuple[tuple[int, int, int], ...] = ()
         if transposed:
             left = [_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
             changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(left)]
