@@ -1,7 +1,5 @@
 """Each realistic bug of parallel training, planted one at a time, is caught: by ``verify`` in this process, or by the
 parity of a run on two ranks with one device. The same checks pass where nothing is planted.
-
-Not here, as the runtime has no program for it yet: halo exchange.
 """
 
 from __future__ import annotations
@@ -36,9 +34,24 @@ def tokens(batch: int = BATCH, sequence: int = 8) -> tuple[torch.Tensor, torch.T
     return tuple(torch.randint(0, 16, (2, batch, sequence), generator=generator))  # type: ignore[return-value]
 
 
+class Space(torch.nn.Module):
+    """Two convolutions over words and their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(16, 8)
+        self.one, self.two = (torch.nn.Conv2d(*channels, 3, padding=1) for channels in ((1, 2), (2, 1)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.two(self.one(self.words(x).unsqueeze(1)).relu()).squeeze(1)
+        return torch.nn.functional.mse_loss(h, self.words(y))
+
+
 def small(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    if kind == "moe":
+    if kind == "halo":
+        return Space()
+    if kind in ("moe", "dispatch"):
         return TransformerMoE(16, 2, 16, 2, 4, 8, feed_forward=16, dropout=0.0)
     return GPT(16, 1, 16, 2, 8, dropout=0.2 if kind == "dropout" else 0.0, tied=True)
 
@@ -53,18 +66,24 @@ def plans() -> Callable[[str, str], Any]:
             model, devices = small(kind), 4 if "," in strategy else 2
             plan = mw.plan(model, fast_links(devices), example_inputs=tokens(), strategy=strategy,
                            microbatches=MICROBATCHES, executable=True, cache=False)  # fmt: skip
-            made[kind, strategy] = model, ringed(plan) if kind == "ring" else plan
+            made[kind, strategy] = model, forced(plan, kind)
         return made[kind, strategy]
 
     return make
 
 
-def ringed(plan: mw.Plan) -> mw.Plan:
-    """The plan with its attention as a ring."""
+FORCED = {"ring": ("attention", "ring"), "halo": ("conv", "height"), "dispatch": ("experts", "dispatch")}
+
+
+def forced(plan: mw.Plan, kind: str) -> mw.Plan:
+    """The plan with a label on the ops that this kind of model is about."""
+    if kind not in FORCED:
+        return plan
+    part, label = FORCED[kind]
     (stage,) = plan.stages
     (chunk,) = stage.chunks
-    ops = {name: ("ring",) if "attention" in name else labels for name, labels in chunk.ops.items()}
-    assert ("ring",) in ops.values()
+    ops = {name: (label,) if part in name else labels for name, labels in chunk.ops.items()}
+    assert (label,) in ops.values()
     return replace(plan, stages=(replace(stage, chunks=(replace(chunk, ops=ops),)),))
 
 
@@ -128,6 +147,24 @@ def unordered_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local_ops, "_Combine", Rolled)
 
 
+def wrong_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """A device's rows go to the device behind it where they should go to the one before it."""
+
+    def exchange(self: Any, before: Any, after: Any, axis: int, cyclic: bool = False) -> Any:
+        return original(self, after, before, axis, cyclic)
+
+    original = LockstepComm.exchange
+    patch.setattr(LockstepComm, "exchange", exchange)
+
+
+def unordered_rows(patch: pytest.MonkeyPatch) -> None:
+    def all_to_all_uneven(self: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return original(self, x, *rest).flip(0)
+
+    original = LockstepComm.all_to_all_uneven
+    patch.setattr(LockstepComm, "all_to_all_uneven", all_to_all_uneven)
+
+
 VERIFIED = {
     "a missing all-reduce": ("gpt", "tp2", missing),
     "a doubled reduction": ("gpt", "tp2", everywhere(lambda x, kind, axis: (x * 2, axis))),
@@ -137,6 +174,8 @@ VERIFIED = {
     "a dropout seed that is shared": ("dropout", "dp2", shared_mask),
     "a dropout seed that is not shared": ("dropout", "dp2", own_seeds),
     "an expert's tokens in the wrong order": ("moe", "tp2", unordered_tokens),
+    "the rows of dispatched tokens in the wrong order": ("dispatch", "tp2", unordered_rows),
+    "a halo of the wrong neighbour": ("halo", "dp2", wrong_neighbours),
 }
 
 
