@@ -2,9 +2,10 @@
 
 Every step of a stage falls into the same terms on both sides::
 
-    step = forward + backward + collectives + skew + sends + waiting + gradient + optimizer + host
+    step = forward + backward + weights + collectives + skew + sends + waiting + gradient + optimizer + host
 
     forward, backward   ops of all microbatches, without the collectives among them
+    weights             the half of backwards that makes weight gradients, where the schedule has it apart
     collectives         inside forward and backward
     skew                waiting in them, or in the gradients', for a slower rank of the same stage
     sends               starting them; the wire itself runs beside the ops
@@ -25,25 +26,26 @@ from statistics import mean, median
 
 from .plan import Plan, StagePrediction
 from .report import THRESHOLD, RankTimes, Report, Term
-from .schedule import Edge, generate
-from .simulate import simulate
+from .schedule import generate
+from .simulate import simulate_stages, weight_seconds
 
 __all__ = ["TERMS", "Clock", "compare", "predicted_terms", "without_skew"]
 
-TERMS = ("forward", "backward", "collectives", "skew", "sends", "waiting", "gradient", "optimizer", "host")
-_BY_MICROBATCH = ("forward", "backward", "collectives", "sends")
+TERMS = ("forward", "backward", "weights", "collectives", "skew", "sends", "waiting", "gradient", "optimizer", "host")
+_BY_MICROBATCH = ("forward", "backward", "weights", "collectives", "sends")
 
 
 def predicted_terms(plan: Plan) -> list[dict[str, float]]:
     """Per stage: term → seconds per step, as the plan predicts them."""
-    out = []
+    out, halved = [], _is_halved(plan)
     for stage in plan.prediction.stages:
         forward, backward = _compute_s(stage)
+        weights = min(backward, weight_seconds(stage)) if halved else 0.0
         m, host, sends = plan.microbatches, stage.seconds.get("host", 0.0), stage.seconds.get("sends", 0.0)
         actions = m * (stage.forward_s + stage.backward_s)
         gradient, optimizer = (stage.seconds.get(cause, 0.0) for cause in ("gradient", "optimizer"))
         out.append({
-            "forward": m * forward, "backward": m * backward,
+            "forward": m * forward, "backward": m * (backward - weights), "weights": m * weights,
             "collectives": max(0.0, actions - m * (forward + backward + host + sends)),
             "skew": 0.0, "sends": m * sends, "gradient": gradient, "optimizer": optimizer, "host": m * host,
             "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer),
@@ -51,6 +53,12 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
         if out[-1]["waiting"] < 1e-9 * plan.prediction.step_s:  # rounding
             out[-1]["waiting"] = 0.0
     return out
+
+
+def _is_halved(plan: Plan) -> bool:
+    """Whether the plan's schedule has the gradients of weights apart."""
+    schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
+    return any(action.kind == "W" for row in schedule.actions for action in row)
 
 
 def _compute_s(stage: StagePrediction) -> tuple[float, float]:
@@ -148,39 +156,59 @@ class Clock:
     """The plan's schedule with the predicted times, some of them replaced by measured ones."""
 
     def __init__(self, plan: Plan) -> None:
-        self.m, self.stages = plan.microbatches, plan.prediction.stages
+        self.plan, self.m, self.stages = plan, plan.microbatches, plan.prediction.stages
         self.expected = predicted_terms(plan)
-        self.schedule = generate(plan.schedule, len(plan.stages), plan.microbatches)
-        self.ahead: dict[Edge, float] = {}
-        self.back: dict[Edge, float] = {}
-        for transfer in plan.transfers:
-            edge = (transfer.source, transfer.target)
-            self.ahead[edge] = self.ahead.get(edge, 0.0) + transfer.forward_s
-            self.back[edge] = self.back.get(edge, 0.0) + transfer.backward_s
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether any message between stages takes time."""
+        return any(transfer.forward_s for transfer in self.plan.transfers)
 
     def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]], transfers: float = 1.0) -> float:
         """Seconds of the step with these (stage, term)s as the mappings say, and transfers so many times longer."""
-        forward = [stage.forward_s for stage in self.stages]
-        backward = [stage.backward_s for stage in self.stages]
-        once = [stage.step_s for stage in self.stages]
+        extra = [dict.fromkeys(("forward", "backward", "weights", "once"), 0.0) for _ in self.stages]
         for (stage, name), measured in replaced.items():
-            extra = measured[name] - self.expected[stage][name]
-            if name == "forward":
-                forward[stage] += extra / self.m
-            elif name == "backward":
-                backward[stage] += extra / self.m
-            elif name == "collectives":
+            more, added = measured[name] - self.expected[stage][name], extra[stage]
+            if name in ("forward", "backward", "weights"):
+                added[name] += more / self.m
+            elif name in ("collectives", "sends"):
                 share = 0.5
-                if "forward collectives" in measured and measured["collectives"] > 0:
-                    share = measured["forward collectives"] / measured["collectives"]
-                forward[stage] += share * extra / self.m
-                backward[stage] += (1 - share) * extra / self.m
-            elif name == "sends":
-                forward[stage] += extra / 2 / self.m
-                backward[stage] += extra / 2 / self.m
+                if f"forward {name}" in measured and measured[name] > 0:
+                    share = measured[f"forward {name}"] / measured[name]
+                added["forward"] += share * more / self.m
+                added["backward"] += (1 - share) * more / self.m
             elif name != "waiting":
-                once[stage] += extra
-        forward, backward = ([max(0.0, value) for value in values] for values in (forward, backward))
-        ahead = {edge: transfers * seconds for edge, seconds in self.ahead.items()}
-        back = {edge: transfers * seconds for edge, seconds in self.back.items()}
-        return simulate(self.schedule, forward, backward, ahead or None, once, back or None).makespan_s
+                added["once"] += more
+        stages = [_with_extra(stage, added) for stage, added in zip(self.stages, extra)]
+        messages = [
+            replace(one, forward_s=transfers * one.forward_s, backward_s=transfers * one.backward_s)
+            for one in self.plan.transfers
+        ]
+        plan = self.plan
+        return simulate_stages(
+            plan.schedule, plan.microbatches, plan.chunks_asked, plan.stages, stages, messages
+        ).makespan_s
+
+
+def _with_extra(stage: StagePrediction, extra: Mapping[str, float]) -> StagePrediction:
+    """A stage that takes so much longer per microbatch ("once": per step), all its chunks in proportion."""
+    before = weight_seconds(stage)
+    forward = max(0.0, stage.forward_s + extra["forward"])
+    backward = max(0.0, stage.backward_s + extra["backward"] + extra["weights"])
+    weights = min(backward, max(0.0, before + extra["weights"]))
+
+    def grown(value: float, old: float, new: float) -> float:
+        return value * new / old if old else new / len(stage.chunk_s)
+
+    chunks = tuple(
+        (
+            grown(f, stage.forward_s, forward),
+            grown(b - w, stage.backward_s - before, backward - weights) + grown(w, before, weights),
+            grown(w, before, weights),
+        )
+        for f, b, w in stage.chunk_s
+    )
+    return replace(
+        stage, forward_s=forward, backward_s=backward, step_s=max(0.0, stage.step_s + extra["once"]),
+        seconds={**stage.seconds, "backward_weight": weights}, chunk_s=chunks,
+    )  # fmt: skip

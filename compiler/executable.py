@@ -1,6 +1,5 @@
 """Which decisions of a plan the runtime cannot carry out yet; such a plan is a prediction only.
 
-schedule        any but those of ``executable_schedules``, and several chunks on a stage
 recompute       layers in another mode than "none"
 residency       parameters that are not "replicated"
 ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from .graph import Graph
 from .rules import pairs_choice
-from .schedule import executable_schedules
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -30,7 +28,7 @@ RESIDENCIES = ("replicated",)  # patterns of parameters that it can
 def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
     """A line for each kind of decision that the runtime cannot run yet; empty if it can run the plan. graph: the
     captured model, for ops."""
-    lines = [*_schedule(plan), *_recompute(plan), *_residency(plan)]
+    lines = [*_recompute(plan), *_residency(plan)]
     if graph is not None:
         lines += _labels(plan, graph)
     return [*lines, *_wires(plan), *_precision(plan)]
@@ -42,14 +40,6 @@ def require_executable(plan: Plan, graph: Graph | None = None) -> None:
         raise ValueError(
             f"this runtime runs what it has a program for, but got a plan with {'; '.join(lines)}; plan again without"
         )
-
-
-def _schedule(plan: Plan) -> Iterator[str]:
-    if plan.schedule not in executable_schedules():
-        yield f"schedule {plan.schedule} (it runs {', '.join(executable_schedules())})"
-    several = [str(index) for index, stage in enumerate(plan.stages) if len(stage.chunks) > 1]
-    if several:
-        yield f"several chunks on stages {', '.join(several)}"
 
 
 def _recompute(plan: Plan) -> Iterator[str]:

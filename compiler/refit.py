@@ -148,15 +148,15 @@ def _still_off(
 
     of_host = [[stage for stage in stages if hosts[stage] == host] for host in range(num_hosts)]
     each = {
-        name: tuple(ratio([name], members) if members else 0.0 for members in of_host)
-        for name in ("forward", "backward", "optimizer")
+        names[0]: tuple(ratio(names, members) if members else 0.0 for members in of_host)
+        for names in (["forward"], ["backward", "weights"], ["optimizer"])
     }
     # a host without a stage is as far off as the others
     filled = {
         name: tuple(value or sum(values) / max(sum(map(bool, values)), 1) for value in values)
         for name, values in each.items()
     }
-    actions = 2 * plan.microbatches
+    actions = 2 * plan.microbatches * plan.num_chunks
     action_s = tuple(
         sum(measured[stage, "host"] - clock.expected[stage]["host"] for stage in members) / actions / len(members)
         if members
@@ -176,7 +176,7 @@ def _still_off(
 
 def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], step_s: float) -> float:
     """How many times longer transfers take, if they are what the step still lacks once all else is as measured."""
-    if not any(clock.ahead.values()):
+    if not clock.has_transfers:
         return 1.0
     terms = {stage: {name: s for (at, name), s in measured.items() if at == stage} for stage, _ in measured}
     replaced = {(stage, name): terms[stage] for stage, name in measured if name != "waiting"}

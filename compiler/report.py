@@ -21,7 +21,8 @@ _SHARE = 0.15  # of the difference: terms that explain less are not worth a sent
 class RankTimes:
     """What one rank measured: means over the same steps on every rank, in seconds per step; bytes at the worst.
 
-    stage: None on an idle rank. skew_s: of the collectives, what was waiting for a slower rank of the stage.
+    stage: None on an idle rank. weights_s: the half of backwards that makes weight gradients, where the schedule has it
+    apart; then backward_s is the other. skew_s: of the collectives, what was waiting for a slower rank of the stage.
     live_bytes: of tensor storages, where a metered step counted them.
     """
 
@@ -41,6 +42,7 @@ class RankTimes:
     resident_bytes: int
     live_bytes: int | None = None
     skew_s: float = 0.0
+    weights_s: float = 0.0
 
 
 @dataclass(frozen=True)

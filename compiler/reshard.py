@@ -22,7 +22,7 @@ import torch
 from .context import Comm, current
 from .spec import Pair, Placement, R, Spec
 
-__all__ = ["FREE", "Step", "apply_steps", "reshard", "run_steps", "step_bytes", "steps_between"]
+__all__ = ["FREE", "Step", "Steps", "apply_steps", "reshard", "run_steps", "step_bytes", "steps_between"]
 
 FREE = frozenset({"slice", "mask", "pad"})
 

@@ -23,7 +23,6 @@ from itertools import pairwise
 
 from .actions import KINDS, Action, Edge, Place, Schedule, ScheduleError, parse, parse_action, placed
 from .schedule_families import (
-    executable_schedules,
     generate,
     gpipe,
     in_flight_formula,
@@ -43,7 +42,6 @@ __all__ = [
     "ScheduleError",
     "chain",
     "checked_edges",
-    "executable_schedules",
     "generate",
     "gpipe",
     "in_flight",

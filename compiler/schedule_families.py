@@ -35,7 +35,6 @@ from itertools import chain as chained
 from .actions import Action, Place, Schedule, placed
 
 __all__ = [
-    "executable_schedules",
     "generate",
     "gpipe",
     "in_flight_formula",
@@ -232,11 +231,6 @@ _FAMILIES = {
 def known_schedules() -> tuple[str, ...]:
     """The names that ``generate`` knows."""
     return tuple(_FAMILIES)
-
-
-def executable_schedules() -> tuple[str, ...]:
-    """The names of the schedules that the runtime runs: one chunk per stage, whole backwards."""
-    return ("gpipe", "1f1b")
 
 
 def _family(name: str, chunks: int | None) -> tuple[_Family, int]:

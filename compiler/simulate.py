@@ -24,7 +24,7 @@ from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edge
 if TYPE_CHECKING:
     from .plan import Plan, Stage, StagePrediction, Transfer
 
-__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan"]
+__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan", "simulate_stages", "weight_seconds"]
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
 _IDLE, _END, _ELSEWHERE = "·", "=", " "  # nothing to do, end-of-step work, busy with another chunk
@@ -230,7 +230,7 @@ def simulate_stages(
         edge = number[transfer.source, transfer.source_chunk], number[transfer.target, transfer.target_chunk]
         ahead[edge] = ahead.get(edge, 0.0) + transfer.forward_s
         back[edge] = back.get(edge, 0.0) + transfer.backward_s
-    seconds = [(one.chunk_s or [(one.forward_s, one.backward_s, _weight_s(one))]) for one in predictions]
+    seconds = [(one.chunk_s or [(one.forward_s, one.backward_s, weight_seconds(one))]) for one in predictions]
     each = [seconds[s][c] for s, c in places]
     return simulate(
         made,
@@ -243,7 +243,7 @@ def simulate_stages(
     )
 
 
-def _weight_s(stage: StagePrediction) -> float:
+def weight_seconds(stage: StagePrediction) -> float:
     """Seconds of a stage's backward that are for weights; half of it where a document of before does not say."""
     return stage.seconds.get("backward_weight", stage.backward_s / 2)
 

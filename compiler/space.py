@@ -27,7 +27,7 @@ from .executable import RECOMPUTES, RESIDENCIES
 from .plan import RECOMPUTE_MODES
 from .recompute import ALIASES
 from .residency import PATTERNS
-from .schedule import executable_schedules, known_schedules
+from .schedule import known_schedules
 from .strategy import Strategy, divisors_of
 from .wires import EXACT, Communication
 
@@ -88,7 +88,6 @@ class Space:
         every = cls.whole()
         return replace(
             every,
-            schedules=tuple(name for name in every.schedules if name in executable_schedules()),
             residencies=tuple(name for name in every.residencies if name in RESIDENCIES),
             recompute=tuple(mode for mode in every.recompute if mode in RECOMPUTES),
             executable_only=True,
@@ -109,9 +108,8 @@ class Space:
         ValueError for what is unknown, and for what the runtime cannot run where only ``executable`` plans are asked
         for."""
         space = cls.executable() if executable else cls.whole()
-        runs = executable_schedules() if executable else known_schedules()
         if schedule != "auto":
-            space = replace(space, schedules=(_one_of("schedule", schedule, runs, executable),))
+            space = replace(space, schedules=(_one_of("schedule", schedule, known_schedules(), executable),))
         modes = {recompute} if isinstance(recompute, str) else {"none", *recompute.values()}
         for mode in (modes := {ALIASES.get(mode, mode) for mode in modes}) - {"auto"}:
             _one_of("recompute", mode, space.recompute, executable)

@@ -1,12 +1,14 @@
-"""What the stages must know of each other, published once, so that both ends of a transfer derive the same tiles.
+"""What the chunks must know of each other, published once, so that both ends of a transfer derive the same tiles.
 
-A rank lowers its own stage only. The plan says who sends what to whom; the pairs and types at both ends, which inputs
-and buffers a program reads, and along which transfers a gradient can come back, are read off the programs and
-exchanged.
+A rank lowers the chunks of its own stage only. The plan says who sends what to whom; the pairs and types at both ends,
+which inputs and buffers a program reads, and along which links a gradient can come back, are read off the programs and
+exchanged. A *place* is (stage, chunk), a *link* a tensor from one place to another: a transfer if their stages differ,
+else it stays on its rank.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +20,16 @@ import torch.fx
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
-from ..compiler.schedule import Action
+from ..compiler.schedule import Action, Place, virtual_order
 from ..compiler.spec import Pair, Spec
 from .feeding import InputUse
 
-__all__ = ["Facts", "differentiable_transfers", "exchange", "facts_of", "settled"]
+__all__ = ["Facts", "Link", "differentiable_links", "exchange", "facts_of", "links_of", "places_of", "settled"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What other stages must know of one.
+    """What other chunks must know of one.
 
     flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or
     written, with their specs; written: those that get a new value.
@@ -44,7 +46,21 @@ class Facts:
     loss: TensorType | None = None
 
 
-def facts_of(program: ChunkProgram, stage: int) -> Facts:
+@dataclass(frozen=True)
+class Link:
+    """A tensor that the chunk at ``source`` makes and the one at ``target`` reads."""
+
+    node: str
+    source: Place
+    target: Place
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both chunks lie on one stage: no message then."""
+        return self.source[0] == self.target[0]
+
+
+def facts_of(program: ChunkProgram, stage: int, chunk: int = 0) -> Facts:
     """Read one chunk's facts off its program."""
     reach: dict[torch.fx.Node, frozenset[int]] = {}
     flows: dict[str, tuple[bool, frozenset[str]]] = {}
@@ -68,7 +84,7 @@ def facts_of(program: ChunkProgram, stage: int) -> Facts:
         sends={exit.name: (exit.pair, exit.type) for exit in program.exits if exit.kind == "send"},
         flows=flows,
         inputs=tuple(
-            InputUse(stage, index, slot.name, slot.type, slot.batch_dim, slot.pair.value)
+            InputUse(stage, index, slot.name, slot.type, slot.batch_dim, slot.pair.value, chunk)
             for index, slot in enumerate(slots)
             if slot.kind == "input"
         ),
@@ -83,50 +99,94 @@ def facts_of(program: ChunkProgram, stage: int) -> Facts:
     )
 
 
-def exchange(plan: Plan, mine: Facts | None) -> list[Facts]:
-    """Every stage's facts on every rank. Collective over the world."""
+def places_of(plan: Plan) -> tuple[Place, ...]:
+    """Every (stage, chunk) of the plan, in the order in which data flow."""
+    if plan.num_chunks == 1:
+        return tuple((stage, 0) for stage in range(len(plan.stages)))
+    return virtual_order(plan.schedule, len(plan.stages), plan.num_chunks)
+
+
+def exchange(plan: Plan, mine: Sequence[Facts]) -> dict[Place, Facts]:
+    """Every place's facts, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
+    the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    facts = [everyone[stage.devices[0]] for stage in plan.stages]
-    assert all(fact is not None for fact in facts), "a rank with a stage gave no program"
-    return facts
+    dist.all_gather_object(everyone, list(mine))
+    rows = [everyone[stage.devices[0]] for stage in plan.stages]
+    assert all(len(row) == len(stage.chunks) for row, stage in zip(rows, plan.stages)), "a rank gave too few programs"
+    return {(stage, chunk): rows[stage][chunk] for stage, chunk in places_of(plan)}
 
 
-def differentiable_transfers(plan: Plan, facts: Sequence[Facts]) -> set[tuple[str, int]]:
-    """(node, source stage) of the float tensors that a trainable parameter can reach: only those have a way back."""
-    found: set[tuple[str, int]] = set()
-    origin = {(transfer.node, transfer.target): transfer.source for transfer in plan.transfers}
-    for stage, fact in enumerate(facts):  # in stage order: transfers go to later stages only
+def links_of(plan: Plan, facts: Mapping[Place, Facts]) -> list[Link]:
+    """Every tensor that goes from one chunk to another, the plan's transfers in their order first; those of transfers
+    that neither program needs (of an evaluation) are left out. ValueError if a chunk would wait for what nobody
+    sends."""
+    links = [
+        Link(t.node, (t.source, t.source_chunk), (t.target, t.target_chunk))
+        for t in plan.transfers
+        if t.node in facts[t.source, t.source_chunk].sends and t.node in facts[t.target, t.target_chunk].receives
+    ]
+    makers = {(place[0], node): place for place, fact in facts.items() for node in fact.sends}
+    told = {(link.node, link.target) for link in links}
+    for target, fact in facts.items():
+        for node in fact.receives:
+            if (node, target) not in told:
+                if (target[0], node) not in makers:
+                    raise ValueError(
+                        f"every tensor that a chunk reads comes from another, but got no transfer of {node!r} to chunk "
+                        f"{target[1]} of stage {target[0]}; plan again"
+                    )
+                links.append(Link(node, makers[target[0], node], target))
+    return links
+
+
+def differentiable_links(links: Sequence[Link], facts: Mapping[Place, Facts]) -> set[tuple[str, Place]]:
+    """(node, source) of the float tensors that a trainable parameter can reach: only those have a way back."""
+    found: set[tuple[str, Place]] = set()
+    origin = {(link.node, link.target): link.source for link in links}
+    for place, fact in facts.items():  # as data flow: links go to later places only
         for node, (trainable, through) in fact.flows.items():
-            if trainable or any((name, origin[name, stage]) in found for name in through):
-                found.add((node, stage))
+            if trainable or any((name, origin[name, place]) in found for name in through):
+                found.add((node, place))
     return found
 
 
+_DIRECTION = {"F": "F", "B": "B", "I": "B"}  # of the messages that an action takes and gives; W has none
+
+_Ends = tuple[Place, Place]
+
+
 def settled(
-    actions: Sequence[Sequence[Action]],
-    stage: int,
-    edges: Sequence[tuple[int, int]],
-    back_edges: Sequence[tuple[int, int]],
+    actions: Sequence[Sequence[Action]], stage: int, edges: Sequence[_Ends], back_edges: Sequence[_Ends]
 ) -> list[tuple[int, ...]]:
     """For each action of ``stage``: its earlier actions whose sends are known to have arrived by then.
 
-    A stage that has begun an action has taken every message that its actions so far needed. Who is known to have begun
-    what travels with the messages (a vector clock), so a peer that never answers is heard of through the others.
+    edges: (source, target) of the messages between stages; back_edges: those along which a gradient comes back. A stage
+    that has begun an action has taken every message that its actions so far needed. Who is known to have begun what
+    travels with the messages (a vector clock), so a peer that never answers is heard of through the others.
     """
-    senders = {"F": [(b, a) for a, b in edges], "B": list(back_edges)}  # (receiver, sender)
-    where = [{(a.kind, a.microbatch): i for i, a in enumerate(row)} for row in actions]
-    clocks: list[list[list[int]]] = [
-        [] for _ in actions
-    ]  # per stage and action: the last action known to have begun, per stage
+    senders: defaultdict[tuple[str, Place], list[Place]] = defaultdict(list)  # (direction, taker) → who sends to it
+    takers: defaultdict[tuple[str, Place], list[Place]] = defaultdict(list)
+    for direction, ends in (("F", edges), ("B", [(b, a) for a, b in back_edges])):
+        for source, target in ends:
+            senders[direction, target].append(source)
+            takers[direction, source].append(target)
+    where = {(_DIRECTION[a.kind], a.microbatch, (a.stage, a.chunk)): index
+             for row in actions for index, a in enumerate(row) if a.kind in _DIRECTION}  # fmt: skip
+
+    def others(action: Action, who: Mapping[tuple[str, Place], Sequence[Place]]) -> list[tuple[int, int]]:
+        """(stage, action there) at the other ends of an action's messages."""
+        direction = _DIRECTION.get(action.kind, "")
+        found = who.get((direction, (action.stage, action.chunk)), ())
+        return [(place[0], where[direction, action.microbatch, place]) for place in found]
+
+    clocks: list[list[list[int]]] = [[] for _ in actions]  # stage, action → the last action known of, per stage
     moved = True
     while moved:
         moved = False
         for here, row in enumerate(actions):
             while len(clocks[here]) < len(row):
                 index = len(clocks[here])
-                key = (row[index].kind, row[index].microbatch)
-                sources = [(peer, where[peer][key]) for taker, peer in senders[key[0]] if taker == here]
+                sources = others(row[index], senders)
                 if any(len(clocks[peer]) <= at for peer, at in sources):
                     break
                 heard = [clocks[peer][at] for peer, at in sources] + clocks[here][-1:]
@@ -135,16 +195,14 @@ def settled(
                 clocks[here].append(clock)
                 moved = True
     assert all(len(clock) == len(row) for clock, row in zip(clocks, actions, strict=True)), "the schedule deadlocks"
-    waiting: dict[int, dict[int, int]] = {}  # my action → peer → the peer's action that takes my message
+    waiting: dict[int, list[tuple[int, int]]] = {}  # my action → (peer, the peer's action that takes my message)
     out: list[tuple[int, ...]] = []
     for index, action in enumerate(actions[stage]):
         clock = clocks[stage][index]
-        done = tuple(i for i, takers in waiting.items() if all(clock[peer] >= at for peer, at in takers.items()))
+        done = tuple(i for i, taken in waiting.items() if all(clock[peer] >= at for peer, at in taken))
         for i in done:
             del waiting[i]
         out.append(done)
-        key = (action.kind, action.microbatch)
-        takers = {taker: where[taker][key] for taker, peer in senders[action.kind] if peer == stage}
-        if takers:
-            waiting[index] = takers
+        if taken := others(action, takers):
+            waiting[index] = taken
     return out

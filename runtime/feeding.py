@@ -8,6 +8,7 @@ same set of samples in another order. That needs one split of the batch for all 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,7 +29,7 @@ __all__ = ["Feeder", "InputUse"]
 
 @dataclass(frozen=True)
 class InputUse:
-    """An input slot of some stage: type at the microbatch's extent, spec of its value on that stage's mesh."""
+    """An input slot of some chunk: type at the microbatch's extent, spec of its value on that stage's mesh."""
 
     stage: int
     position: int
@@ -36,6 +37,7 @@ class InputUse:
     type: TensorType
     batch_dim: int | None
     spec: Spec
+    chunk: int = 0
 
 
 class Feeder:
@@ -65,13 +67,14 @@ class Feeder:
             assert self.expected.setdefault(use.name, entry) == entry, f"stages disagree on input {use.name!r}"
         rank = dist.get_rank()
         stage = plan.stage_of(rank)
-        self.plans: list[tuple[int, str, list[tuple[tuple[int, int], ...]]]] = []
+        # chunk → (slot, input, this rank's block of every microbatch)
+        self.plans: defaultdict[int, list[tuple[int, str, list[tuple[tuple[int, int], ...]]]]] = defaultdict(list)
         for use in uses:
             if use.stage == stage:
                 here = plan.stages[stage]
                 box = Layout(here.devices, here.mesh_shape, use.spec).box(use.type.shape, rank)
                 boxes = [self._at(use, box, index) for index in range(self.microbatches)]
-                self.plans.append((use.position, use.name, boxes))
+                self.plans[use.chunk].append((use.position, use.name, boxes))
         self._compared = False  # whether the ranks have compared what they pass
 
     def _at(self, use: InputUse, box: tuple[tuple[int, int], ...], microbatch: int) -> tuple[tuple[int, int], ...]:
@@ -183,8 +186,8 @@ class Feeder:
                     f"(data_index {index} of {self.data_count}); feed the sampler with data_index and data_count"
                 )
 
-    def fill(self, arguments: list[Any], inputs: Mapping[str, torch.Tensor], microbatch: int) -> None:
-        """Put this rank's block of every input of one microbatch into its slot."""
-        for position, name, boxes in self.plans:
+    def fill(self, arguments: list[Any], inputs: Mapping[str, torch.Tensor], microbatch: int, chunk: int = 0) -> None:
+        """Put this rank's block of every input of one microbatch into its slot of a chunk."""
+        for position, name, boxes in self.plans.get(chunk, ()):
             x = cut(inputs[name], boxes[microbatch]).contiguous()
             arguments[position] = x if x.device == self.device else x.to(self.device, non_blocking=True)

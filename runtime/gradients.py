@@ -1,8 +1,9 @@
 """What happens to gradients between the last backward and the optimizer: sums over partial axes, and tied copies.
 
 A gradient whose cotangent is P on some axes is summed over exactly those, once per step: in flat buckets, each started
-by autograd hooks during the last microbatch's backward as soon as it is full, so communication hides behind
-computation. The loss is already the mean over the whole batch, so sums are all there is; nothing is divided.
+by autograd hooks as soon as the last actions that add to its gradients (a chunk's last backward, or weight half of one)
+have filled it, so communication hides behind computation. The loss is already the mean over the whole batch, so sums
+are all there is; nothing is divided.
 
 A parameter that several stages hold has an owner, the first of them. The others send their reduced gradient to it and
 get the updated value back, so all copies stay bit-equal.
@@ -45,17 +46,18 @@ class _Bucket:
 class GradientReducer:
     """Sums the partial gradients of one rank's parameters.
 
-    parameters: (leaf, axes over which its gradient is partial) in program order; those without axes are left alone.
+    parameters: (leaf, axes over which its gradient is partial, chunk) in program order; those without axes are left
+    alone, and those of several chunks, whose last backwards end one after the other, share no bucket.
     """
 
     def __init__(
         self,
         comm: DistributedComm | None,
-        parameters: Sequence[tuple[nn.Parameter, tuple[int, ...]]],
+        parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.comm = comm
-        self.armed = False
+        self.armed: frozenset[int] = frozenset()  # ids of the parameters whose next gradient is the whole one
         self.next = 0
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.buckets = _buckets(parameters, bucket_bytes)
@@ -72,19 +74,20 @@ class GradientReducer:
                     # a clone, because the gradient is a view of the bucket that is about to be filled again
                     self.kept.append((parameter, parameter.grad.clone()))
                     parameter.grad = None
-
-    def arm(self) -> None:
-        """Before the last backward: from now on a full bucket starts its sum."""
-        self.armed = True
-        self.next = 0
+        self.armed, self.next = frozenset(), 0
         for bucket in self.buckets:
             bucket.filled = [False] * len(bucket.parameters)
             bucket.missing = len(bucket.parameters)
             bucket.launched, bucket.work, bucket.wire = False, None, None
 
+    def arm(self, parameters: frozenset[int]) -> None:
+        """Before the last action that adds to the gradients of these (ids of leaves): as they come they are whole, and
+        a bucket that is full starts its sum."""
+        self.armed = parameters
+
     def finish(self) -> None:
         """After the last backward: start what has not started, and wait for all."""
-        self.armed = False
+        self.armed = frozenset()
         for bucket in self.buckets:
             if not bucket.launched:
                 # Every device of the axes runs the same program, so they agree on which gradients do not exist.
@@ -148,16 +151,16 @@ def _hook(
 
     def hook(parameter: torch.Tensor) -> None:
         mine, here = reducer(), bucket()
-        if mine is not None and here is not None and mine.armed:
+        if mine is not None and here is not None and id(parameter) in mine.armed:
             mine._fill(here, index, parameter.grad)
             mine._launch_full()
 
     return hook
 
 
-def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[int, ...]]], bucket_bytes: int) -> list[_Bucket]:
-    """Parameters by (axes, dtype), the last used first, in flat pieces of about ``bucket_bytes``."""
-    keys = [((axes, p.dtype) if axes and p.requires_grad else None, p.nbytes) for p, axes in parameters]
+def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]], bucket_bytes: int) -> list[_Bucket]:
+    """Parameters by (axes, dtype, chunk), the last used first, in flat pieces of about ``bucket_bytes``."""
+    keys = [((axes, p.dtype, chunk) if axes and p.requires_grad else None, p.nbytes) for p, axes, chunk in parameters]
     groups = gradient_buckets(keys, bucket_bytes)
     return [_Bucket(parameters[group[0]][1], [parameters[i][0] for i in group]) for group in groups]
 

@@ -21,11 +21,13 @@ from torch import nn
 from ..compiler.plan import BUCKET_BYTES, Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.reshard import apply_steps, steps_between
-from ..compiler.spec import R
+from ..compiler.schedule import Place
+from ..compiler.spec import R, Spec
 from .agreement import alike
+from .chunk import Groups
 from .crossmesh import Layout, cut, wire
 from .executor import Executor
-from .facts import Facts, exchange, facts_of
+from .facts import Facts, exchange, facts_of, links_of
 from .feeding import Feeder
 from .gradients import GradientReducer, TiedParameters
 from .groups import bind_all
@@ -79,19 +81,17 @@ class Session:
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
         self.comm = bind_all(plan)
         self.stage = plan.stage_of(self.rank)
-        self.program = _only(plan, programs, self.stage)
-        # NCCL matches messages by order alone: a communicator per direction keeps one from waiting behind the other
-        self.directions = (dist.new_group(), dist.new_group()) if cuda else (None, None)
-        self.facts = exchange(plan, None if self.program is None else facts_of(self.program, self.stage or 0))
-        buffers = [fact.buffers for fact in self.facts]
-        writers = {name: index for index, fact in enumerate(self.facts) for name in fact.written}
-        self.state = State(plan, model_info, self.comm, self.device, buffers, writers)
+        self.programs = _programs_of(plan, programs, self.stage)
+        self.facts = exchange(plan, _facts_of(self.programs, self.stage))
+        self.groups = _groups(plan, self.facts) if cuda else lambda source, target: (None, None)
+        writers = {name: place[0] for place, fact in self.facts.items() for name in fact.written}
+        self.state = State(plan, model_info, self.comm, self.device, _buffers(plan, self.facts), writers)
         if isinstance(init, Mapping):
             weights, init = _merge(weights, init), None
         self.state.initialize(weights, init, seed)
         types = {name: entry.type for name, entry in model_info.parameters.items()}
         # frozen parameters have no gradient: the program says which those are
-        for slot in self.program.slots if self.program is not None else ():
+        for slot in (slot for program in self.programs for slot in program.slots):
             if slot.kind == "parameter":
                 self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
         self.tied = TiedParameters(plan, self.state.parameters, types, self.rank, self.device, None)
@@ -100,32 +100,34 @@ class Session:
         self.trace = Trace(self.device)
         with alike():  # one stage of an edited plan may be what cannot run
             self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
-            uses = [use for fact in self.facts for use in fact.inputs]
+            uses = [use for fact in self.facts.values() for use in fact.inputs]
             self.feeder = Feeder(plan, uses, self.comm, self.device, data)
             self.executor = Executor(
-                plan, self.program, self.comm, self.state, self.facts, self.feeder,
-                reducer=self.reducer, groups=self.directions, seed=seed, trace=self.trace,
+                plan, self.programs, self.comm, self.state, self.facts, self.feeder,
+                reducer=self.reducer, groups=self.groups, seed=seed, trace=self.trace,
             )  # fmt: skip
-        self.loss_stage = next((index for index, fact in enumerate(self.facts) if fact.loss is not None), None)
+        self.loss_place = next((place for place, fact in self.facts.items() if fact.loss is not None), None)
         self.step = 0
         self._batches = 0  # forward_backward calls since the last optimizer step
         self._stepped = True  # whether the gradients in the leaves are those of a finished step
         self._norm: torch.Tensor | None = None
         self._seconds: dict[str, float] = {}
-        self._evaluators: list[tuple[Sequence[ChunkProgram], Executor, list[Facts]]] = []
+        self._evaluators: list[tuple[Sequence[ChunkProgram], Executor, dict[Place, Facts]]] = []
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
             with alike():  # a factory may fail on the parameters of one stage only
                 self.optimizer = make_optimizer(optimizer, trained, plan)
 
-    def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        if self.program is None or self.stage is None:
+    def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
+        """(leaf, axes over which its gradient is partial, the chunk that keeps it) of every parameter, by chunk and
+        program order."""
+        if self.stage is None:
             return []
         sizes = self.plan.stages[self.stage].mesh_shape
-        out = []
-        for slot in self.program.slots:
-            if slot.kind != "parameter":
+        out: dict[str, tuple[nn.Parameter, tuple[int, ...], int]] = {}
+        for chunk, slot in ((c, slot) for c, program in enumerate(self.programs) for slot in program.slots):
+            if slot.kind != "parameter" or slot.name in out:  # one leaf, as the first chunk that reads it keeps it
                 continue
             for axis, (value, cotangent) in enumerate(zip(slot.pair.value, slot.pair.cotangent, strict=True)):
                 if slot.requires_grad and not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
@@ -134,8 +136,8 @@ class Session:
                         f"axis {axis}; plan again"
                     )
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
-            out.append((self.state.parameters[slot.name], axes))
-        return out
+            out[slot.name] = (self.state.parameters[slot.name], axes, chunk)
+        return list(out.values())
 
     # ---- training
 
@@ -146,7 +148,7 @@ class Session:
         not the loss. Call it again before ``optimizer_step`` to accumulate. Raises NonFiniteLoss on every rank.
         """
         started = perf_counter()
-        if self.loss_stage is None:
+        if self.loss_place is None:
             raise ValueError(
                 "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns "
                 "its loss"
@@ -171,13 +173,14 @@ class Session:
             value = float(loss)
         if not math.isfinite(value):
             self._stepped = True
-            raise NonFiniteLoss(value, self.plan.stages[self.loss_stage].devices[0], self.loss_stage, self.step)
+            stage = self.loss_place[0]
+            raise NonFiniteLoss(value, self.plan.stages[stage].devices[0], stage, self.step)
         self._seconds = {"forward_backward_s": perf_counter() - started}
         return loss
 
     def _share_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
-        assert self.loss_stage is not None
-        devices, kind = self.plan.stages[self.loss_stage].devices, self.facts[self.loss_stage].loss
+        assert self.loss_place is not None
+        devices, kind = self.plan.stages[self.loss_place[0]].devices, self.facts[self.loss_place].loss
         assert kind is not None
         if len(devices) == self.plan.num_devices:
             assert loss is not None
@@ -233,7 +236,7 @@ class Session:
         self._lend(executor, facts)
         loss, mine = executor.run(inputs, step=self.step)
         out: dict[str, torch.Tensor] = {}
-        for index, fact in enumerate(facts):
+        for (index, chunk), fact in facts.items():
             here = self.plan.stages[index]
             kinds = dict(fact.outputs)
             if fact.loss is not None:
@@ -241,8 +244,9 @@ class Session:
                 mine = {**mine, "loss": loss} if loss is not None else mine
             for name, kind in kinds.items():
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
-                if index == self.stage and executor.program is not None and self.comm is not None:
-                    pair = next(e.pair for e in executor.program.exits if e.name == name or (name == "loss" == e.kind))
+                if index == self.stage and self.comm is not None:
+                    exits = executor.programs[chunk].exits
+                    pair = next(e.pair for e in exits if e.name == name or (name == "loss" == e.kind))
                     steps = steps_between(pair.value, (R,) * len(pair.value))
                     whole = apply_steps(mine[name], steps, self.comm).contiguous()
                 if len(here.devices) < self.plan.num_devices:
@@ -250,7 +254,7 @@ class Session:
                 out[name] = whole
         return out
 
-    def _evaluator(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, list[Facts]]:
+    def _evaluator(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, Facts]]:
         for known, executor, facts in self._evaluators:
             if known is programs:
                 return executor, facts
@@ -258,20 +262,21 @@ class Session:
             raise ValueError(
                 "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
             )
-        program = _only(plan, programs, self.stage)
-        facts = exchange(plan, None if program is None else facts_of(program, self.stage or 0))
-        uses = [use for fact in facts for use in fact.inputs]
+        programs_here = _programs_of(plan, programs, self.stage)
+        facts = exchange(plan, _facts_of(programs_here, self.stage))
+        uses = [use for fact in facts.values() for use in fact.inputs]
         feeder = Feeder(plan, uses, self.comm, self.device, microbatches=1)
         executor = Executor(
-            plan, program, self.comm, self.state, facts, feeder, groups=self.directions, seed=self.seed, training=False
-        )
+            plan, programs_here, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed,
+            training=False,
+        )  # fmt: skip
         self._evaluators.append((programs, executor, facts))
         return executor, facts
 
-    def _lend(self, executor: Executor, facts: Sequence[Facts]) -> None:
+    def _lend(self, executor: Executor, facts: Mapping[Place, Facts]) -> None:
         """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
         nothing to do."""
-        for index, fact in enumerate(facts):
+        for (index, _), fact in facts.items():
             here = self.plan.stages[index]
             for name, spec in {**fact.parameters, **fact.buffers}.items():
                 if index not in self.state.homes.get(name, ()):
@@ -327,15 +332,40 @@ def _check_plan(plan: Plan) -> None:
     plan.require_executable()
 
 
-def _only(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> ChunkProgram | None:
-    crowded = [index for index, here in enumerate(plan.stages) if len(here.chunks) != 1]
-    if crowded:
+def _programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> tuple[ChunkProgram, ...]:
+    wanted = 0 if stage is None else len(plan.stages[stage].chunks)
+    if len(programs) != wanted:
         raise ValueError(
-            f"this runtime runs one chunk per stage, but got another number on stages {crowded}; use 1F1B or GPipe"
+            f"a rank needs one program per chunk of its stage, but got {len(programs)} for {wanted} chunks of stage "
+            f"{stage}; lower every chunk"
         )
-    if len(programs) != (stage is not None):
-        raise ValueError(f"a rank needs one program per chunk of its stage, but got {len(programs)} on stage {stage}")
-    return programs[0] if programs else None
+    return tuple(programs)
+
+
+def _facts_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[Facts]:
+    return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]
+
+
+def _buffers(plan: Plan, facts: Mapping[Place, Facts]) -> list[dict[str, Spec]]:
+    """Stage → buffer → where it is kept: as the chunk that writes it has it, else the first that reads it."""
+    out: list[dict[str, Spec]] = [{} for _ in plan.stages]
+    for (stage, _), fact in facts.items():
+        written = {name: fact.buffers[name] for name in fact.written}
+        out[stage] = {**fact.buffers, **out[stage], **written}
+    return out
+
+
+def _groups(plan: Plan, facts: Mapping[Place, Facts]) -> Groups:
+    """NCCL matches messages by order alone: a communicator per direction keeps one from waiting behind the other, and
+    one per edge where stages have several chunks, whose messages pass each other. Collective."""
+    shared = (dist.new_group(), dist.new_group())
+    own: dict[tuple[Place, Place], tuple[Any, Any]] = {}
+    if plan.num_chunks > 1:
+        links = [link for link in links_of(plan, facts) if not link.is_local]
+        own = {
+            ends: (dist.new_group(), dist.new_group()) for ends in dict.fromkeys((k.source, k.target) for k in links)
+        }
+    return lambda source, target: own.get((source, target), shared)
 
 
 def _merge(weights: Weights | None, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

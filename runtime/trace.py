@@ -4,7 +4,8 @@ the step.
 Grammar of a record::
 
     step    ::= action* span* wall                 one optimizer step, whose wall time is the library's own work
-    action  ::= label wait work exchange send      "F0", "B3"; exchange: collectives inside the work (Gloo blocks there)
+    action  ::= label wait work exchange send      "F0", "B3", "I3c1", "W3c1" (c: chunk, if not 0)
+                                                   exchange: collectives inside the work (Gloo blocks there)
     span    ::= "gradient" | "drain" | "loss" | "tied" | "optimizer"        drain: until peers took the last messages
 
 A mark is a reading of the clock on a CPU and a recorded event on a CUDA stream; events are read when somebody asks for
@@ -73,9 +74,9 @@ class StepTimes:
         known = self.gradient_s + self.peers_s + self.optimizer_s
         return max(0.0, self.wall_s - known - sum(action.seconds for action in self.actions))
 
-    def sum_s(self, kind: str, part: str) -> float:
-        """One field of all actions whose label begins with ``kind``, seconds."""
-        return sum(float(getattr(action, part)) for action in self.actions if action.label.startswith(kind))
+    def sum_s(self, kinds: str, part: str) -> float:
+        """One field of all actions of these kinds ("F", "BI", ""; "": of all), seconds."""
+        return sum(float(getattr(action, part)) for action in self.actions if not kinds or action.label[0] in kinds)
 
 
 @dataclass(slots=True)
@@ -206,9 +207,10 @@ def rank_times(
         rank, stage, len(steps),
         step_s=over(lambda step: step.wall_s),
         forward_s=over(lambda step: step.sum_s("F", "compute_s")),
-        backward_s=over(lambda step: step.sum_s("B", "compute_s")),
+        backward_s=over(lambda step: step.sum_s("BI", "compute_s")),
+        weights_s=over(lambda step: step.sum_s("W", "compute_s")),
         forward_exchange_s=over(lambda step: step.sum_s("F", "exchange_s")),
-        backward_exchange_s=over(lambda step: step.sum_s("B", "exchange_s")),
+        backward_exchange_s=over(lambda step: step.sum_s("BIW", "exchange_s")),
         sends_s=over(lambda step: step.sum_s("", "send_s")),
         waiting_s=over(lambda step: step.sum_s("", "wait_s") + step.peers_s),
         gradient_s=over(lambda step: step.gradient_s),
@@ -221,7 +223,10 @@ def rank_times(
 
 def meetings(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
     """Step → every time that ranks of a stage meet: ("F", "B" or "G" for the gradients, seconds)."""
-    return [[*((a.label[0], a.exchange_s) for a in step.actions), ("G", step.gradient_s)] for step in steps]
+    return [
+        [*(("F" if a.label[0] == "F" else "B", a.exchange_s) for a in step.actions), ("G", step.gradient_s)]
+        for step in steps
+    ]
 
 
 def peak_bytes(device: torch.device | str = "cpu") -> int:

@@ -142,7 +142,7 @@ def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
     finally:
         parallel_module.make_plan = kept
     assert parallel.plan == plan
-    program = parallel.session.program
+    program = next(iter(parallel.session.programs), None)
     return None if program is None else str(program.module.code), parallel.plan.model, losses
 
 

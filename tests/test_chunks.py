@@ -1,4 +1,4 @@
-"""Plans with several chunks per stage: priced, simulated, written and read, shown, and refused by the runtime."""
+"""Plans with several chunks per stage: priced, simulated, written, read and shown."""
 
 from __future__ import annotations
 
@@ -85,20 +85,18 @@ def test_the_step_is_that_of_the_schedule(graph, four, schedule):
 def test_one_chunk_with_halves_of_backwards(graph, four):
     plan = reprice(replace(four, schedule="zb-h1"), graph, V100)
     assert plan.prediction.step_s < reprice(four, graph, V100).prediction.step_s
-    assert plan.not_executable()
     assert "zb-h1" in plan.explain()
     assert not any("memory of stage" in note for note in plan.prediction.notes)
 
 
-def test_the_document_is_read_shown_and_refused(graph, four, tmp_path):
+def test_the_document_is_read_and_shown(graph, four, tmp_path):
     plan = chunked(four, graph, "interleaved")
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     text = plan.explain(graph)
     assert "interleaved with 2 chunks per stage" in text
-    assert "not executable yet: schedule interleaved" in text
-    with pytest.raises(ValueError, match=r"schedule interleaved .*several chunks on stages 0, 1.*plan again without"):
-        plan.require_executable()
+    assert "not executable yet" not in text
+    plan.require_executable()
     document = json.loads(json.dumps(plan.to_json()))
     document["transfers"][0]["target_chunk"] = 5
     assert any("has no chunk 5" in fault for fault in Plan.from_json(document).check())

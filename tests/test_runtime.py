@@ -719,7 +719,7 @@ def test_tiles_deliver_every_element_once(seed: int) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_sends_are_settled_only_by_later_messages(name: str) -> None:
     schedule = generate(name, 4, 16)
-    edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
+    edges = [((a, 0), (b, 0)) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))]
     for stage in range(4):
         seen: set[int] = set()
         held = most_held = 0

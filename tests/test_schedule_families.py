@@ -1,18 +1,14 @@
 """The published figures of the schedule families: bubbles, memory, order; each by the clock or by counting."""
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
 from meshwright.compiler.schedule import (
     Action,
     Schedule,
-    executable_schedules,
     generate,
     in_flight,
     in_flight_formula,
@@ -21,10 +17,6 @@ from meshwright.compiler.schedule import (
     virtual_order,
 )
 from meshwright.compiler.simulate import Simulation, simulate
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.costmodel.cluster import Cluster
-from meshwright.runtime.stage import Session
-from zoo import ZOO
 
 P, M, V = st.integers(1, 8), st.integers(1, 24), st.integers(2, 4)
 
@@ -140,21 +132,6 @@ def test_where_the_chunks_lie():
 def test_the_loss_of_a_vee_is_on_the_first_stage():
     row = generate("zb-v", 4, 8).actions[0]
     assert row[row.index(Action(0, "F", 0, 1)) + 1] == Action(0, "I", 0, 1)
-
-
-def test_what_runs_today_has_whole_backwards_and_one_chunk():
-    assert set(executable_schedules()) < set(known_schedules())
-    for name in executable_schedules():
-        schedule = generate(name, 4, 8)
-        assert schedule.chunks == 1
-        assert {a.kind for row in schedule.actions for a in row} == {"F", "B"}
-
-
-def test_the_runtime_refuses_the_others_by_name():
-    graph, cluster = capture(*ZOO["mlp"](8, device="meta")), Cluster.preset("p3.16xlarge")
-    plan = make_plan(graph, cluster, 8, 2, parse_strategy("pp2"), alternatives=False)
-    with pytest.raises(ValueError, match=r"schedule zb-h1 \(it runs gpipe, 1f1b\)"):
-        Session(replace(plan, schedule="zb-h1"), (), None)
 
 
 def test_messages_between_chunks_cost_and_one_inside_a_stage_is_free():

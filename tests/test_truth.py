@@ -371,7 +371,9 @@ class Pair(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.second(torch.relu(self.first(x))), y)
 
 
-def parallelized(strategy: str, microbatches: int) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+def parallelized(
+    strategy: str, microbatches: int, schedule: str = "auto"
+) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     import meshwright as mw
 
     torch.manual_seed(0)
@@ -379,7 +381,7 @@ def parallelized(strategy: str, microbatches: int) -> tuple[Any, tuple[torch.Ten
     optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
     parallel = mw.parallelize(
         Pair(), mw.Cluster.local(2), example_inputs=batch, optimizer=optimizer, strategy=strategy,
-        microbatches=microbatches,
+        microbatches=microbatches, schedule=schedule,
     )  # fmt: skip
     return parallel, batch
 
@@ -403,7 +405,15 @@ def test_ranks_report_alike(ranks: Any, strategy: str, m: int) -> None:
     found, text = first
     assert found["steps"] == 2  # the middle of four: neither the first nor the metered one
     for rank in found["ranks"]:
-        parts = ("forward_s", "backward_s", "forward_exchange_s", "backward_exchange_s", "sends_s", "waiting_s")
+        parts = (
+            "forward_s",
+            "backward_s",
+            "weights_s",
+            "forward_exchange_s",
+            "backward_exchange_s",
+            "sends_s",
+            "waiting_s",
+        )
         whole = sum(rank[part] for part in (*parts, "gradient_s", "optimizer_s", "host_s", "skew_s"))
         assert whole == pytest.approx(rank["step_s"], rel=1e-6)  # means of the same steps add up
         assert min(rank["forward_s"], rank["backward_s"], rank["optimizer_s"]) > 0
@@ -452,8 +462,8 @@ def test_recalibration_makes_the_prediction_come_true(ranks: Any, tmp_path: Any,
     assert "Recalibrated from 5 steps" in text
 
 
-def slow_backward() -> list[tuple[int, str, float]]:
-    parallel, batch = parallelized("pp2", 2)
+def slow_backward(schedule: str) -> list[tuple[int, str, float]]:
+    parallel, batch = parallelized("pp2", 2, schedule)
     if parallel.session.stage == 1:
         for name, parameter in parallel.session.state.parameters.items():
             if name.endswith("weight"):
@@ -464,8 +474,9 @@ def slow_backward() -> list[tuple[int, str, float]]:
 
 
 @pytest.mark.ranks
-def test_a_sleeping_backward_is_blamed(ranks: Any) -> None:
-    for blamed in ranks.run(2, "test_truth:slow_backward"):
+@pytest.mark.parametrize(("schedule", "term"), [("1f1b", "backward"), ("zb-h1", "weights")])
+def test_a_sleeping_backward_is_blamed(ranks: Any, schedule: str, term: str) -> None:
+    for blamed in ranks.run(2, "test_truth:slow_backward", schedule):
         stage, name, share = blamed[0]
-        assert (stage, name) == (1, "backward")
+        assert (stage, name) == (1, term)
         assert share > 0.5
