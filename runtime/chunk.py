@@ -91,7 +91,9 @@ class BoundChunk:
 
     def _bind(self, position: int, slot: Slot) -> None:
         stage, rank = self.place[0], self.state.rank
-        known = {"parameter": self.state.parameters, "buffer": self.state.buffers}
+        known: dict[str, Mapping[str, torch.Tensor]] = {
+            "parameter": self.state.parameters, "buffer": self.state.buffers,
+        }  # fmt: skip
         if slot.kind in known:
             if self.training and slot.name not in known[slot.kind]:
                 raise ValueError(

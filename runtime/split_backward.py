@@ -66,9 +66,14 @@ class Halves:
             del make
             missing[group] -= 1
             if not missing[group]:
-                torch.autograd.backward(edges.pop(group), grads.pop(group))
+                _add(edges.pop(group), grads.pop(group))
         for group, left in edges.items():  # an op of the group had no part in the loss
-            torch.autograd.backward(left, grads[group])
+            _add(left, grads[group])
+
+
+def _add(edges: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Add gradients to leaves, through what lies between."""
+    torch.autograd.backward(edges, grads)
 
 
 @dataclass
@@ -182,8 +187,8 @@ class _Linear(torch.autograd.Function):
         ctx.debts, ctx.group, ctx.across = desk.debts, group, across
         ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
         if not across:
-            return aten.linear.default(x, w, b)  # type: ignore[no-any-return]
-        return aten.mm.default(x, w) if b is None else aten.addmm.default(b, x, w)  # type: ignore[no-any-return]
+            return aten.linear.default(x, w, b)
+        return aten.mm.default(x, w) if b is None else aten.addmm.default(b, x, w)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -244,7 +249,7 @@ class _Convolution(torch.autograd.Function):
         ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
         zeros = [0] * len(stride)
         ctx.rest = (stride, padding, dilation, False, zeros, groups)
-        return aten.convolution.default(x, w, b, *ctx.rest)  # type: ignore[no-any-return]
+        return aten.convolution.default(x, w, b, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -273,7 +278,7 @@ class _Embedding(torch.autograd.Function):
         (w,) = parts
         ctx.save_for_backward(x)
         ctx.debts, ctx.group, ctx.edges, ctx.rest = desk.debts, group, [_edge(w)], (w.shape[0], *options)
-        return aten.embedding.default(w, x, options[0], options[1], False)  # type: ignore[no-any-return]
+        return aten.embedding.default(w, x, options[0], options[1], False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
