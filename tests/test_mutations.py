@@ -222,7 +222,7 @@ def no_sum(patch: pytest.MonkeyPatch) -> None:
 def too_early(patch: pytest.MonkeyPatch) -> None:
     def begin(self: Any) -> None:
         original(self)
-        self.arm()
+        self.arm(frozenset(id(parameter) for bucket in self.buckets for parameter in bucket.parameters))
 
     original = GradientReducer.begin
     patch.setattr(GradientReducer, "begin", begin)
@@ -245,9 +245,9 @@ def one_side(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_order(patch: pytest.MonkeyPatch) -> None:
-    def fill(self: Any, arguments: Any, inputs: Any, microbatch: int) -> None:
+    def fill(self: Any, arguments: Any, inputs: Any, microbatch: int, *chunk: int) -> None:
         last = torch.distributed.get_rank() == 1
-        original(self, arguments, inputs, self.microbatches - 1 - microbatch if last else microbatch)
+        original(self, arguments, inputs, self.microbatches - 1 - microbatch if last else microbatch, *chunk)
 
     original = Feeder.fill
     patch.setattr(Feeder, "fill", fill)
