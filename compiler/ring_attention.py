@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from .context import Comm, current
+from .local_ops import block_index
 
 __all__ = ["ring_attention"]
 
@@ -150,6 +152,16 @@ class _RingAttention(torch.autograd.Function):
         return (*(found.get(k) for k in range(4)), None, None, None)
 
 
+def _of_block(x: Tensor, heads: int, axes: Sequence[int], comm: Comm) -> Tensor:
+    """The key-value heads of ``x`` [..., kv heads, S, D] that this device's block of ``heads`` query heads reads: a
+    slice where a block is a part of a group or whole groups, else one for each query head."""
+    group = heads * prod(comm.size(axis) for axis in axes) // x.shape[-3]
+    first = block_index(axes, comm) * heads
+    if heads % group == 0 or group % heads == 0:
+        return x.narrow(-3, first // group, max(1, heads // group))
+    return x.index_select(-3, torch.arange(first, first + heads, device=x.device) // group)
+
+
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -160,18 +172,24 @@ def ring_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     ring_axes: tuple[int, ...] = (),
+    group_axes: tuple[int, ...] = (),
     kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """``scaled_dot_product_attention`` of this device's queries over the keys of all devices along ``ring_axes``.
 
     query: [..., heads, Sq here, D], key, value: [..., kv heads, Skv here, D], attn_mask: broadcasts to [..., heads, Sq
     here, Skv of all] -> [..., heads, Sq here, Dv]. Per axis two all-gathers in the forward, and two more and two
-    reduce-scatters in the backward. kernel: what attends to the keys that have arrived. ValueError with dropout, whose
-    mask would depend on the cut.
+    reduce-scatters in the backward. With ``group_axes`` the query heads are a block, along these axes, of those that
+    the key-value heads here serve; only the latter that the block needs are read. kernel: what attends to the keys
+    that have arrived. ValueError with dropout, whose mask would depend on the cut.
     """
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
+    if group_axes:
+        key, value = (_of_block(x, query.shape[-3], group_axes, current().comm) for x in (key, value))
     attend = partial(kernel, scale=scale, enable_gqa=enable_gqa)
+    if not ring_axes:
+        return attend(query, key, value, attn_mask, is_causal=is_causal)
     ring = _Ring(current().comm, tuple(ring_axes))
     out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, attend)
     return out

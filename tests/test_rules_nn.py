@@ -55,7 +55,7 @@ CASES = {
         SDPA,
         (r(4, 8, 4, 4), r(4, 4, 4, 4), r(4, 4, 4, 4)),
         {"is_causal": True, "enable_gqa": True, "scale": 0.3},
-        "batch heads ring",
+        "batch heads groups ring",
     ),
     "attention without heads": (SDPA, (r(4, 8, 4), r(4, 6, 4), r(4, 6, 4), r(8, 6)), {}, "batch query ring"),
     "conv1d": (aten.conv1d.default, (r(4, 4, 8), r(4, 4, 3), r(4)), {}, "batch out in"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from by_hand import BATCH, Wish, by_hand, equals_one_device, one_device
+from meshwright.architectures import Llama
 from meshwright.compiler.capture import capture
 from meshwright.compiler.graph import Graph, op_name, tensor_operands
 from meshwright.compiler.prune import MOST, Pruner
@@ -22,7 +23,7 @@ from meshwright.compiler.rules import mesh_choices, pairs_choice, rule_for
 from meshwright.compiler.rules.check import LockstepComm, LockstepGroup, check_choice, example_node
 from meshwright.compiler.spec import R, S
 from torch.multiprocessing.reductions import StorageWeakRef
-from zoo import ZOO
+from zoo import HIDDEN, VOCAB, ZOO, tokens_and_labels
 
 OPTIONS = {"llama": (("kv_heads", 4),)}
 sdpa = torch.ops.aten.scaled_dot_product_attention.default
@@ -101,6 +102,23 @@ def test_dropout_is_the_same_however_the_sequence_is_cut(ranks):
     assert losses[2] == pytest.approx(losses[0], rel=1e-9)
 
 
+def grouped(batch: int):
+    """A Llama of eight query heads, two of keys and values."""
+    torch.manual_seed(0)
+    return Llama(VOCAB, 1, HIDDEN, 96, 8, 2), tokens_and_labels(batch), {}
+
+
+@pytest.mark.parametrize("wish", [sequence("groups"), None], ids=["ulysses", "tensors"])
+def test_more_ranks_than_key_value_heads(ranks, wish):
+    def tensors(node: Any) -> Sequence[str] | None:
+        name = op_name(node)
+        if name == "aten.linear.default":
+            return ("i" if any(key in weight_of(node) for key in ("out", "down")) else "o",)
+        return ("groups",) if "attention" in name else None
+
+    equals_one_device(ranks, "test_sequence:grouped", (), (4,), wish or tensors, 1e-5)  # rotary tables are in fp32
+
+
 # ---- what is offered
 
 
@@ -145,6 +163,17 @@ def test_a_ring_is_right_by_execution(shapes, options):
     node = example_node(sdpa, *(torch.randn(shape) for shape in shapes), **options)
     for mesh, labels in (((4,), ("ring",)), ((2, 2), ("ring", "ring")), ((2, 2), ("batch", "ring"))):
         assert check_choice(node, labels, mesh) == []
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 1), (12, 3)])
+def test_query_heads_are_cut_beyond_those_of_keys(heads, groups):
+    node = example_node(
+        sdpa, torch.randn(2, heads, 8, 4), *(torch.randn(2, groups, 8, 4) for _ in range(2)), is_causal=True,
+        enable_gqa=True,
+    )  # fmt: skip
+    assert ("heads",) not in {choice.labels for choice in mesh_choices(node, (4,))}
+    for mesh, labels in (((4,), ("groups",)), ((2, 2), ("groups", "groups")), ((2, 2), ("ring", "groups"))):
+        assert check_choice(node, labels, mesh) == [], labels
 
 
 def test_a_causal_ring_needs_as_many_queries_as_keys():

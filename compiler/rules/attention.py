@@ -27,7 +27,8 @@ __all__ = ["AttentionRule"]
 
 class AttentionRule(Rule):
     """q [batch…, heads, Sq, D], k [batch…, kv heads, Skv, D], v [batch…, kv heads, Skv, Dv], a mask that broadcasts to
-    [batch…, heads, Sq, Skv]. With grouped queries the cut of heads is a cut of the key-value heads and their groups.
+    [batch…, heads, Sq, Skv]. With grouped queries the cut "heads" is one of the key-value heads and their groups;
+    "groups" cuts the query heads alone, among more devices than there are key-value heads, and leaves these whole.
 
     An op that draws its own dropout is offered whole only: its mask would depend on the cut.
     """
@@ -35,7 +36,7 @@ class AttentionRule(Rule):
     cost_kind = "attention"
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """ "batch" (and "batch1", …), "heads", "query", "ring"."""
+        """ "batch" (and "batch1", …), "heads", "groups", "query", "ring"."""
         q, k, v, *mask = (operand.meta["type"].shape for operand in tensor_operands(node))
         choices = [whole(node)]
         if argument(node, "dropout_p"):
@@ -51,6 +52,9 @@ class AttentionRule(Rule):
             label = "heads" if is_heads else "batch" if dim == 0 else f"batch{dim}"
             if len(k) == len(v) == len(q) and k[dim] == v[dim] and (k[dim] == q[dim] or is_heads) and k[dim] > 1:
                 choices.append(cut(node, label, k[dim], [dim, dim, dim, *of_mask(dim)], [dim]))
+            grouped = is_heads and len(k) == len(v) == len(q) and argument(node, "enable_gqa") and q[dim] > k[dim]
+            if grouped:
+                choices.append(cut(node, "groups", q[dim], [dim, None, None, *of_mask(dim)], [dim]))
         dim = len(q) - 2
         if not argument(node, "is_causal") and q[dim] > 1:
             choices.append(cut(node, "query", q[dim], [dim, None, None, *of_mask(dim)], [dim]))
@@ -76,11 +80,12 @@ class AttentionRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """``ring_attention`` where some axis is a ring."""
-        axes = tuple(axis for axis in axes_of(labels, "ring") if mesh_shape[axis] > 1)
+        """``ring_attention`` where some axis is a ring, or cuts groups."""
+        found = {"ring_axes": axes_of(labels, "ring"), "group_axes": axes_of(labels, "groups")}
+        axes = {key: wide for key, of in found.items() if (wide := tuple(a for a in of if mesh_shape[a] > 1))}
         if not axes:
             return super().localize(node, labels, mesh_shape)
-        return ring_attention, node.args, {**node.kwargs, "ring_axes": axes}
+        return ring_attention, node.args, {**node.kwargs, **axes}
 
     def flops(self, node: Node) -> float:
         """2·Sq·Skv·(D + Dv) per batch entry and head; a causal mask deducts nothing, as in published figures."""
