@@ -11,8 +11,8 @@ lockstep on
 compared; 5. the collectives that were run, by phase, kind and axis, compared with those that the choice claims
 (``Internal``).
 
-A choice without a program (``executable`` False; built-in rules offer none) is not run: its shapes and messages alone are
-checked.
+A choice without a program (``executable`` False; built-in rules offer none) is not run: its shapes and messages alone
+are checked.
 
 ``missing_splits`` turns it around: which cuts of operands does execution prove right that the rule does not offer?
 ``python -m meshwright.compiler.rules.check package.module:function`` reports on the graphs that ``function()`` yields.
