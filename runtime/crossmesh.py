@@ -133,6 +133,8 @@ class Port:
     """One direction of one transfer as this rank sees it; made once, used every microbatch.
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
+    group: of all ranks, so that a peer's rank is the same in it; its own methods are called, because what ``dist.isend``
+    checks of every message takes as long as the rest of an action.
     """
 
     sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
@@ -160,26 +162,31 @@ class Port:
                 port.receives.append((index, tile.source, tile.target_box, tile.shape))
         return port
 
+    def _group(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return group
+
     def send(self, x: torch.Tensor, microbatch: int) -> list[tuple[Any, torch.Tensor]]:
         """Start the sends of this rank's block; the pairs (work, buffer) must be kept until waited for."""
         started = []
         copies: dict[Box, torch.Tensor] = {}
-        base = self.base_tag + microbatch * self.num_tiles
+        base, group = self.base_tag + microbatch * self.num_tiles, self._group()
         for index, peer, box in self.sends:
             if box not in copies:
                 copies[box] = cut(x, box).contiguous()
-            started.append((dist.isend(wire(copies[box]), peer, group=self.group, tag=base + index), copies[box]))
+            started.append((group.send([wire(copies[box])], peer, base + index), copies[box]))
         return started
 
     def receive(self, microbatch: int) -> Incoming:
         """Post the receives of this rank's block."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        base = self.base_tag + microbatch * self.num_tiles
+        base, group = self.base_tag + microbatch * self.num_tiles, self._group()
         parts: list[tuple[Any, torch.Tensor | None, Box]] = []
         for index, peer, box, shape in self.receives:
             here = cut(out, box)
             buffer = None if here.is_contiguous() else torch.empty(shape, dtype=self.dtype, device=self.device)
-            work = dist.irecv(wire(here if buffer is None else buffer), peer, group=self.group, tag=base + index)
+            work = group.recv([wire(here if buffer is None else buffer)], peer, base + index)
             parts.append((work, buffer, box))
         return Incoming(out, parts)
 
