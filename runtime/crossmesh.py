@@ -133,8 +133,8 @@ class Port:
     """One direction of one transfer as this rank sees it; made once, used every microbatch.
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
-    group: of all ranks, so that a peer's rank is the same in it; its own methods are called, because what ``dist.isend``
-    checks of every message takes as long as the rest of an action.
+    group: of all ranks, so that a peer's rank is the same in it; its own methods are called, because what
+    ``dist.isend`` checks of every message takes as long as the rest of an action.
     """
 
     sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
