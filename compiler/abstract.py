@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import local_ops
 from .attention_room import attention_of
 from .convolution_room import room_of_convolution
-from .interpret import Segment, runner
 from .program import ChunkProgram
 from .ring_attention import ring_attention
+from .segments import swapped
 
 __all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
 
@@ -63,6 +63,15 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, cause]
         self.in_backward = False  # whether the engine's sums of gradients may come
         self.expert_blocks = 1  # over how many devices the experts of the op that runs are spread
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """While a backward runs ops of the forward once more: none of their sums is the engine's."""
+        before, self.in_backward = self.in_backward, False
+        try:
+            yield
+        finally:
+            self.in_backward = before
 
     def restart(self) -> None:
         """Forget the peak so far."""
@@ -247,17 +256,20 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
     return experts
 
 
-def with_stand_ins(
-    program: ChunkProgram, tracker: Tracker, segments: Sequence[Segment] = ()
-) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The program's module as a function of meta tensors, which runs ``segments`` so that the backward repeats them."""
+def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The program's module as a function of meta tensors."""
     attention = attention_of(tracker.writes_scores)
+
+    def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return ring_attention(*args, **kwargs, kernel=attention)
+
     swaps: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: attention,
-        ring_attention: partial(ring_attention, kernel=attention),
+        ring_attention: ring,
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
-    return runner(program.module.graph, swaps, segments)
+    forward: Callable[..., tuple[torch.Tensor, ...]] = swapped(program.module, swaps).forward
+    return forward
 
 
 class AbstractComm:

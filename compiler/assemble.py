@@ -124,6 +124,8 @@ def describe_stage(
             for _, message in choice.internal:
                 if message.is_sent(node, grad):
                     collectives[f"{message.phase} {message.kind}"] += 1
+                if message.phase == "forward" and name in recompute.repeated:
+                    collectives[f"backward {message.kind}"] += 1
             touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
             touched += sum(
                 pricer.operand_bytes(o, p.value)
@@ -153,6 +155,8 @@ def describe_stage(
             if pair == want:
                 continue
             steps = [("forward", steps_between(pair.value, want.value))]
+            if recompute.converts_again(edge.name):
+                steps.append(("backward", steps[0][1]))
             if needs:
                 steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
             for phase, path in steps:

@@ -6,8 +6,8 @@ The compiler emits programs against these protocols; ``runtime/`` implements the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -68,12 +68,15 @@ class Comm(Protocol):
 
 @dataclass
 class Context:
-    """Bound while a local program runs. Random ops are a function of (seed, step, microbatch, op, global index)."""
+    """Bound while a local program runs. Random ops are a function of (seed, step, microbatch, op, global index).
+
+    repeating: entered by a backward around what it runs once more."""
 
     comm: Comm
     seed: int = 0
     step: int = 0
     microbatch: int = 0
+    repeating: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")

@@ -2,10 +2,11 @@
 
 Every step of a stage falls into the same terms on both sides::
 
-    step = forward + backward + weights + collectives + skew + sends + waiting + gradient + optimizer + host
+    step = forward + backward + weights + recompute + collectives + skew + sends + waiting + gradient + optimizer + host
 
     forward, backward   ops of all microbatches, without the collectives among them
     weights             the half of backwards that makes weight gradients, where the schedule has it apart
+    recompute           what backwards run once more, with the collectives there
     collectives         inside forward and backward
     skew                waiting in them, or in the gradients', for a slower rank of the same stage
     sends               starting them; the wire itself runs beside the ops
@@ -31,8 +32,11 @@ from .simulate import simulate_stages, weight_seconds
 
 __all__ = ["TERMS", "Clock", "compare", "predicted_terms", "without_skew"]
 
-TERMS = ("forward", "backward", "weights", "collectives", "skew", "sends", "waiting", "gradient", "optimizer", "host")
-_BY_MICROBATCH = ("forward", "backward", "weights", "collectives", "sends")
+TERMS = (
+    "forward", "backward", "weights", "recompute", "collectives", "skew", "sends", "waiting", "gradient", "optimizer",
+    "host",
+)  # fmt: skip
+_BY_MICROBATCH = ("forward", "backward", "weights", "recompute", "collectives", "sends")
 
 
 def predicted_terms(plan: Plan) -> list[dict[str, float]]:
@@ -41,12 +45,13 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
     for stage in plan.prediction.stages:
         forward, backward = _compute_s(stage)
         weights = min(backward, weight_seconds(stage)) if halved else 0.0
-        m, host, sends = plan.microbatches, stage.seconds.get("host", 0.0), stage.seconds.get("sends", 0.0)
+        m, (host, sends, again) = plan.microbatches, (stage.seconds.get(x, 0.0) for x in ("host", "sends", "recompute"))
         actions = m * (stage.forward_s + stage.backward_s)
         gradient, optimizer = (stage.seconds.get(cause, 0.0) for cause in ("gradient", "optimizer"))
         out.append({
             "forward": m * forward, "backward": m * (backward - weights), "weights": m * weights,
-            "collectives": max(0.0, actions - m * (forward + backward + host + sends)),
+            "recompute": m * again,
+            "collectives": max(0.0, actions - m * (forward + backward + again + host + sends)),
             "skew": 0.0, "sends": m * sends, "gradient": gradient, "optimizer": optimizer, "host": m * host,
             "waiting": max(0.0, plan.prediction.step_s - actions - gradient - optimizer),
         })  # fmt: skip
@@ -65,7 +70,7 @@ def _compute_s(stage: StagePrediction) -> tuple[float, float]:
     """Seconds of the ops alone per microbatch, forward and backward."""
     seconds = stage.seconds
     if "forward" in seconds:
-        backward = ("backward_input", "backward_weight", "recompute")
+        backward = ("backward_input", "backward_weight")
         return seconds["forward"], sum(seconds.get(cause, 0.0) for cause in backward)
     whole = stage.forward_s + stage.backward_s  # a document of before: one cause for both, parted like the actions
     share = stage.forward_s / whole if whole else 0.0
@@ -169,8 +174,8 @@ class Clock:
         extra = [dict.fromkeys(("forward", "backward", "weights", "once"), 0.0) for _ in self.stages]
         for (stage, name), measured in replaced.items():
             more, added = measured[name] - self.expected[stage][name], extra[stage]
-            if name in ("forward", "backward", "weights"):
-                added[name] += more / self.m
+            if name in ("forward", "backward", "weights", "recompute"):
+                added["backward" if name == "recompute" else name] += more / self.m
             elif name in ("collectives", "sends"):
                 share = 0.5
                 if f"forward {name}" in measured and measured[name] > 0:

@@ -1,6 +1,5 @@
 """Which decisions of a plan the runtime cannot carry out yet; such a plan is a prediction only.
 
-recompute       layers in another mode than "none"
 residency       parameters that are not "replicated"
 ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
 wire            algorithms other than the backend's own, compressors
@@ -19,16 +18,15 @@ from .rules import pairs_choice
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["RECOMPUTES", "RESIDENCIES", "not_executable", "require_executable"]
+__all__ = ["RESIDENCIES", "not_executable", "require_executable"]
 
-RECOMPUTES = ("none",)  # modes of layers that the runtime can run
 RESIDENCIES = ("replicated",)  # patterns of parameters that it can
 
 
 def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
     """A line for each kind of decision that the runtime cannot run yet; empty if it can run the plan. graph: the
     captured model, for ops."""
-    lines = [*_recompute(plan), *_residency(plan)]
+    lines = list(_residency(plan))
     if graph is not None:
         lines += _labels(plan, graph)
     return [*lines, *_wires(plan), *_precision(plan)]
@@ -40,11 +38,6 @@ def require_executable(plan: Plan, graph: Graph | None = None) -> None:
         raise ValueError(
             f"this runtime runs what it has a program for, but got a plan with {'; '.join(lines)}; plan again without"
         )
-
-
-def _recompute(plan: Plan) -> Iterator[str]:
-    counts = Counter(mode for stage in plan.stages for chunk in stage.chunks for mode in chunk.recompute)
-    yield from (f"recompute {mode!r} ({n} layers)" for mode, n in sorted(counts.items()) if mode not in RECOMPUTES)
 
 
 def _residency(plan: Plan) -> Iterator[str]:

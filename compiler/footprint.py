@@ -14,7 +14,6 @@ them are in flight together; a weight that two of them use is counted in each.
 from __future__ import annotations
 
 import json
-import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,13 +32,12 @@ from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
 from .buckets import gradient_buckets
 from .context import Context, use
 from .graph import Graph, op_name
-from .interpret import Segment
-from .layers import Layering, cluster_layers, differentiable
+from .layers import differentiable
 from .lower import lower
 from .pipeline_chunks import fewer
 from .plan import BUCKET_BYTES, Chunk, Plan, parameter_stages
 from .program import Exit, Slot
-from .recompute import NOTHING, Recompute, modes_in, recompute_of
+from .recompute import PlanLayers
 from .reshard import apply_steps, steps_between
 from .schedule import generate, in_flight_formula
 from .spec import Spec, local_shape, without_partials
@@ -108,6 +106,7 @@ class _Shared:
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
+        self.layers = PlanLayers(graph, plan)
         self.cluster = Cluster.from_json(json.dumps(plan.cluster))
         self.grad = differentiable(graph)
         self.holders = parameter_stages(plan.stages)
@@ -118,20 +117,9 @@ class _Shared:
         self.memo: Memo = {}
 
     @cached_property
-    def recompute(self) -> Recompute:
-        """Of all layers; nothing where none is recomputed, and found only if a plan needs it."""
-        modes = modes_in(self.plan.stages)
-        return recompute_of(self.graph, self.layering, modes, self.plan.schedule) if modes else NOTHING
-
-    @cached_property
-    def layering(self) -> Layering:
-        """The layers that the plan counts."""
-        return cluster_layers(self.graph)
-
-    @cached_property
-    def layer_of(self) -> dict[str, int]:
+    def layer_of(self) -> Mapping[str, int]:
         """Op → its layer."""
-        return {name: index for index, layer in enumerate(self.layering.layers) for name in layer.ops}
+        return self.layers.layering.layer_of
 
     def structure(self, stage: int, place: int = 0) -> Hashable:
         """Equal for chunks that run alike: what their programs are made from, with the nodes numbered."""
@@ -166,7 +154,7 @@ class _Shared:
                     rows.append((number[name], look(user.args[1]), user.name in self.grad))
         sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
-        modes = self.recompute.modes[slice(*chunk.layers)]
+        modes = self.layers.recompute.modes[slice(*chunk.layers)]
         return device.kind, writes_scores(device), here.mesh_shape, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
@@ -209,7 +197,7 @@ class _Stage:
         self.mesh = here.mesh_shape
         device = shared.cluster.device(here.devices[0])
         self.kind, self.writes_scores = device.kind, writes_scores(device)
-        self.program = lower(self.graph, self.plan, stage, place)
+        self.program = lower(self.graph, self.plan, stage, place, shared.layers)
         names = [slot.name for slot in self.program.slots if slot.kind == "parameter"]
         holders = shared.holders
         self.copies = {name for name in names if holders[name][0] != stage}
@@ -404,7 +392,7 @@ class _Stage:
     def _run(self) -> _Run:
         tracker = Tracker(self.kind, memo=self.shared.memo, writes_scores=self.writes_scores)
         run = _Run()
-        forward = with_stand_ins(self.program, tracker, self._segments())
+        forward = with_stand_ins(self.program, tracker)
         native = self.kind == "cuda"
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
@@ -415,7 +403,7 @@ class _Stage:
             if slot.kind == "parameter" and slot.requires_grad:
                 self._hook(template[position], slot.name, tracker, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
-        with use(Context(comm)), tracker:
+        with use(Context(comm, repeating=tracker.repeating)), tracker:
             for index in range(count):
                 last[0] = index == count - 1
                 tracker.restart()
@@ -447,30 +435,6 @@ class _Stage:
                 tracker.relabel(parameter.grad, "gradients")
 
         leaf.register_post_accumulate_grad_hook(hook)
-
-    def _segments(self) -> list[Segment]:
-        """The layers that the backward runs again, as nodes of the program: their ops, outputs of several taken apart,
-        and the conversions that are repeated with them."""
-        found = []
-        recompute, modes = self.shared.recompute, self.chunk.recompute
-        for layer, mode in zip(range(*self.chunk.layers), modes):
-            ops = set(self.shared.layering.layers[layer].ops) & set(self.chunk.ops)
-            if mode == "none" or not ops:
-                continue
-            members: set[str] = set()
-            heavy: set[str] = set()
-            for node in self.program.module.graph.nodes:
-                name = node.name
-                if name not in ops and node.op == "call_function" and isinstance(node.args[0], torch.fx.Node):
-                    maker = node.args[0].name
-                    inside = maker not in recompute.kept or any(user.name in ops for user in node.users)
-                    if maker in members and (node.target is operator.getitem or inside):
-                        members.add(name)
-                elif name in ops:
-                    members.add(name)
-                    heavy |= {name} & recompute.heavy
-            found.append(Segment(frozenset(members), frozenset(heavy)))
-        return found
 
     def _template(self) -> list[Any]:
         out: list[Any] = [None] * len(self.program.slots)

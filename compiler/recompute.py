@@ -20,15 +20,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch.fx import Node
 
 from .graph import Graph, op_name, output_of
-from .layers import Layering
-from .plan import RECOMPUTE_MODES, Stage
+from .layers import Layering, cluster_layers
+from .plan import RECOMPUTE_MODES, Plan, Stage
 from .rules import rule_for
 
-__all__ = ["HEAVY_KINDS", "NOTHING", "Recompute", "layer_modes", "modes_in", "recompute_of"]
+__all__ = ["HEAVY_KINDS", "NOTHING", "PlanLayers", "Recompute", "layer_modes", "modes_in", "recompute_of"]
 
 HEAVY_KINDS = frozenset({"matmul", "attention", "convolution", "routing", "embedding"})
 ALIASES = {"layer": "full"}
@@ -122,6 +123,25 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
             )
         found |= dict.fromkeys(fits, _known(mode))
     return found
+
+
+class PlanLayers:
+    """The layers that a plan counts, and what it recomputes of them: found when first asked for. graph: at the plan's
+    microbatch extent."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
+
+    @cached_property
+    def layering(self) -> Layering:
+        """The layers."""
+        return cluster_layers(self.graph)
+
+    @cached_property
+    def recompute(self) -> Recompute:
+        """Of all layers."""
+        modes = modes_in(self.plan.stages)
+        return recompute_of(self.graph, self.layering, modes, self.plan.schedule) if modes else NOTHING
 
 
 def modes_in(stages: Sequence[Stage]) -> dict[int, str]:

@@ -43,6 +43,7 @@ class RankTimes:
     live_bytes: int | None = None
     skew_s: float = 0.0
     weights_s: float = 0.0
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from math import prod
 
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
-from .executable import RECOMPUTES, RESIDENCIES
+from .executable import RESIDENCIES
 from .plan import RECOMPUTE_MODES
 from .recompute import ALIASES
 from .residency import PATTERNS
@@ -89,7 +89,6 @@ class Space:
         return replace(
             every,
             residencies=tuple(name for name in every.residencies if name in RESIDENCIES),
-            recompute=tuple(mode for mode in every.recompute if mode in RECOMPUTES),
             executable_only=True,
         )
 

@@ -25,7 +25,7 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import stage_section, transient_bytes
 from .eliminate import TooWide, eliminate
-from .executable import RECOMPUTES, RESIDENCIES
+from .executable import RESIDENCIES
 from .graph import Graph, op_name, tensor_operands
 from .intra_op import Problem, evaluate
 from .lagrange import solve
@@ -314,7 +314,7 @@ class _Question:
                 (seconds - base[0]) * m,
                 size - base[1],
                 label == present,
-                label in (*RECOMPUTES, *RESIDENCIES),
+                label in (*RECOMPUTE_MODES, *RESIDENCIES),
             )
             for label, (seconds, size) in cost.items()
         ]

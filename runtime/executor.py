@@ -80,7 +80,7 @@ class Executor:
             return
         assert state.stage is not None
         self.stage = state.stage
-        self.context = Context(TimedComm(comm, self.trace), seed)
+        self.context = Context(TimedComm(comm, self.trace), seed, repeating=self.trace.repeating)
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
             BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved)

@@ -6,6 +6,7 @@ Grammar of a record::
     step    ::= action* span* wall                 one optimizer step, whose wall time is the library's own work
     action  ::= label wait work exchange send      "F0", "B3", "I3c1", "W3c1" (c: chunk, if not 0)
                                                    exchange: collectives inside the work (Gloo blocks there)
+    work    ::= (op | repeat)*                     repeat: what a backward runs once more, its collectives included
     span    ::= "gradient" | "drain" | "loss" | "tied" | "optimizer"        drain: until peers took the last messages
 
 A mark is a reading of the clock on a CPU and a recorded event on a CUDA stream; events are read when somebody asks for
@@ -40,19 +41,20 @@ Mark = Any  # float seconds, or torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class ActionTimes:
-    """Seconds of one action: blocked until its messages were there; its program without the collectives in it; these
-    collectives; starting its sends."""
+    """Seconds of one action: blocked until its messages were there; its program without the collectives in it and what
+    it repeats; these collectives; starting its sends; what it repeats, with the collectives there."""
 
     label: str
     wait_s: float
     compute_s: float
     exchange_s: float
     send_s: float
+    repeat_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Everything together."""
-        return self.wait_s + self.compute_s + self.exchange_s + self.send_s
+        return self.wait_s + self.compute_s + self.exchange_s + self.send_s + self.repeat_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Record:
-    actions: list[tuple[str, tuple[Mark, Mark, Mark, Mark], Any]] = field(default_factory=list)
+    actions: list[tuple[str, tuple[Mark, Mark, Mark, Mark], Any, Any]] = field(default_factory=list)
     spans: list[tuple[str, Mark, Mark]] = field(default_factory=list)
     wall_s: float = 0.0
     batches: int = 0
@@ -100,6 +102,8 @@ class Trace:
         self._kept: deque[_Record] = deque(maxlen=keep or (KEEP_STEPS_CUDA if self._cuda else KEEP_STEPS))
         self._open = self._last = _Record()
         self._exchanges: list[tuple[Mark, Mark]] = []
+        self._repeats: list[tuple[Mark, Mark]] = []
+        self._repeating = False
         self.enabled = True
         self.count = 0  # steps closed so far
 
@@ -107,7 +111,7 @@ class Trace:
 
     def begin(self) -> None:
         """A new step."""
-        self._open, self._exchanges = _Record(), []
+        self._open, self._exchanges, self._repeats = _Record(), [], []
 
     def close(self) -> None:
         """The step is done; it is kept unless ``enabled`` is off."""
@@ -133,16 +137,31 @@ class Trace:
 
     def action(self, label: str, begin: Mark, arrived: Mark, done: Mark, sent: Mark) -> None:
         """One action, by four marks: before its messages, when they were there, after its work, after its sends."""
-        exchanges: Any = self._exchanges
-        if exchanges:
-            self._exchanges = []
-            if not self._cuda:
-                exchanges = sum(after - before for before, after in exchanges)
-        self._open.actions.append((label, (begin, arrived, done, sent), exchanges or 0.0))
+        exchanges, repeats = self._taken(self._exchanges), self._taken(self._repeats)
+        self._open.actions.append((label, (begin, arrived, done, sent), exchanges, repeats))
 
     def exchanged(self, begin: Mark) -> None:
         """A collective inside the running action, from ``begin`` until now."""
-        self._exchanges.append((begin, self.mark()))
+        if not self._repeating:
+            self._exchanges.append((begin, self.mark()))
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """What the running backward runs once more."""
+        begin, self._repeating = self.mark(), True
+        try:
+            yield
+        finally:
+            self._repeating = False
+            self._repeats.append((begin, self.mark()))
+
+    def _taken(self, spans: list[tuple[Mark, Mark]]) -> Any:
+        """Their seconds, or where these are not known yet the spans themselves; ``spans`` is empty again."""
+        if not spans:
+            return 0.0
+        found = spans.copy() if self._cuda else sum(after - before for before, after in spans)
+        spans.clear()
+        return found
 
     # ---- afterwards
 
@@ -177,10 +196,10 @@ class Trace:
         peers_s = spans["drain"] + spans["tied"] + spans["loss"]
         return StepTimes(actions, spans["gradient"], peers_s, spans["optimizer"], record.wall_s, record.batches)
 
-    def _action(self, label: str, marks: Sequence[Mark], exchanges: Any) -> ActionTimes:
+    def _action(self, label: str, marks: Sequence[Mark], *spans: Any) -> ActionTimes:
         wait, work, send = (self._between(a, b) for a, b in pairwise(marks))
-        exchange = sum(self._between(a, b) for a, b in exchanges) if isinstance(exchanges, list) else exchanges
-        return ActionTimes(label, wait, max(0.0, work - exchange), exchange, send)
+        exchange, repeat = (sum(self._between(a, b) for a, b in x) if isinstance(x, list) else x for x in spans)
+        return ActionTimes(label, wait, max(0.0, work - exchange - repeat), exchange, send, repeat)
 
     def _between(self, begin: Mark, end: Mark) -> float:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
@@ -209,6 +228,7 @@ def rank_times(
         forward_s=over(lambda step: step.sum_s("F", "compute_s")),
         backward_s=over(lambda step: step.sum_s("BI", "compute_s")),
         weights_s=over(lambda step: step.sum_s("W", "compute_s")),
+        recompute_s=over(lambda step: step.sum_s("BI", "repeat_s")),
         forward_exchange_s=over(lambda step: step.sum_s("F", "exchange_s")),
         backward_exchange_s=over(lambda step: step.sum_s("BIW", "exchange_s")),
         sends_s=over(lambda step: step.sum_s("", "send_s")),

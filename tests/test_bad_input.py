@@ -250,7 +250,7 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
         ({"schedule": "zb-x"}, "auto or one of gpipe, 1f1b, interleaved, zb-h1, zb-v, but got .zb-x."),
         ({"schedule": "zb-h1", "executable": True}, "gpipe, 1f1b where plans are to be executable"),
-        ({"recompute": "full", "executable": True}, "recompute is auto or one of none where"),
+        ({"recompute": "half", "executable": True}, "recompute is auto or one of none, selective, full where"),
         ({"recompute": {"nothing": "full"}}, "names a layer of the model, but got 'nothing'"),
         ({"zero": 4}, "zero is auto or one of 0, 1, 2, 3, but got '4'"),
         ({"time_limit_s": 0}, "positive number of seconds"),

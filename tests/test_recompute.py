@@ -1,4 +1,4 @@
-"""Recomputation by layer: what it saves and costs in the tables, in plans and in the document; who refuses it."""
+"""Recomputation by layer: what it saves and costs in the tables, in plans and in the document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from meshwright.compiler.rules import mesh_choices, rule_for
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import writes_scores
-from meshwright.runtime.stage import Session
 from scalar_composer import Composer
 from zoo import ZOO
 
@@ -295,11 +294,6 @@ def test_documents_of_version_1_are_read(graph, mode):
 def test_an_unknown_mode_is_refused(graph):
     with pytest.raises(ValueError, match="none, selective, full, but got 'block'"):
         make_plan(graph, V100, 64, recompute="block")
-
-
-def test_the_runtime_refuses_such_a_plan(graph):
-    with pytest.raises(ValueError, match=r"recompute 'full' \(\d+ layers\); plan again"):
-        Session(plans(graph, "pp2")[1], (), None)
 
 
 def test_the_command_line_asks_for_it(tmp_path, capsys):

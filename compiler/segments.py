@@ -1,0 +1,176 @@
+"""A local program with its recomputed layers in one piece each: ``repeat.Repeated`` modules, called by its graph.
+
+A *segment* is a set of nodes: a layer, with the conversions that are repeated with it. Nodes of no segment stay as they
+are, so a program without recomputed layers stays the same. Nodes between those of a segment that do not depend on it,
+such as conversions of tensors from earlier layers, run before it; where they do depend on it, the segment falls apart:
+into those nodes that run before them, and the rest.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from .layers import Layering
+from .plan import Chunk
+from .recompute import Recompute
+from .repeat import Repeated
+from .reshard import FREE, run_steps
+
+__all__ = ["Segment", "repeating", "segments_of", "swapped"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Names of nodes that the backward repeats, but for the ``heavy`` of them, whose results are kept."""
+
+    nodes: frozenset[str]
+    heavy: frozenset[str] = frozenset()
+
+
+def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompute: Recompute) -> list[Segment]:
+    """The layers of a chunk that the backward runs again, as nodes of its local ``graph``: their ops, outputs of
+    several taken apart, and the conversions that are repeated with them."""
+    found = []
+    for layer, mode in zip(range(*chunk.layers), chunk.recompute):
+        ops = set(layering.layers[layer].ops)
+        if mode == "none":
+            continue
+        members: set[str] = set()
+        for node in graph.nodes:
+            if node.name in ops or (node.op == "call_function" and _goes_with(node, members, ops, recompute)):
+                members.add(node.name)
+        if members:
+            found.append(Segment(frozenset(members), frozenset(members & recompute.heavy)))
+    return found
+
+
+def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute) -> bool:
+    """Whether a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
+    again. Slices of what crosses a border are taken again where the layer itself reads them: the alternative is to run
+    it in two parts."""
+    maker = node.args[0] if node.args else None
+    if not isinstance(maker, Node) or maker.name not in members:
+        return False
+    if node.target is not run_steps:
+        return node.target is operator.getitem
+    sends = any(step[0] not in FREE for step in node.args[1])  # type: ignore[union-attr, index]
+    return recompute.converts_again(maker.name) or (not sends and any(user.name in ops for user in node.users))
+
+
+# ---- a graph with its segments in one piece each
+
+
+@dataclass
+class _Unit:
+    """Nodes that run together, in order; what they read from outside and what others read of them."""
+
+    nodes: list[Node]
+    segment: Segment | None
+    inputs: list[Node]
+    outputs: list[Node]
+
+
+def repeating(graph: torch.fx.Graph, segments: Sequence[Segment]) -> torch.fx.GraphModule:
+    """The module of ``graph`` in which each segment is one call; the graph's own names stay."""
+    root, out = torch.nn.Module(), torch.fx.Graph()
+    new: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            new[node] = out.node_copy(node)
+    for unit in _units(graph, segments):
+        if unit.segment is None:
+            new[unit.nodes[0]] = out.node_copy(unit.nodes[0], new.__getitem__)
+            continue
+        name = f"repeated_{len(list(root.children()))}"
+        root.add_module(name, _repeated(unit, unit.segment.heavy))
+        call = out.call_module(name, tuple(new[node] for node in unit.inputs))
+        for index, node in enumerate(unit.outputs):
+            new[node] = out.create_node("call_function", operator.getitem, (call, index), name=node.name)
+            new[node].meta.update(node.meta)
+    result = next(node for node in graph.nodes if node.op == "output")
+    out.output(torch.fx.map_arg(result.args[0], new.__getitem__))
+    return torch.fx.GraphModule(root, out)
+
+
+def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
+    body, dear = torch.fx.Graph(), list[Callable[..., Any]]()
+    run = body.placeholder("run")
+    new = {node: body.placeholder(node.name) for node in unit.inputs}
+    for node in unit.nodes:
+        if node.name not in heavy or node.target is operator.getitem:
+            new[node] = body.node_copy(node, new.__getitem__)
+            continue
+        args, kwargs = (torch.fx.map_arg(given, new.__getitem__) for given in (node.args, node.kwargs))
+        assert callable(node.target)
+        new[node] = body.create_node("call_method", "dear", (run, len(dear), *args), kwargs, name=node.name)
+        dear.append(node.target)
+    body.output(tuple(new[node] for node in unit.outputs))
+    return Repeated(torch.fx.GraphModule(torch.nn.Module(), body), dear)
+
+
+def _units(graph: torch.fx.Graph, segments: Sequence[Segment]) -> list[_Unit]:
+    """Every node once, alone or in its part of a segment, after all that it reads."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    home: dict[Node, tuple[Segment, list[Node]]] = {}
+    for segment in segments:
+        for part in _parts(calls, segment.nodes):
+            home |= dict.fromkeys(part, (segment, part))
+    units: list[_Unit] = []
+    placed: set[Node] = set()
+
+    def visit(node: Node) -> None:
+        if node in placed or node.op != "call_function":
+            return
+        segment, nodes = home.get(node, (None, [node]))
+        mine = set(nodes)
+        inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in mine))
+        placed.update(mine)
+        for operand in inputs:
+            visit(operand)
+        outputs = [node for node in nodes if any(user not in mine for user in node.users)]
+        units.append(_Unit(nodes, segment, inputs, outputs))
+
+    for node in calls:
+        visit(node)
+    return units
+
+
+def _parts(calls: Sequence[Node], members: Collection[str]) -> list[list[Node]]:
+    """The members in order, in as few parts as can run one after the other: a node belongs to a later part than another
+    one on which it depends by way of a node outside."""
+    at = [index for index, node in enumerate(calls) if node.name in members]
+    level: dict[Node, int] = {}
+    parts: list[list[Node]] = []
+    for node in calls[at[0] : at[-1] + 1]:
+        mine = node.name in members
+        level[node] = max(
+            (level[o] + (o.name in members and not mine) for o in node.all_input_nodes if o in level), default=0
+        )
+        if mine:
+            parts += [[] for _ in range(level[node] + 1 - len(parts))]
+            parts[level[node]].append(node)
+    return [part for part in parts if part]
+
+
+# ---- stand-ins
+
+
+def swapped(module: torch.fx.GraphModule, swaps: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
+    """``module`` with other functions called in place of some, in its repeated parts too."""
+    root, graph = torch.nn.Module(), torch.fx.Graph()
+    for name, part in module.named_children():
+        assert isinstance(part, Repeated)
+        root.add_module(name, Repeated(swapped(part.body, swaps), [swaps.get(op, op) for op in part.ops]))
+    new: dict[Node, Node] = {}
+    for node in module.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "call_function":
+            new[node].target = swaps.get(node.target, node.target)
+    return torch.fx.GraphModule(root, graph)

@@ -1,0 +1,167 @@
+"""Recomputed layers, executed: the same numbers as without, what runs again and what does not, and the bytes that it
+saves, which are those that the plan predicts."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import meshwright as mw
+import pytest
+import torch
+from meshwright.compiler.abstract import AbstractComm
+from meshwright.compiler.context import Context, use
+from meshwright.compiler.segments import Segment, repeating, swapped
+from meshwright.runtime.meter import live_bytes, storages_alive
+from ranks import RankPool
+from zoo import ZOO
+
+STEPS, LR = 2, 1e-3
+MIXED = {"*": "selective", "*1*": "full", "*0*": "none"}
+
+
+def trained(name: str, options: dict[str, Any], strategy: str, recompute: Any, double: bool = False) -> Any:
+    torch.manual_seed(0)
+    model, args, kwargs = ZOO[name](8, **options)
+    if double:
+        model, args = model.double(), tuple(a.double() if a.is_floating_point() else a for a in args)
+    parallel = mw.parallelize(
+        model.train(), mw.Cluster.local(torch.distributed.get_world_size()), example_inputs=args, example_kwargs=kwargs,
+        strategy=strategy, microbatches=4, schedule="1f1b", recompute=recompute, seed=5,
+        optimizer=lambda ps: torch.optim.AdamW(ps, lr=LR, eps=1e-6),
+    )  # fmt: skip
+    losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
+    return parallel, losses, args, kwargs
+
+
+def run(name: str, options: dict[str, Any], strategy: str, recompute: Any, double: bool = False) -> Any:
+    """One rank: losses, the whole state (rank 0), the outputs of an evaluation, modes of its stage, collectives that
+    ran and that the plan counts, the report's terms."""
+    parallel, losses, args, kwargs = trained(name, options, strategy, recompute, double)
+    plan = parallel.plan
+    stage = plan.stage_of(torch.distributed.get_rank())
+    counts = {f"{phase} {kind}": n for (phase, kind), n in parallel.session.counts.items() if phase != "step"}
+    planned = {k: n * 4 * STEPS for k, n in plan.prediction.stages[stage].collectives.items()}
+    terms = {term.name: (term.predicted_s, term.measured_s) for term in parallel.report().terms if term.stage == stage}
+    modes = {mode for each in plan.stages for chunk in each.chunks for mode in chunk.recompute}
+    outputs = parallel.eval()(*args, **kwargs) if name == "convnet" else None
+    return losses, parallel.full_state_dict(), outputs, modes, Counter(counts), Counter(planned), terms["recompute"]
+
+
+# model, options, strategy, ranks, recompute, float64
+CASES: list[tuple[str, dict[str, Any], str, int, Any, bool]] = [
+    ("gpt", {"dropout": 0.1}, "pp2", 2, "full", False),
+    ("gpt", {"dropout": 0.1}, "pp2,tp2", 4, MIXED, True),
+    ("moe", {"dropout": 0.1}, "tp2", 2, "selective", False),
+    ("convnet", {}, "dp2", 2, "full", True),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "strategy", "count", "recompute", "double"), CASES)
+def test_the_same_numbers_as_without(
+    ranks: RankPool, name: str, options: dict[str, Any], strategy: str, count: int, recompute: Any, double: bool
+) -> None:
+    """Dropout is a function of step and microbatch, so one device without recompute draws the same."""
+    alone = ranks.run(1, "test_recompute_run:run", name, options, "pp1", "none", double)
+    expected, reference, evaluated, modes, *_ = alone[0]
+    assert not modes
+    results = ranks.run(count, "test_recompute_run:run", name, options, strategy, recompute, double)
+    rtol, atol = (1e-9, 1e-9) if double else (1e-4, 2e-5)
+    for losses, _, outputs, modes, counts, planned, (predicted_s, measured_s) in results:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=rtol, atol=atol)
+        assert outputs is None or torch.allclose(outputs, evaluated, rtol=10 * rtol, atol=10 * atol)
+        assert counts == planned
+        assert modes >= ({"full", "selective"} if recompute is MIXED else {recompute})
+        assert (predicted_s > 0) == (measured_s > 0)
+    assert any(measured_s > 0 for *_, (_, measured_s) in results)
+    for key, value in results[0][1].items():
+        small = 2 * LR * STEPS if key in ("stem.bias", "bn.running_mean") and not double else atol
+        torch.testing.assert_close(value, reference[key], rtol=rtol, atol=small, msg=lambda t, k=key: f"{k}: {t}")
+
+
+# ---- what runs again
+
+aten = torch.ops.aten
+
+
+def chain() -> torch.fx.Graph:
+    """linear, gelu, linear, outside: exp, then tanh and a sum with what came in."""
+    graph = torch.fx.Graph()
+    x, v, w = (graph.placeholder(name) for name in ("x", "v", "w"))
+    up = graph.create_node("call_function", aten.linear.default, (x, v), name="up")
+    act = graph.create_node("call_function", aten.gelu.default, (up,), name="act")
+    down = graph.create_node("call_function", aten.linear.default, (act, w), name="down")
+    between = graph.create_node("call_function", aten.exp.default, (down,), name="between")
+    again = graph.create_node("call_function", aten.tanh.default, (between,), name="again")
+    total = graph.create_node("call_function", aten.add.Tensor, (again, x), name="total")
+    graph.output((total,))
+    return graph
+
+
+@pytest.mark.parametrize(("heavy", "linears"), [((), 4), (("up",), 3), (("up", "down"), 2)])
+def test_what_is_kept_does_not_run_again(heavy: tuple[str, ...], linears: int) -> None:
+    """A segment that is left and entered again runs in two parts."""
+    calls, hooks = Counter[str](), Counter[str]()
+
+    def counted(name: str, op: Any) -> Any:
+        def call(*args: Any) -> torch.Tensor:
+            calls[name] += 1
+            made: torch.Tensor = op(*args)
+            return made
+
+        return call
+
+    ops = {"linear": aten.linear.default, "exp": aten.exp.default, "tanh": aten.tanh.default}
+    segment = Segment(frozenset({"up", "act", "down", "again", "total"}), frozenset(heavy))
+    plain = torch.fx.GraphModule(torch.nn.Module(), chain())
+    module = swapped(repeating(chain(), [segment]), {op: counted(name, op) for name, op in ops.items()})
+    assert len(list(module.children())) == 2
+    leaves = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    wanted = torch.autograd.grad(plain(*leaves)[0].sum(), leaves)
+    for index, leaf in enumerate(leaves):
+        leaf.register_post_accumulate_grad_hook(lambda _, index=index: hooks.update([str(index)]))
+    with use(Context(AbstractComm((), False))):
+        (out,) = module(*leaves)
+        out.sum().backward(retain_graph=True)
+        assert calls == {"linear": linears, "exp": 1, "tanh": 2}
+        assert hooks == {"0": 1, "1": 1, "2": 1}
+        for leaf, grad in zip(leaves, wanted):
+            torch.testing.assert_close(leaf.grad, grad)
+        out.sum().backward()  # what was given away is made again
+        torch.testing.assert_close(leaves[1].grad, 2 * wanted[1])
+        calls.clear()
+        with torch.no_grad():
+            module(*leaves)
+    assert calls == {"linear": 2, "exp": 1, "tanh": 1}
+
+
+# ---- bytes
+
+
+def weighed(strategy: str, modes: tuple[str, ...]) -> list[tuple[float, int]]:
+    """(predicted, measured) bytes of this rank in each mode."""
+    found = []
+    for mode in modes:
+        gc.collect()
+        before = sum(storages_alive().values())
+        parallel, _, args, _ = trained("gpt", {}, strategy, mode)
+        given = sum(x.nbytes for x in (*parallel._model.parameters(), *parallel._model.buffers()))
+        peaks = []
+        for _ in range(3 if strategy == "tp2" else 1):  # a thread of Gloo may let go of a message late
+            with live_bytes() as reading:
+                parallel.train_step(*args)
+            assert reading.peak_bytes is not None
+            peaks.append(reading.peak_bytes)
+        stage = parallel.plan.stage_of(torch.distributed.get_rank())
+        memory = parallel.plan.prediction.stages[stage].memory_bytes
+        found.append((sum(memory.values()) - memory["framework"], min(peaks) - before - given))
+    return found
+
+
+def test_bytes_are_those_predicted(ranks: RankPool) -> None:
+    alone = ranks.run(1, "test_recompute_run:weighed", "pp1", ("none", "selective", "full"))[0]
+    together = ranks.run(2, "test_recompute_run:weighed", "tp2", ("none", "full"))[0]
+    assert all(abs(predicted / measured - 1) < 0.05 for predicted, measured in (*alone, *together)), (alone, together)
+    assert alone[0][1] > alone[1][1] > alone[2][1]
+    assert together[0][1] > together[1][1]
