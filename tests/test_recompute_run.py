@@ -156,6 +156,7 @@ def weighed(strategy: str, modes: tuple[str, ...]) -> list[tuple[float, int]]:
         stage = parallel.plan.stage_of(torch.distributed.get_rank())
         memory = parallel.plan.prediction.stages[stage].memory_bytes
         found.append((sum(memory.values()) - memory["framework"], min(peaks) - before - given))
+        del parallel, args
     return found
 
 
