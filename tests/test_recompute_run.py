@@ -3,7 +3,6 @@ saves, which are those that the plan predicts."""
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from meshwright.compiler.abstract import AbstractComm
 from meshwright.compiler.context import Context, use
 from meshwright.compiler.segments import Segment, repeating, swapped
-from meshwright.runtime.meter import live_bytes, storages_alive
+from meshwright.runtime.meter import live_bytes
 from ranks import RankPool
 from zoo import ZOO
 
@@ -143,20 +142,22 @@ def weighed(strategy: str, modes: tuple[str, ...]) -> list[tuple[float, int]]:
     """(predicted, measured) bytes of this rank in each mode."""
     found = []
     for mode in modes:
-        gc.collect()
-        before = sum(storages_alive().values())
         parallel, _, args, _ = trained("gpt", {}, strategy, mode)
-        given = sum(x.nbytes for x in (*parallel._model.parameters(), *parallel._model.buffers()))
-        peaks = []
+        leaves = list(parallel.session.state.parameters.values())
+        states = [x for state in parallel.optimizer.state.values() for x in state.values()]
+        held = [x.untyped_storage() for x in (*leaves, *(leaf.grad for leaf in leaves), *states, *args)]
+        own = sum({x.data_ptr(): x.nbytes() for x in held}.values())
+        del held
+        rises = []
         for _ in range(3 if strategy == "tp2" else 1):  # a thread of Gloo may let go of a message late
             with live_bytes() as reading:
                 parallel.train_step(*args)
             assert reading.peak_bytes is not None
-            peaks.append(reading.peak_bytes)
+            assert reading.start_bytes is not None
+            rises.append(reading.peak_bytes - reading.start_bytes)
         stage = parallel.plan.stage_of(torch.distributed.get_rank())
         memory = parallel.plan.prediction.stages[stage].memory_bytes
-        found.append((sum(memory.values()) - memory["framework"], min(peaks) - before - given))
-        del parallel, args
+        found.append((sum(memory.values()) - memory["framework"], own + min(rises)))
     return found
 
 
