@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import local_ops
@@ -25,7 +26,7 @@ from .attention_room import attention_of
 from .convolution_room import room_of_convolution
 from .program import ChunkProgram
 from .ring_attention import ring_attention
-from .segments import swapped
+from .segments import repeating
 
 __all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
 
@@ -257,18 +258,24 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
 
 
 def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The program's module as a function of meta tensors."""
+    """The program as a function of meta tensors whose backward repeats its segments."""
     attention = attention_of(tracker.writes_scores)
 
     def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return ring_attention(*args, **kwargs, kernel=attention)
+        return ring_attention(*args, **{**kwargs, "kernel": attention})
 
     swaps: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: attention,
         ring_attention: ring,
         local_ops.experts: _experts(tracker, program.mesh_shape),
     }
-    forward: Callable[..., tuple[torch.Tensor, ...]] = swapped(program.module, swaps).forward
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(program.module.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = swaps.get(node.target, node.target)
+    module = repeating(torch.fx.GraphModule(torch.nn.Module(), graph), program.segments)
+    forward: Callable[..., tuple[torch.Tensor, ...]] = module.forward
     return forward
 
 

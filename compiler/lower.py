@@ -3,7 +3,7 @@
 One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
 conjugate, which is what the search priced. The program names mesh axes, not ranks: every device of a stage runs the
 same module. Its nodes say in ``meta`` which "tensor" of the graph they hold and in which "pair"; an op, its "operands".
-Layers that the plan recomputes are one call each (``segments``).
+Layers that the plan recomputes are named beside it (``ChunkProgram.segments``).
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ from .program import ChunkProgram, Exit, Slot
 from .recompute import PlanLayers
 from .reshard import FREE, run_steps, steps_between
 from .rules import pairs_choice, rule_for
-from .segments import repeating, segments_of
+from .segments import segments_of
 from .spec import Pair, R
 
 __all__ = ["lower"]
 
 
-def lower(
-    graph: Graph, plan: Plan, stage: int, chunk: int = 0, layers: PlanLayers | None = None, repeat: bool = True
-) -> ChunkProgram:
+def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0, layers: PlanLayers | None = None) -> ChunkProgram:
     """The local program of one chunk. ``graph`` is at the plan's microbatch extent; layers: of this plan, if they are
-    known; repeat=False leaves recomputed layers as they are, node by node. Raises ValueError for labels that no rule
-    offers."""
+    known. Raises ValueError for labels that no rule offers."""
     assert graph.batch == plan.microbatch_size, (graph.batch, plan.microbatch_size)
     part = plan.stages[stage].chunks[chunk]
     last = {name: s for s, st in enumerate(plan.stages) for c in st.chunks for name in c.ops}
@@ -44,11 +41,11 @@ def lower(
     made = {r.node: output_of(nodes[r.node])[0].name for r in graph.results}
     results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
     program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
-    if not repeat or not any(mode != "none" for mode in part.recompute):
+    if not any(mode != "none" for mode in part.recompute):
         return program
     layers = layers or PlanLayers(graph, plan)
     segments = segments_of(program.module.graph, part, layers.layering, layers.recompute)
-    return replace(program, module=repeating(program.module.graph, segments))
+    return replace(program, segments=tuple(segments))
 
 
 def lower_chunk(

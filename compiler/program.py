@@ -16,7 +16,7 @@ import torch.fx
 from .graph import TensorType
 from .spec import Pair
 
-__all__ = ["ChunkProgram", "Exit", "Slot"]
+__all__ = ["ChunkProgram", "Exit", "Segment", "Slot"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,16 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Names of nodes that the backward runs again, but for the ``heavy`` of them, whose results are kept."""
+
+    nodes: frozenset[str]
+    heavy: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class ChunkProgram:
-    """What ``lower`` makes of one chunk of a plan."""
+    """What ``lower`` makes of one chunk of a plan. Who runs it repeats the ``segments`` (``segments.repeating``)."""
 
     module: torch.fx.GraphModule
     slots: tuple[Slot, ...]
@@ -64,3 +72,4 @@ class ChunkProgram:
     mesh_shape: tuple[int, ...]
     collectives: Mapping[str, int]  # "forward all_reduce", "backward all_gather", … → count per microbatch
     constants: Mapping[str, torch.Tensor]
+    segments: tuple[Segment, ...] = ()

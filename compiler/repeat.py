@@ -106,7 +106,7 @@ class _First:
             place, dtype = given.get(x.untyped_storage()._cdata, (-1, x.dtype))
             if place < 0 or dtype != x.dtype:
                 return x
-            wanted.append(_Operand(place, x.size(), x.stride(), x.storage_offset()))
+            wanted.append(_Operand(place, x.size(), x.stride(), int(x.storage_offset())))
             return index, len(wanted) - 1
 
         with saved_tensors_hooks(pack, self.unpack):

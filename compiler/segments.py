@@ -9,7 +9,7 @@ into those nodes that run before them, and the rest.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,12 @@ from torch.fx import Node
 
 from .layers import Layering
 from .plan import Chunk
+from .program import Segment
 from .recompute import Recompute
 from .repeat import Repeated
 from .reshard import FREE, run_steps
 
-__all__ = ["Segment", "repeating", "segments_of", "swapped"]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Names of nodes that the backward repeats, but for the ``heavy`` of them, whose results are kept."""
-
-    nodes: frozenset[str]
-    heavy: frozenset[str] = frozenset()
+__all__ = ["repeating", "segments_of"]
 
 
 def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompute: Recompute) -> list[Segment]:
@@ -60,7 +53,8 @@ def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recom
         return False
     if node.target is not run_steps:
         return node.target is operator.getitem
-    sends = any(step[0] not in FREE for step in node.args[1])  # type: ignore[union-attr, index]
+    steps: Any = node.args[1]
+    sends = any(step[0] not in FREE for step in steps)
     return recompute.converts_again(maker.name) or (not sends and any(user.name in ops for user in node.users))
 
 
@@ -77,8 +71,12 @@ class _Unit:
     outputs: list[Node]
 
 
-def repeating(graph: torch.fx.Graph, segments: Sequence[Segment]) -> torch.fx.GraphModule:
-    """The module of ``graph`` in which each segment is one call; the graph's own names stay."""
+def repeating(module: torch.fx.GraphModule, segments: Sequence[Segment]) -> torch.fx.GraphModule:
+    """``module`` with each segment in one call; itself where there are none. Segments are known by names alone: its
+    nodes may call other functions than those that were lowered."""
+    if not segments:
+        return module
+    graph = module.graph
     root, out = torch.nn.Module(), torch.fx.Graph()
     new: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -93,7 +91,6 @@ def repeating(graph: torch.fx.Graph, segments: Sequence[Segment]) -> torch.fx.Gr
         call = out.call_module(name, tuple(new[node] for node in unit.inputs))
         for index, node in enumerate(unit.outputs):
             new[node] = out.create_node("call_function", operator.getitem, (call, index), name=node.name)
-            new[node].meta.update(node.meta)
     result = next(node for node in graph.nodes if node.op == "output")
     out.output(torch.fx.map_arg(result.args[0], new.__getitem__))
     return torch.fx.GraphModule(root, out)
@@ -107,7 +104,8 @@ def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
         if node.name not in heavy or node.target is operator.getitem:
             new[node] = body.node_copy(node, new.__getitem__)
             continue
-        args, kwargs = (torch.fx.map_arg(given, new.__getitem__) for given in (node.args, node.kwargs))
+        args = torch.fx.map_arg(node.args, new.__getitem__)
+        kwargs = torch.fx.map_arg(node.kwargs, new.__getitem__)
         assert callable(node.target)
         new[node] = body.create_node("call_method", "dear", (run, len(dear), *args), kwargs, name=node.name)
         dear.append(node.target)
@@ -157,20 +155,3 @@ def _parts(calls: Sequence[Node], members: Collection[str]) -> list[list[Node]]:
             parts += [[] for _ in range(level[node] + 1 - len(parts))]
             parts[level[node]].append(node)
     return [part for part in parts if part]
-
-
-# ---- stand-ins
-
-
-def swapped(module: torch.fx.GraphModule, swaps: Mapping[Any, Callable[..., Any]]) -> torch.fx.GraphModule:
-    """``module`` with other functions called in place of some, in its repeated parts too."""
-    root, graph = torch.nn.Module(), torch.fx.Graph()
-    for name, part in module.named_children():
-        assert isinstance(part, Repeated)
-        root.add_module(name, Repeated(swapped(part.body, swaps), [swaps.get(op, op) for op in part.ops]))
-    new: dict[Node, Node] = {}
-    for node in module.graph.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-        if node.op == "call_function":
-            new[node].target = swaps.get(node.target, node.target)
-    return torch.fx.GraphModule(root, graph)

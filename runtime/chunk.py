@@ -17,6 +17,7 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram, Slot
 from ..compiler.reshard import Steps, apply_steps, run_steps, steps_between
 from ..compiler.schedule import Place
+from ..compiler.segments import repeating
 from ..compiler.spec import Pair, Spec, without_partials
 from .crossmesh import Layout, Port, tiles
 from .facts import Facts, Link
@@ -71,7 +72,7 @@ class BoundChunk:
         self.state, self.feeder, self.training = state, feeder, training
         self.halves: Halves | None = halve(program) if halved else None
         module = program.module if self.halves is None else self.halves.module
-        self.forward: Callable[..., tuple[torch.Tensor, ...]] = module.forward
+        self.forward: Callable[..., tuple[torch.Tensor, ...]] = repeating(module, program.segments).forward
         self.template: list[Any] = [None] * len(program.slots)
         self.buffer_slots: list[tuple[int, str, Steps]] = []
         self.derived: list[tuple[int, torch.Tensor, Steps, Steps]] = []  # parameters that it reads in another placement

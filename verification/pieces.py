@@ -62,7 +62,7 @@ def shrunk(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
                 at = graph.with_batch(size)
                 for stage, here in enumerate(plan.stages):
                     for chunk in range(len(here.chunks)):
-                        lower(at, small, stage, chunk, repeat=False)
+                        lower(at, small, stage, chunk)
             except (ValueError, AssertionError):  # this extent is too small for some label: the next one
                 continue
             return small, at
@@ -78,7 +78,7 @@ def parts_of(plan: Plan, graph: Graph) -> list[Part]:
     parts: list[Part] = []
     for stage, chunk in places:
         here = plan.stages[stage]
-        program, origins = lower(graph, plan, stage, chunk, repeat=False), {}
+        program, origins = lower(graph, plan, stage, chunk), {}
         for slot in program.slots:
             if slot.kind == "receive":
                 at_home = [index[stage, c] for c, other in enumerate(here.chunks) if slot.name in other.sends]
