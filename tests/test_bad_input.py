@@ -249,7 +249,7 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"schedule": "zigzag"}, "1f1b"),
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
         ({"schedule": "zb-x"}, "auto or one of gpipe, 1f1b, interleaved, zb-h1, zb-v, but got .zb-x."),
-        ({"schedule": "zb-h1", "executable": True}, "gpipe, 1f1b where plans are to be executable"),
+        ({"schedule": "zb-x", "executable": True}, "zb-h1, zb-v where plans are to be executable"),
         ({"recompute": "half", "executable": True}, "recompute is auto or one of none, selective, full where"),
         ({"recompute": {"nothing": "full"}}, "names a layer of the model, but got 'nothing'"),
         ({"zero": 4}, "zero is auto or one of 0, 1, 2, 3, but got '4'"),

@@ -281,7 +281,7 @@ def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: py
 
 def test_reducer_lets_go_of_its_parameters() -> None:
     leaf, other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
-    reducer = GradientReducer(None, [(leaf, (0,)), (other, (0,))])
+    reducer = GradientReducer(None, [(leaf, (0,), 0), (other, (0,), 0)])
     gone = weakref.ref(leaf)
     del reducer, leaf, other
     gc.collect()
