@@ -142,7 +142,8 @@ def run_cell(cell: Cell, rounds: Rounds, quick: bool) -> dict[str, Any]:
         "load": [before, os.getloadavg()[0]],
     }
     if cell.meter:
-        found["ratio_of_bytes"] = mine["peak_bytes"] / min(one["peak_bytes"] for one in peers)
+        rivals = [peer] if cell.path.endswith(":automatic") else peers  # other kinds of plans hold other things
+        found["ratio_of_bytes"] = mine["peak_bytes"] / min(one["peak_bytes"] for one in rivals)
     if cell.path == "contest.overhead:actions":
         from contest.overhead import ACTIONS
 

@@ -133,8 +133,8 @@ class Port:
     """One direction of one transfer as this rank sees it; made once, used every microbatch.
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
-    group: of all ranks, so that a peer's rank is the same in it; its own methods are called, because what
-    ``dist.isend`` checks of every message takes as long as the rest of an action.
+    Peers are ranks of ``group``, whose own methods are called: what ``dist.isend`` checks of every message takes as
+    long as the rest of an action.
     """
 
     sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
@@ -154,12 +154,14 @@ class Port:
     ) -> Port:
         """Pick this rank's part of ``messages``; ``shape`` is its own local shape as a target."""
         port = cls(num_tiles=len(messages), base_tag=base_tag, shape=shape, dtype=dtype, **rest)
+        group = port._group()
         for index, tile in enumerate(messages):
             assert tile.source != tile.target, "stages do not share devices"
             if tile.source == rank:
-                port.sends.append((index, tile.target, tile.source_box))
+                port.sends.append((index, dist.get_group_rank(group, tile.target), tile.source_box))
             elif tile.target == rank:
-                port.receives.append((index, tile.source, tile.target_box, tile.shape))
+                peer = dist.get_group_rank(group, tile.source)
+                port.receives.append((index, peer, tile.target_box, tile.shape))
         return port
 
     def _group(self) -> dist.ProcessGroup:

@@ -47,8 +47,8 @@ def actions() -> list[Build]:
 
     def loop() -> Contender:
         parallel = bound()
-        one = parallel.session.executor
-        forward, template, inputs = one.forward, one.template, {"args.0": x, "args.1": y}
+        (part,) = parallel.session.executor.parts
+        inputs = {"args.0": x, "args.1": y}
         seed = torch.tensor(1 / MICROBATCHES)
 
         def step() -> torch.Tensor:
@@ -56,9 +56,9 @@ def actions() -> list[Build]:
                 leaf.grad = None
             losses = []
             for index in range(MICROBATCHES):
-                arguments = template.copy()
-                one.feeder.fill(arguments, inputs, index)
-                (loss,) = forward(*arguments)
+                arguments = part.template.copy()
+                part.feeder.fill(arguments, inputs, index)
+                (loss,) = part.forward(*arguments)
                 torch.autograd.backward(loss, seed)
                 losses.append(loss.detach())
             return torch.stack(losses).mean()

@@ -27,8 +27,8 @@ def ours(case: Case, mesh: Any = None, **asked: Any) -> Contender:
     parallel = mw.parallelize(
         copy.deepcopy(case.model), mesh, example_inputs=(case.x, case.y), optimizer=make_optimizer, **asked
     )
-    shape = " | ".join("×".join(map(str, stage.mesh_shape)) for stage in parallel.plan.stages)
-    note = f"{parallel.plan.schedule}, {parallel.plan.microbatches} microbatches, meshes {shape}"
+    shape = " | ".join("×".join(map(str, stage.mesh_shape)) or "1" for stage in parallel.plan.stages)
+    note = f"{parallel.plan.schedule}, microbatches: {parallel.plan.microbatches}, meshes: {shape}"
     return Contender("ours", lambda: parallel.train_step(case.x, case.y), float, note)
 
 
