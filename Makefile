@@ -14,7 +14,7 @@ endif
 
 # A folder in which the package has its own name, whatever this clone is called: mypy and import-linter look for it there.
 NAMED := build/lint/meshwright
-MODULES := $(wildcard *.py) py.typed compiler costmodel runtime verification
+MODULES := $(wildcard *.py) py.typed compiler costmodel runtime
 TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
     from meshwright.profiling import profile
-    from meshwright.verification import verify
+    from meshwright.runtime.verification import verify
 
 __all__ = [
     "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile", "verify",
@@ -31,7 +31,7 @@ _HOMES = {
     "pareto": "api",
     "plan": "api",
     "profile": "profiling",
-    "verify": "verification",
+    "verify": "runtime.verification",
 }
 
 

@@ -313,7 +313,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     plan = _load(arguments.plan)
     with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
-        from . import verification
+        from .runtime import verification
         from .targets import build_target
 
         progress("building", 0.0)

@@ -20,7 +20,7 @@ from meshwright.compiler.rules.lockstep import LockstepComm
 from meshwright.runtime.feeding import Feeder
 from meshwright.runtime.gradients import GradientReducer, TiedParameters
 from meshwright.runtime.groups import DistributedComm
-from meshwright.verification import parts
+from meshwright.runtime.verification import parts
 from test_parity import fast_links
 from zoo import MLP
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from meshwright.compiler.rules.lockstep import LockstepComm
 from meshwright.compiler.spec import parse_spec
-from meshwright.verification import parts
-from meshwright.verification.compare import Tolerance, difference
+from meshwright.runtime.verification import Verification, parts
+from meshwright.runtime.verification.compare import Tolerance, difference
 from test_parity import fast_links
 from torch import nn
 from zoo import MLP, ZOO
@@ -27,7 +27,7 @@ def planned(name: str, devices: int, *, batch: int = 8, executable: bool = False
     return mw.plan(model, fast_links(devices), executable=executable, **inputs, **asked), model, inputs
 
 
-def verified(name: str, devices: int, **asked: Any) -> mw.verification.Verification:
+def verified(name: str, devices: int, **asked: Any) -> Verification:
     plan, model, inputs = planned(name, devices, **asked)
     return mw.verify(plan, model, **inputs)
 

@@ -22,6 +22,10 @@ __all__ = ["LockstepComm", "LockstepGroup"]
 T = TypeVar("T")
 
 
+class UnlikeError(RuntimeError):
+    """Devices asked for unlike collectives at once; every one of them raises it."""
+
+
 class LockstepGroup:
     """Devices of a logical mesh as threads; ranks are row-major, axis 0 major.
 
@@ -41,24 +45,28 @@ class LockstepGroup:
     def run(self, fn: Callable[[LockstepComm], T], seed: int = 0, step: int = 0, microbatch: int = 0) -> list[T]:
         """``fn(comm)`` on every device under ``use(Context(comm, …))``; the results by rank.
 
-        The first error of a device ends all of them and is raised here. CPU autograd runs in the calling thread, so
+        The first error of a device ends all of them and is raised here; that of a program rather than of one which has
+        ended, where they do not ask for the same collectives. CPU autograd runs in the calling thread, so
         ``fn`` may call backward, and collectives in it keep their order.
         """
         self.barrier = threading.Barrier(len(self))
         results: list[Any] = [None] * len(self)
         errors: list[BaseException] = []
+        ended: set[int] = set()
 
         def device(rank: int) -> None:
             comm = LockstepComm(self, rank)
             try:
                 with use(Context(comm, seed, step, microbatch)):
                     results[rank] = fn(comm)
+                ended.add(rank)
                 comm.finish()
             except BaseException as error:
                 # a broken barrier is the echo of another device's error, which is already in the list
                 if not isinstance(error, threading.BrokenBarrierError):
-                    errors.append(error)
-                self.barrier.abort()
+                    errors.insert(len(errors) if rank in ended else 0, error)
+                if not isinstance(error, UnlikeError):
+                    self.barrier.abort()
 
         if len(self) == 1:
             with use(Context(LockstepComm(self, 0), seed, step, microbatch)) as context:
@@ -165,7 +173,7 @@ class LockstepComm:
         here = group.coordinates[self.rank]
         asked = {post[:3] for post in posts}
         if len(asked) > 1:
-            raise RuntimeError(f"all devices ask for the same collective, but got {sorted(map(str, asked))}")
+            raise UnlikeError(f"all devices ask for the same collective, but got {sorted(map(str, asked))}")
         if axis < 0:
             return [x]
         line = [

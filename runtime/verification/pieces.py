@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from ..compiler.graph import Graph
-from ..compiler.lower import lower
-from ..compiler.plan import Plan
-from ..compiler.program import ChunkProgram
-from ..compiler.schedule import Action, generate, run_order
-from ..compiler.spec import Spec
-from ..runtime.crossmesh import Layout
+from ...compiler.graph import Graph
+from ...compiler.lower import lower
+from ...compiler.plan import Plan
+from ...compiler.program import ChunkProgram
+from ...compiler.schedule import Action, generate, run_order
+from ...compiler.spec import Spec
+from ..crossmesh import Layout
 
 __all__ = ["Part", "actions_of", "parts_of", "shrunk"]
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ..compiler.capture import capture
-from ..compiler.example import flat_inputs
-from ..compiler.graph import Graph, op_name, output_of
-from ..compiler.plan import Plan, Residency
-from ..compiler.precision import in_precision
-from ..compiler.spec import Pair, Spec, spec_text, without_partials
-from ..compiler.validate import require
+from ...compiler.capture import capture
+from ...compiler.example import flat_inputs
+from ...compiler.graph import Graph, op_name, output_of
+from ...compiler.plan import Plan, Residency
+from ...compiler.precision import in_precision
+from ...compiler.spec import Pair, Spec, spec_text, without_partials
+from ...compiler.validate import require
 from .compare import Difference, Tolerance, Verification, difference
 from .parts import Devices, FailedError, Parts, moved
 from .pieces import Part, actions_of, parts_of, shrunk

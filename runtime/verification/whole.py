@@ -15,10 +15,10 @@ import torch.fx
 from torch import Tensor
 from torch.fx import Node
 
-from ..compiler.context import Context, use
-from ..compiler.graph import Graph, output_of, tensor_operands
-from ..compiler.rules.execution import doubled
-from ..compiler.rules.lockstep import LockstepComm, LockstepGroup
+from ...compiler.context import Context, use
+from ...compiler.graph import Graph, output_of, tensor_operands
+from ...compiler.rules.execution import doubled
+from ...compiler.rules.lockstep import LockstepComm, LockstepGroup
 from .pieces import Part
 
 __all__ = ["Key", "Whole", "WholeRun", "distinct"]

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..compiler.spec import P, R, Spec
+from ...compiler.spec import P, R, Spec
 
 __all__ = ["Difference", "Tolerance", "Verification", "assembled", "difference", "gap"]
 

@@ -11,11 +11,11 @@ import torch.fx
 from torch import Tensor
 from torch.fx import Node
 
-from ..compiler.reshard import apply_steps, steps_between
-from ..compiler.rules.execution import doubled
-from ..compiler.rules.lockstep import LockstepComm, LockstepGroup
-from ..compiler.spec import Spec, without_partials
-from ..runtime.crossmesh import Layout, cut, tiles
+from ...compiler.reshard import apply_steps, steps_between
+from ...compiler.rules.execution import doubled
+from ...compiler.rules.lockstep import LockstepComm, LockstepGroup
+from ...compiler.spec import Spec, without_partials
+from ..crossmesh import Layout, cut, tiles
 from .pieces import Part
 from .whole import distinct
 

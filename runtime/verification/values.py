@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compiler.graph import Graph, Source, TensorType
+from ...compiler.graph import Graph, Source, TensorType
 
 __all__ = ["batch_of", "buffers_of", "chunked", "weights_of"]
 
