@@ -11,7 +11,7 @@ Every step of a stage falls into the same terms on both sides::
     skew                waiting in them, or in the gradients', for a slower rank of the same stage
     sends               starting them; the wire itself runs beside the ops
     waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step
-    gradient            what is left of its reduction after the last backward
+    gradient            what is left of its reduction after the last backward, and the gather of what was updated
     optimizer           clipping and the update
     host                whatever the library does in between
 
@@ -47,7 +47,10 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
         weights = min(backward, weight_seconds(stage)) if halved else 0.0
         m, (host, sends, again) = plan.microbatches, (stage.seconds.get(x, 0.0) for x in ("host", "sends", "recompute"))
         actions = m * (stage.forward_s + stage.backward_s)
-        gradient, optimizer = (stage.seconds.get(cause, 0.0) for cause in ("gradient", "optimizer"))
+        optimizer, peers = stage.seconds.get("optimizer", 0.0), sum(stage.seconds.get(c, 0.0) for c in ("loss", "tied"))
+        # reductions and gathers of every microbatch are in its actions
+        ends = sum(stage.seconds.get(cause, 0.0) for cause in ("gradient", "gather"))
+        gradient = min(ends, max(0.0, stage.step_s - optimizer - peers))
         out.append({
             "forward": m * forward, "backward": m * (backward - weights), "weights": m * weights,
             "recompute": m * again,

@@ -31,6 +31,7 @@ from ..costmodel.compute import writes_scores
 from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
 from .buckets import gradient_buckets
 from .context import Context, use
+from .cuts import Cut
 from .graph import Graph, op_name
 from .layers import differentiable
 from .lower import lower
@@ -38,6 +39,7 @@ from .pipeline_chunks import fewer
 from .plan import BUCKET_BYTES, Chunk, Plan, parameter_stages
 from .program import Exit, Slot
 from .recompute import PlanLayers
+from .reduction_room import Block, ReductionRoom, gather_room
 from .reshard import apply_steps, steps_between
 from .schedule import generate, in_flight_formula
 from .spec import Spec, local_shape, without_partials
@@ -230,6 +232,21 @@ class _Stage:
         groups = gradient_buckets(keys, BUCKET_BYTES)
         return {slots[i].name: keys[i][1] for group in groups if len(group) > 1 for i in group}
 
+    @cached_property
+    def blocks(self) -> list[Block | None]:
+        """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read."""
+        found: list[Block | None] = []
+        for slot in self.program.slots:
+            if slot.kind == "parameter":
+                home = self.homes[slot.name]
+                cut = Cut.between(slot.name, home.stored, home.optimizer, self.mesh)
+                often = home.reduce == "microbatch"
+                key = cut.axes, cut.sizes, often, slot.type.dtype, home.compute.cotangent
+                whole = not cut.axes or not slot.requires_grad or slot.node not in self.grad
+                shape = self._local(slot, home.stored)
+                found.append(None if whole else Block(slot.name, shape, slot.type.dtype, cut, key, often))
+        return found
+
     # ---- composition
 
     def memory(self, stage: int) -> Bytes:
@@ -309,6 +326,7 @@ class _Stage:
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
                 found["optimizer"] += self._update(slot)[0]
         found["gradients"] += sum(self.flat.values()) + sum(self._in_parts().values())
+        found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
             return found
         found["parameters"] += sum(
@@ -323,7 +341,7 @@ class _Stage:
     def end(self) -> list[Bytes]:
         """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
         grads = {
-            slot.name: _bytes(self._local(slot), slot)
+            slot.name: _bytes(self._local(slot, self.homes[slot.name].gradient), slot)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
@@ -339,7 +357,12 @@ class _Stage:
             if slot.kind == "parameter" and slot.name in grads and slot.name not in self.copies
         ]
         worst = sum(temporary) if self.kind == "cuda" else max(temporary, default=0)
-        return [gather, {"gradients": loose + sums, "temporary": worst}]
+        own = [block for block in self.blocks if block is not None and block.name not in self.copies]
+        return [
+            gather,
+            {"gradients": loose + sums, "temporary": worst},
+            {"gradients": loose + sums, "buffers": gather_room(own, self.kind == "cuda")},
+        ]
 
     def _update(self, slot: Slot) -> tuple[int, int]:
         shape = self._local(slot, self.homes[slot.name].optimizer)
@@ -397,11 +420,13 @@ class _Stage:
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
         template = self._template()
-        count = min(self.plan.microbatches, 3 if self.flat else 2)  # without buckets all later backwards are alike
+        room = ReductionRoom(self.blocks, tracker, native)
+        alike = not self.flat and not room.messages  # without buckets all later backwards are
+        count = min(self.plan.microbatches, 2 if alike else 3)
         last = [False]
         for position, slot in enumerate(self.program.slots):
             if slot.kind == "parameter" and slot.requires_grad:
-                self._hook(template[position], slot.name, tracker, last)
+                self._hook(template[position], slot.name, tracker, room, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
         with use(Context(comm, repeating=tracker.repeating)), tracker:
             for index in range(count):
@@ -413,23 +438,30 @@ class _Stage:
                 tracker.relabel_all("temporary", "activations")
                 run.saved = tracker.total - before
                 tracker.restart()
+                room.arm()
                 tracker.in_backward = True
                 self._backward(arguments, exits, tracker, comm)
                 tracker.in_backward = False
+                room.flush()
+                if last[0]:
+                    room.finish()
                 kind = "B last" if last[0] else "B" if index else "B first"
                 run.peaks[kind] = dict(tracker.peak)
                 del arguments, exits
         run.peaks.setdefault("B first", run.peaks["B last"])
-        run.peaks.setdefault("B", run.peaks["B last" if not self.flat else "B first"])
+        run.peaks.setdefault("B", run.peaks["B last" if alike else "B first"])
         run.peaks.setdefault("F later", run.peaks["F"])
         return run
 
-    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, last: list[bool]) -> None:
-        in_parts = self._in_parts()
+    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionRoom, last: list[bool]) -> None:
+        stored_in_parts = name in self._in_parts() and name not in room.of
 
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if name in in_parts or (last[0] and name in self.flat):
+            if room.takes(name, last[0]):
+                room.fill(name)
+                parameter.grad = None
+            elif stored_in_parts or (last[0] and name in self.flat):
                 parameter.grad = None  # copied into the bucket, or summed into the part, which is counted already
             else:
                 tracker.relabel(parameter.grad, "gradients")

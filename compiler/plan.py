@@ -92,6 +92,12 @@ class Residency:
             return "custom"
         return "zero2" if self.reduce == "microbatch" else "zero1"
 
+    @property
+    def scattered_axes(self) -> tuple[int, ...]:
+        """The axes that cut the optimizer's state, but not the value that ops read."""
+        pairs = zip(self.compute.value, self.optimizer, strict=True)
+        return tuple(axis for axis, (one, other) in enumerate(pairs) if one != other)
+
     def to_json(self) -> dict[str, str]:
         """Specs as text."""
         return {

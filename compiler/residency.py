@@ -42,7 +42,6 @@ __all__ = [
     "residency_bytes",
     "residency_seconds",
     "residency_text",
-    "scattered_axes",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -125,15 +124,6 @@ def residency_text(residency: Residency) -> str:
     return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
 
 
-def scattered_axes(residency: Residency) -> tuple[int, ...]:
-    """The axes that cut the optimizer's state, but not the value that ops read."""
-    return tuple(
-        axis
-        for axis, (one, other) in enumerate(zip(residency.compute.value, residency.optimizer, strict=True))
-        if one != other
-    )
-
-
 # ---- seconds
 
 
@@ -144,7 +134,7 @@ def residency_seconds(
     apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step."""
     assert microbatches >= 1, microbatches
     size = pricer.local_bytes(kind, residency.compute.value)
-    axes, each = scattered_axes(residency), residency.gather == "microbatch"
+    axes, each = residency.scattered_axes, residency.gather == "microbatch"
     gather = _full_bucket(pricer, "all_gather", axes, size)
     if not trainable:
         return ResidencyPrice(gather_microbatch_s=2 * gather if each else 0.0)

@@ -30,7 +30,7 @@ from .pricing import MeshPricer, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
-from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, scattered_axes
+from .residency import ResidencyPrice, accumulate_seconds, residency_seconds
 from .rules import MeshChoice
 from .spec import Pair
 from .wires import bucket_seconds, choose_ways, way_source
@@ -111,7 +111,7 @@ class _Pricing:
             elif isinstance(choice, Residency):
                 trainable = node.meta["source"].requires_grad and name in self.grad
                 self._parameter(node, choice, trainable)
-                if trainable and not scattered_axes(choice):
+                if trainable and not choice.scattered_axes:
                     trained[name] = (node, choice.compute)
         self._reshards()
         self._host()
@@ -144,7 +144,7 @@ class _Pricing:
     def _parameter(self, node: Node, residency: Residency, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
         price = residency_seconds(pricer, kind, residency, self.m, trainable)
-        axes = scattered_axes(residency)
+        axes = residency.scattered_axes
         if axes:
             self._scattered(price, (pricer.joint(axes) or pricer.axes[axes[0]]).source)
         if not trainable:

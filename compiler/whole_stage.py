@@ -29,7 +29,6 @@ from .presolve import restrict
 from .pricing import MeshPricer, partial_axes
 from .problem import Restriction, Section
 from .recompute import Recompute
-from .residency import scattered_axes
 from .stage_price import price_stage
 from .variants import State
 
@@ -165,7 +164,7 @@ class _Stage:
 
 def _summed(pricer: MeshPricer, choice: object) -> _Axes | None:
     """The axes over which a parameter's gradient is summed in a bucket; None where it is in none."""
-    if not isinstance(choice, Residency) or scattered_axes(choice):
+    if not isinstance(choice, Residency) or choice.scattered_axes:
         return None
     return partial_axes(choice.compute, pricer.mesh_shape) or None
 

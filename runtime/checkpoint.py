@@ -2,8 +2,8 @@
 
 Keys: ``model.<name>`` (a tied weight once, under its first name), ``optimizer.<name>.<key>`` for each tensor of a
 parameter's optimizer state, and ``session``: the step and the hyperparameters of the optimizer's groups, with the names
-in each. State tensors of a parameter's shape lie as the parameter does; others (a step count) are whole on every rank
-that has them.
+in each. State tensors of a parameter's shape lie as what the optimizer updates of it; others (a step count) are whole
+on every rank that has them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
                 if isinstance(value, torch.Tensor):
                     same = value.shape == leaf.shape and value.ndim > 0
                     shape = session.state.info.parameters[name].type.shape
-                    stored = session.state.as_dtensor(value, name, shape) if same else value.detach().cpu()
+                    stored = (
+                        session.state.as_dtensor(value, name, shape, session.layouts[name])
+                        if same
+                        else value.detach().cpu()
+                    )
                     values[_whole_key(name, key)] = stored
                 elif isinstance(value, bool | int | float):
                     values[_whole_key(name, key)] = torch.tensor(value)
@@ -111,6 +115,7 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
         dcp.load(  # type: ignore[attr-defined]
             values, checkpoint_id=os.fspath(path)
         )
+    session.values.refresh()
     told = json.loads(bytes(values["session"].tolist()).decode())
     session.step = int(told["step"])
     if session.optimizer is None:
@@ -164,7 +169,7 @@ def _state_targets(session: Session, stored: Mapping[str, Any]) -> dict[str, dic
             dtype = entry.properties.dtype
             if tuple(entry.size) == shape and shape:
                 local = torch.zeros(leaf.shape, dtype=dtype, device=leaf.device)
-                found.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape)
+                found.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape, session.layouts[name])
             else:
                 found.setdefault(name, {})[key] = torch.zeros(entry.size, dtype=dtype)
     return found

@@ -167,7 +167,7 @@ class Executor:
                     del exits, arguments
                 else:
                     comm.phase = "backward"
-                    if work.final and reducer is not None:
+                    if reducer is not None:
                         reducer.arm(work.final)
                     if kind == "W":
                         assert part.halves is not None

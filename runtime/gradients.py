@@ -1,53 +1,214 @@
-"""What happens to gradients between the last backward and the optimizer: sums over partial axes, and tied copies.
+"""What happens to gradients between a backward and the optimizer: sums over partial axes.
 
-A gradient whose cotangent is P on some axes is summed over exactly those, once per step: in flat buckets, each started
-by autograd hooks as soon as the last actions that add to its gradients (a chunk's last backward, or weight half of one)
-have filled it, so communication hides behind computation. The loss is already the mean over the whole batch, so sums
-are all there is; nothing is divided.
-
-A parameter that several stages hold has an owner, the first of them. The others send their reduced gradient to it and
-get the updated value back, so all copies stay bit-equal.
+A gradient whose cotangent is P on some axes is summed over exactly those: in flat buckets, each started by autograd
+hooks during a backward as soon as it is full, so communication hides behind computation. Whole sums are made once per
+step, in the last microbatch's backward. Where the optimizer has only a block of a parameter (``owned``), each rank
+gets the sum of its block, in the last backward (ZeRO-1) or in every one (ZeRO-2), and lets go of the whole gradient;
+blocks add up in ``Owned.parameter.grad``. The loss is already the mean over the whole batch, so sums are all there is;
+nothing is divided.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..compiler.buckets import gradient_buckets
-from ..compiler.graph import TensorType
-from ..compiler.plan import BUCKET_BYTES, Plan, parameter_stages
-from .crossmesh import Layout, Port, tiles
-from .groups import DistributedComm
+from ..compiler.plan import BUCKET_BYTES
+from .groups import DistributedComm, Pending
+from .owned import Bundle, Owned
+from .trace import Trace
 
-__all__ = ["GradientReducer", "TiedParameters", "parameter_layout"]
-
-_TIED_TAG = 1 << 30
+__all__ = ["GradientReducer"]
 
 
-@dataclass(eq=False)
 class _Bucket:
-    axes: tuple[int, ...]
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    flat: torch.Tensor | None = None
-    views: list[torch.Tensor] = field(default_factory=list)
-    filled: list[bool] = field(default_factory=list)
-    missing: int = 0
-    launched: bool = False
-    work: Any = None
-    wire: torch.Tensor | None = None
+    """Gradients that travel in one message, the parameters' last use first."""
+
+    often = False  # whether every microbatch reduces them, or only the last
+
+    def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
+        self.leaves = list(leaves)
+        self.arm()
+
+    def arm(self) -> None:
+        """Nothing is there yet."""
+        self.filled = [False] * len(self.leaves)
+        self.missing = len(self.leaves)
+        self.launched = False
+
+    def fill(self, index: int, grad: torch.Tensor | None) -> None:
+        """The gradient of one leaf is there; None: it has none."""
+        self.missing -= not self.filled[index]
+        self._take(index, grad)
+        self.filled[index] = True
+
+    def fill_up(self) -> bool:
+        """After the backward: take what the hooks did not bring; whether there is anything to send. Every device of the
+        axes runs the same program, so they agree on which gradients do not exist."""
+        for index, leaf in enumerate(self.leaves):
+            if not self.filled[index]:
+                self.fill(index, leaf.grad)
+        return self._any()
+
+    def begin(self) -> None:
+        """Before the first backward of a batch."""
+        self.arm()
+
+    def launch(self, comm: DistributedComm) -> None:
+        """Start the reduction."""
+        raise NotImplementedError
+
+    def settle(self, comm: DistributedComm) -> None:
+        """Wait for the reduction, if one is on its way, and put the results where they belong."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """After the last reduction of a batch."""
+
+    def _take(self, index: int, grad: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _any(self) -> bool:
+        raise NotImplementedError
+
+
+class _Summed(_Bucket):
+    """Gradients that end in the leaves, whole."""
+
+    def __init__(self, leaves: Sequence[nn.Parameter], axes: tuple[int, ...]) -> None:
+        super().__init__(leaves)
+        self.axes = axes
+        self.flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.wire: torch.Tensor | None = None
+        self.work: Any = None
+        self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Gradients already summed (of an earlier batch of the same step) are put aside."""
+        super().begin()
+        self.kept = []
+        for leaf in self.leaves:
+            if leaf.grad is not None:
+                # a clone, because the gradient is a view of the bucket that is about to be filled again
+                self.kept.append((leaf, leaf.grad.clone()))
+                leaf.grad = None
+
+    def _take(self, index: int, grad: torch.Tensor | None) -> None:
+        leaf = self.leaves[index]
+        if len(self.leaves) == 1:
+            self.wire = None if grad is None else grad.contiguous()
+            return
+        if self.flat is None:
+            self.flat = leaf.new_empty(sum(p.numel() for p in self.leaves))
+            pieces = self.flat.split([p.numel() for p in self.leaves])
+            self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.leaves, strict=True)]
+        view = self.views[index]
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(grad)
+            leaf.grad = view
+
+    def _any(self) -> bool:
+        return any(leaf.grad is not None for leaf in self.leaves)
+
+    def launch(self, comm: DistributedComm) -> None:
+        """Start the sum, in place."""
+        self.launched = True
+        wire = self.wire if self.flat is None else self.flat
+        assert wire is not None
+        self.work = comm.start_all_reduce(wire, self.axes)
+
+    def settle(self, comm: DistributedComm) -> None:
+        """The sums become the leaves' gradients, if they are not already."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self.wire is not None and self.flat is None:
+            self.leaves[0].grad = self.wire
+        self.wire = None
+
+    def finish(self) -> None:
+        """Add what was put aside."""
+        for leaf, kept in self.kept:
+            leaf.grad = kept if leaf.grad is None else leaf.grad.add_(kept)
+        self.kept = []
+
+
+class _Scattered(_Bucket):
+    """Gradients of which each rank keeps a block: what the optimizer updates. The leaves' own are let go."""
+
+    def __init__(self, owned: Sequence[Owned]) -> None:
+        self.bundle = Bundle(owned)
+        self.often = owned[0].often
+        self.wire: torch.Tensor | None = None
+        self.work: Pending | None = None
+        super().__init__([one.leaf for one in owned])
+
+    def arm(self) -> None:
+        """Nothing is there yet."""
+        super().arm()
+        self.there = [False] * len(self.leaves)
+
+    @torch.no_grad()
+    def _take(self, index: int, grad: torch.Tensor | None) -> None:
+        if self.wire is None:
+            self.wire = self.bundle.wire()
+        here = self.bundle.place(self.wire, index)
+        if grad is None:
+            here.zero_()
+            return
+        blocks = self.bundle.members[index].cut.blocks(grad)
+        if self.there[index]:  # of a microbatch whose other gradients are still to come
+            here.add_(blocks)
+        else:
+            here.copy_(blocks)
+        self.there[index], self.leaves[index].grad = True, None
+
+    def _any(self) -> bool:
+        if not any(self.there):
+            self.wire = None
+        return any(self.there)
+
+    def launch(self, comm: DistributedComm) -> None:
+        """Start the sum of blocks; where every microbatch does, the next one's gradients may come."""
+        assert self.wire is not None
+        self.work, self.wire = comm.start_reduce_scatter(self.wire, self.bundle.axes), None
+        self.arrives = self.there
+        if self.often:
+            self.arm()
+        else:
+            self.launched = True
+
+    @torch.no_grad()
+    def settle(self, comm: DistributedComm) -> None:
+        """This rank's blocks join the gradients of its parameters."""
+        if self.work is None:
+            return
+        row, self.work = self.work.wait(), None
+        if self.bundle.rest and (work := comm.start_all_reduce(row, self.bundle.rest)) is not None:
+            work.wait()
+        for owned, piece, there in zip(self.bundle.members, self.bundle.split(row), self.arrives, strict=True):
+            parameter = owned.parameter
+            if there and parameter.grad is None:
+                parameter.grad = piece.to(parameter.dtype)
+            elif there:
+                parameter.grad.add_(piece)  # type: ignore[union-attr]
 
 
 class GradientReducer:
-    """Sums the partial gradients of one rank's parameters.
+    """Reduces the partial gradients of one rank's parameters.
 
     parameters: (leaf, axes over which its gradient is partial, chunk) in program order; those without axes are left
     alone, and those of several chunks, whose last backwards end one after the other, share no bucket.
+    owned: of those leaves of which the optimizer has a block. Time in which a backward waits for an earlier reduction
+    is noted in ``trace``.
     """
 
     def __init__(
@@ -55,92 +216,74 @@ class GradientReducer:
         comm: DistributedComm | None,
         parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]],
         bucket_bytes: int = BUCKET_BYTES,
+        owned: Sequence[Owned] = (),
+        trace: Trace | None = None,
     ) -> None:
-        self.comm = comm
-        self.armed: frozenset[int] = frozenset()  # ids of the parameters whose next gradient is the whole one
-        self.next = 0
-        self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self.buckets = _buckets(parameters, bucket_bytes)
+        self.comm, self.trace = comm, trace
+        self.buckets = _buckets(parameters, {id(one.leaf): one for one in owned}, bucket_bytes)
+        self.armed: frozenset[int] = frozenset()  # ids of the leaves whose next gradient is the whole one
+        self.lasting = [bucket for bucket in self.buckets if not bucket.often]
+        self.next = 0  # of those
+        self.flying: _Scattered | None = None
         for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket), index))
+            for index, leaf in enumerate(bucket.leaves):
+                leaf.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket), index))
 
     def begin(self) -> None:
-        """Before the first backward: gradients already summed (of an earlier batch of the same step) are put aside."""
-        self.kept = []
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    # a clone, because the gradient is a view of the bucket that is about to be filled again
-                    self.kept.append((parameter, parameter.grad.clone()))
-                    parameter.grad = None
+        """Before the first backward of a batch."""
         self.armed, self.next = frozenset(), 0
         for bucket in self.buckets:
-            bucket.filled = [False] * len(bucket.parameters)
-            bucket.missing = len(bucket.parameters)
-            bucket.launched, bucket.work, bucket.wire = False, None, None
+            bucket.begin()
 
-    def arm(self, parameters: frozenset[int]) -> None:
-        """Before the last action that adds to the gradients of these (ids of leaves): as they come they are whole, and
-        a bucket that is full starts its sum."""
-        self.armed = parameters
+    def arm(self, leaves: frozenset[int]) -> None:
+        """Before an action that adds to gradients. Those of ``leaves`` (ids) are whole with it: a bucket full of them
+        starts its reduction; one that every microbatch reduces always does."""
+        self._land()
+        self.armed = leaves
 
     def finish(self) -> None:
         """After the last backward: start what has not started, and wait for all."""
         self.armed = frozenset()
         for bucket in self.buckets:
-            if not bucket.launched:
-                # Every device of the axes runs the same program, so they agree on which gradients do not exist.
-                for index, parameter in enumerate(bucket.parameters):
-                    if not bucket.filled[index]:
-                        self._fill(bucket, index, parameter.grad)
-                if any(parameter.grad is not None for parameter in bucket.parameters):
-                    self._launch(bucket)
+            started = bucket.launched or (bucket.often and not any(bucket.filled))
+            if not started and bucket.fill_up():
+                self._launch(bucket)
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
-            if bucket.wire is not None and bucket.flat is None:
-                bucket.parameters[0].grad = bucket.wire
-            bucket.wire = None
-        for parameter, kept in self.kept:
-            parameter.grad = kept if parameter.grad is None else parameter.grad.add_(kept)
-        self.kept = []
+            assert self.comm is not None
+            bucket.settle(self.comm)
+            bucket.finish()
+        self.flying = None
 
     # ---- the parts
 
     def _fill(self, bucket: _Bucket, index: int, grad: torch.Tensor | None) -> None:
-        bucket.filled[index] = True
-        bucket.missing -= 1
-        parameter = bucket.parameters[index]
-        if len(bucket.parameters) == 1:
-            bucket.wire = None if grad is None else grad.contiguous()
+        bucket.fill(index, grad)
+        if bucket.often:
+            if not bucket.missing:
+                self._launch(bucket)
             return
-        if bucket.flat is None:
-            bucket.flat = parameter.new_empty(sum(p.numel() for p in bucket.parameters))
-            pieces = bucket.flat.split([p.numel() for p in bucket.parameters])
-            bucket.views = [piece.view(p.shape) for piece, p in zip(pieces, bucket.parameters, strict=True)]
-        view = bucket.views[index]
-        if grad is None:
-            view.zero_()
-        else:
-            view.copy_(grad)
-            parameter.grad = view
-
-    def _launch_full(self) -> None:
-        # in order, so that every device of the axes starts the same sums in the same order
-        while self.next < len(self.buckets) and self.buckets[self.next].missing == 0:
-            self._launch(self.buckets[self.next])
+        # in order, so that every device of the axes starts the same reductions in the same order
+        while self.next < len(self.lasting) and self.lasting[self.next].missing == 0:
+            self._launch(self.lasting[self.next])
             self.next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
         assert self.comm is not None
-        bucket.launched = True
-        wire = bucket.wire if bucket.flat is None else bucket.flat
-        assert wire is not None
         phase, self.comm.phase = self.comm.phase, "step"
-        bucket.work = self.comm.start_all_reduce(wire, bucket.axes)
+        if isinstance(bucket, _Scattered):  # a message and what arrives are held until then: one at a time
+            self._land()
+            self.flying = bucket
+        bucket.launch(self.comm)
         self.comm.phase = phase
+
+    def _land(self) -> None:
+        flying, self.flying = self.flying, None
+        if flying is not None:
+            assert self.comm is not None
+            begin = None if self.trace is None else self.trace.mark()
+            flying.settle(self.comm)
+            if self.trace is not None:
+                self.trace.exchanged(begin)
 
 
 def _hook(
@@ -151,92 +294,24 @@ def _hook(
 
     def hook(parameter: torch.Tensor) -> None:
         mine, here = reducer(), bucket()
-        if mine is not None and here is not None and id(parameter) in mine.armed:
+        if mine is not None and here is not None and (here.often or id(parameter) in mine.armed):
             mine._fill(here, index, parameter.grad)
-            mine._launch_full()
 
     return hook
 
 
-def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]], bucket_bytes: int) -> list[_Bucket]:
-    """Parameters by (axes, dtype, chunk), the last used first, in flat pieces of about ``bucket_bytes``."""
-    keys = [((axes, p.dtype, chunk) if axes and p.requires_grad else None, p.nbytes) for p, axes, chunk in parameters]
-    groups = gradient_buckets(keys, bucket_bytes)
-    return [_Bucket(parameters[group[0]][1], [parameters[i][0] for i in group]) for group in groups]
-
-
-# ---- tied weights across stages
-
-
-def parameter_layout(plan: Plan, stage: int, name: str) -> Layout:
-    """Where the parameter's value lives on that stage."""
-    here = plan.stages[stage]
-    residency = next(chunk.parameters[name] for chunk in here.chunks if name in chunk.parameters)
-    return Layout(here.devices, here.mesh_shape, residency.compute.value)
-
-
-class TiedParameters:
-    """The parameters that more than one stage holds, as this rank sees them.
-
-    local: this rank's leaves by name; types: the global type of each parameter.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        local: Mapping[str, nn.Parameter],
-        types: Mapping[str, TensorType],
-        rank: int,
-        device: torch.device,
-        group: Any,
-    ) -> None:
-        mine = plan.stage_of(rank)
-        self.local = local
-        self.up: list[tuple[str, Port, bool]] = []  # copies → owner (gradients); whether this rank is the owner
-        self.down: list[tuple[str, Port, bool]] = []  # owner → copies (values)
-        self.copies: set[str] = set()  # names whose owner is another stage
-        tag = _TIED_TAG
-        for name, stages in parameter_stages(plan.stages).items():
-            owner, *others = stages
-            if mine in others:
-                self.copies.add(name)
-            for other in others:
-                home, away = parameter_layout(plan, owner, name), parameter_layout(plan, other, name)
-                for source, target, ports in ((away, home, self.up), (home, away, self.down)):
-                    messages = tiles(types[name].shape, source, target)
-                    shape = target.local_shape(types[name].shape)
-                    port = Port.make(messages, rank, tag, shape, types[name].dtype, device=device, group=group)
-                    tag += len(messages)
-                    if mine in (owner, other):
-                        ports.append((name, port, mine == owner))
-
-    def gather_gradients(self) -> None:
-        """Each owner's gradient becomes the sum over all copies; the copies' gradients are let go."""
-        active = [(name, port, owner) for name, port, owner in self.up if self.local[name].requires_grad]
-        arriving = [(name, port.receive(0)) for name, port, owner in active if owner]
-        started = []
-        for name, port, owner in active:
-            if not owner:
-                leaf = self.local[name]
-                started += port.send(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, 0)
-                leaf.grad = None
-        for name, incoming in arriving:
-            leaf, addend = self.local[name], incoming.wait()
-            # not in place: the gradient may be a view of a bucket
-            leaf.grad = addend if leaf.grad is None else leaf.grad + addend
-        for work, _ in started:
-            work.wait()
-
-    def publish_values(self) -> None:
-        """Every copy becomes bit-equal to its owner's value."""
-        active = [(name, port, owner) for name, port, owner in self.down if self.local[name].requires_grad]
-        arriving = [(name, port.receive(0)) for name, port, owner in active if not owner]
-        started = []
-        for name, port, owner in active:
-            if owner:
-                started += port.send(self.local[name].detach(), 0)
-        for name, incoming in arriving:
-            with torch.no_grad():
-                self.local[name].copy_(incoming.wait())
-        for work, _ in started:
-            work.wait()
+def _buckets(
+    parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]], owned: Mapping[int, Owned], bucket_bytes: int
+) -> list[_Bucket]:
+    """Parameters by what must agree (axes and dtype), the last used first, in flat pieces of about ``bucket_bytes``."""
+    keys: list[tuple[Hashable | None, int]] = []
+    for leaf, axes, chunk in parameters:
+        part = owned.get(id(leaf))
+        key = (axes, leaf.dtype, chunk) if part is None else (*part.key, chunk)
+        keys.append((key if (axes or part is not None) and leaf.requires_grad else None, leaf.nbytes))
+    buckets: list[_Bucket] = []
+    for group in gradient_buckets(keys, bucket_bytes):
+        leaves, axes = [parameters[i][0] for i in group], parameters[group[0]][1]
+        parts = [owned[id(leaf)] for leaf in leaves if id(leaf) in owned]
+        buckets.append(_Scattered(parts) if parts else _Summed(leaves, axes))
+    return buckets

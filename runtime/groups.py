@@ -8,7 +8,7 @@ rank sets share one group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..compiler.plan import Plan, Stage
 
-__all__ = ["Coordinates", "DistributedComm", "bind", "bind_all", "coordinates", "joint_axes"]
+__all__ = ["Coordinates", "DistributedComm", "Pending", "bind", "bind_all", "coordinates", "joint_axes"]
 
 Coordinates = tuple[int, ...]
 Group = Any  # torch.distributed.ProcessGroup; None for a single rank
@@ -101,7 +101,7 @@ class DistributedComm:
             return out
         parts = torch.empty_like(blocks)
         dist.all_to_all_single(parts, blocks, group=self.groups[axis,])
-        return torch.add(parts[0], parts[1]) if size == 2 else parts.sum(0, dtype=x.dtype)
+        return _sum_rows(parts)
 
     def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
         """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
@@ -175,10 +175,51 @@ class DistributedComm:
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 
+    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Pending:
+        """Sum ``x`` [ranks of the joint ``axes``, n] over them without waiting; ``wait`` gives this device's row [n].
+        ``x`` must stay as it is until then."""
+        self._count("reduce_scatter", x.nbytes)
+        group = self.groups[axes]
+        if self.native:
+            out = x.new_empty(x.shape[1])
+            return Pending(_scatter(out, x.view(-1), group=group, async_op=True), out, x)
+        parts = torch.empty_like(x)
+        return Pending(dist.all_to_all_single(parts, x, group=group, async_op=True), parts, x, _sum_rows)
+
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Pending:
+        """Gather the rows ``x`` [n] of the joint ``axes`` without waiting; ``wait`` gives [ranks of the axes, n]."""
+        out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
+        self._count("all_gather", out.nbytes)
+        return Pending(_gather(out.view(-1), x, group=self.groups[axes], async_op=True), out, x)
+
     def _count(self, kind: str, nbytes: int) -> None:
         key = (self.phase, kind)
         self.counts[key] += 1
         self.bytes[key] += nbytes
+
+
+class Pending:
+    """A collective on its way. out: what arrives; given: what leaves, kept alive until then."""
+
+    def __init__(
+        self,
+        work: Any,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        last: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._work, self._out, self._given, self._last = work, out, given, last
+
+    def wait(self) -> torch.Tensor:
+        """Block until it is done; the result. Once only."""
+        self._work.wait()
+        out, last = self._out, self._last
+        del self._work, self._out, self._given
+        return out if last is None else last(out)
+
+
+def _sum_rows(parts: torch.Tensor) -> torch.Tensor:
+    return torch.add(parts[0], parts[1]) if len(parts) == 2 else parts.sum(0, dtype=parts.dtype)
 
 
 def _bytes_of_bool(x: torch.Tensor) -> torch.Tensor:
@@ -202,14 +243,14 @@ def _merge(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 
 def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
     """Every set of axes (of extent > 1) that the stage communicates over: each axis, and those that gradients are
-    summed over jointly."""
+    summed or parameters scattered over jointly."""
     wide = [axis for axis, size in enumerate(stage.mesh_shape) if size > 1]
     sets: set[tuple[int, ...]] = {(axis,) for axis in wide}
     for chunk in stage.chunks:
         for residency in chunk.parameters.values():
-            axes = tuple(axis for axis in wide if residency.compute.cotangent[axis].is_partial)
-            if axes:
-                sets.add(axes)
+            partial = {axis for axis in wide if residency.compute.cotangent[axis].is_partial}
+            scattered = set(residency.scattered_axes).intersection(wide)
+            sets |= {tuple(sorted(axes)) for axes in (partial, scattered, partial - scattered) if axes}
     return sorted(sets, key=lambda axes: (len(axes), axes))
 
 

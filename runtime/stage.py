@@ -29,10 +29,12 @@ from .crossmesh import Layout, cut, wire
 from .executor import Executor
 from .facts import Facts, exchange, facts_of, links_of
 from .feeding import Feeder
-from .gradients import GradientReducer, TiedParameters
+from .gradients import GradientReducer
 from .groups import bind_all
 from .optimizer import OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
+from .owned import ValueGatherer, own_parts
 from .state import Init, ModelInfo, State, Weights
+from .tied import TiedParameters, parameter_layout
 from .trace import Trace, peak_bytes
 
 __all__ = ["NonFiniteLoss", "Session"]
@@ -94,12 +96,20 @@ class Session:
         for slot in (slot for program in self.programs for slot in program.slots):
             if slot.kind == "parameter":
                 self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
-        self.tied = TiedParameters(plan, self.state.parameters, types, self.rank, self.device, None)
-        self.owned = {name: leaf for name, leaf in self.state.parameters.items() if name not in self.tied.copies}
-        self.layouts = {name: self.state.layout(name, self.stage) for name in self.owned if self.stage is not None}
         self.trace = Trace(self.device)
         with alike():  # one stage of an edited plan may be what cannot run
-            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes)
+            parts = own_parts(plan, self.stage, self.state.parameters, self.comm)
+            blocks = list(parts.values())
+            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace)
+        # what the optimizer updates, and where gradients are after the reduction
+        self.held = self.state.parameters | {name: part.parameter for name, part in parts.items()}
+        self.tied = TiedParameters(plan, self.state.parameters, self.held, types, self.rank, self.device, None)
+        self.owned = {name: leaf for name, leaf in self.held.items() if name not in self.tied.copies}
+        self.layouts = {
+            name: parameter_layout(plan, self.stage, name, "optimizer") for name in self.owned if self.stage is not None
+        }
+        self.values = ValueGatherer(self.comm, [parts[name] for name in self.owned if name in parts], bucket_bytes)
+        with alike():
             uses = [use for fact in self.facts.values() for use in fact.inputs]
             self.feeder = Feeder(plan, uses, self.comm, self.device, data)
             self.executor = Executor(
@@ -158,7 +168,7 @@ class Session:
             self.trace.begin()
         with self.trace.call(batches=1):
             if self._stepped:
-                for leaf in self.state.parameters.values():
+                for leaf in (*self.state.parameters.values(), *self.held.values()):
                     leaf.grad = None
                 self._stepped, self._batches = False, 0
             self._norm = None
@@ -190,7 +200,8 @@ class Session:
         return out.reshape(())
 
     def optimizer_step(self) -> None:
-        """Clip if asked to, update the owned parameters, make tied copies equal again. Collective."""
+        """Clip if asked to, update what is owned, bring it to the leaves that ops read, make tied copies equal again.
+        Collective."""
         if self.optimizer is None:
             raise ValueError(
                 "optimizer_step needs an optimizer, but got none; pass optimizer=lambda ps: torch.optim.AdamW(ps)"
@@ -201,6 +212,8 @@ class Session:
                 if self.clip_grad_norm is not None:
                     clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
                 self.optimizer.step()
+            with self.trace.span("gather"):
+                self.values.run()
             with self.trace.span("tied"):
                 self.tied.publish_values()
         self.trace.close()
@@ -294,6 +307,7 @@ class Session:
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take values by original names; see ``State.load_state_dict``."""
         self.state.load_state_dict(values)
+        self.values.refresh()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors on rank 0, empty elsewhere. Collective."""

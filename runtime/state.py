@@ -22,9 +22,9 @@ from ..compiler.plan import Plan, parameter_stages
 from ..compiler.spec import Spec
 from .agreement import agree
 from .crossmesh import Layout, cut, transfer_now, wire
-from .gradients import parameter_layout
 from .groups import DistributedComm
 from .optimizer import name_parameter
+from .tied import parameter_layout
 
 __all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "State", "Weights"]
 
@@ -196,11 +196,13 @@ class State:
                 self._mesh = DeviceMesh.from_group(group, kind, mesh=mesh, mesh_dim_names=("axis0",))
         return self._mesh
 
-    def as_dtensor(self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...]) -> DTensor:
-        """This rank's block of a tensor laid out like parameter or buffer ``name``, as a DTensor over the stage's
-        mesh."""
+    def as_dtensor(
+        self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...], layout: Layout | None = None
+    ) -> DTensor:
+        """This rank's block of a tensor laid out like parameter or buffer ``name``, or as ``layout`` says, as a DTensor
+        over the stage's mesh."""
         assert self.stage is not None
-        layout = self.layout(name, self.stage)
+        layout = layout or self.layout(name, self.stage)
         wide = [p for p, size in zip(layout.spec, layout.mesh_shape, strict=True) if size > 1]
         placements = [Shard(p.dim) if p.is_shard else Replicate() for p in wide] or [Replicate()]
         stride = torch.empty(shape, device="meta").stride()

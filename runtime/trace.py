@@ -7,7 +7,8 @@ Grammar of a record::
     action  ::= label wait work exchange send      "F0", "B3", "I3c1", "W3c1" (c: chunk, if not 0)
                                                    exchange: collectives inside the work (Gloo blocks there)
     work    ::= (op | repeat)*                     repeat: what a backward runs once more, its collectives included
-    span    ::= "gradient" | "drain" | "loss" | "tied" | "optimizer"        drain: until peers took the last messages
+    span    ::= "gradient" | "drain" | "loss" | "tied" | "optimizer" | "gather"
+                drain: until peers took the last messages; gather: of what the optimizer made, to where ops read it
 
 A mark is a reading of the clock on a CPU and a recorded event on a CUDA stream; events are read when somebody asks for
 the figures, so that a step never waits for its own measurement. The last steps are kept, older ones are forgotten.
@@ -59,9 +60,9 @@ class ActionTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step. ``gradient_s``: what was left of the reduction after the last backward; ``peers_s``: until
-    other stages took the last messages, exchanged tied weights and told the loss; ``wall_s``: all of it; ``batches``:
-    accumulated calls."""
+    """Seconds of one step. ``gradient_s``: what was left of the reduction after the last backward, and the gather of
+    what the optimizer made; ``peers_s``: until other stages took the last messages, exchanged tied weights and told the
+    loss; ``wall_s``: all of it; ``batches``: accumulated calls."""
 
     actions: tuple[ActionTimes, ...]
     gradient_s: float
@@ -189,12 +190,13 @@ class Trace:
             torch.cuda.synchronize()
 
     def _times(self, record: _Record) -> StepTimes:
-        spans = dict.fromkeys(("gradient", "drain", "loss", "tied", "optimizer"), 0.0)
+        spans = dict.fromkeys(("gradient", "drain", "loss", "tied", "optimizer", "gather"), 0.0)
         for name, begin, end in record.spans:
             spans[name] += self._between(begin, end)
         actions = tuple(self._action(*entry) for entry in record.actions)
         peers_s = spans["drain"] + spans["tied"] + spans["loss"]
-        return StepTimes(actions, spans["gradient"], peers_s, spans["optimizer"], record.wall_s, record.batches)
+        gradient_s = spans["gradient"] + spans["gather"]
+        return StepTimes(actions, gradient_s, peers_s, spans["optimizer"], record.wall_s, record.batches)
 
     def _action(self, label: str, marks: Sequence[Mark], *spans: Any) -> ActionTimes:
         wait, work, send = (self._between(a, b) for a, b in pairwise(marks))

@@ -28,7 +28,6 @@ from meshwright.compiler.residency import (
     residencies,
     residency_bytes,
     residency_seconds,
-    scattered_axes,
 )
 from meshwright.compiler.rules import MeshChoice, mesh_choices, rule_for
 from meshwright.compiler.saved import saved_bytes, saved_tensors
@@ -433,14 +432,14 @@ class StageDocuments:
             row[FORWARD] = price.gather_microbatch_s / 2
             row[BACKWARD] = price.gather_microbatch_s / 2 + price.reduce_microbatch_s + added / self.m
             row[ONCE] = price.gather_step_s + price.update_s
-            row[ONCE] += price.reduce_step_s if scattered_axes(choice) else 0.0
+            row[ONCE] += price.reduce_step_s if choice.scattered_axes else 0.0
             row[RESIDENT] = sum(residency_bytes(pricer, tensor.kind, choice, source.requires_grad).values())
             row[HELD] = gathered_bytes(pricer, tensor.kind, choice)
         return rows
 
     def _gradient_key(self, tensor: _Tensor, choice: Any) -> tuple:
         """What the buckets at the end of the step need to know."""
-        if not isinstance(choice, Residency) or scattered_axes(choice):
+        if not isinstance(choice, Residency) or choice.scattered_axes:
             return ()
         axes = partial_axes(choice.compute, self.mesh.shape)
         return (axes, self.pricer.local_bytes(tensor.kind, choice.compute.value)) if axes else ()

@@ -24,7 +24,6 @@ from meshwright.compiler.residency import (
     residency_bytes,
     residency_seconds,
     residency_text,
-    scattered_axes,
 )
 from meshwright.compiler.spec import local_shape, parse_pair, parse_spec
 from meshwright.costmodel.cluster import Cluster
@@ -79,7 +78,7 @@ def test_only_what_is_allowed_and_frozen_parameters_have_no_gradient_to_cut():
     frozen = dict(residencies(WEIGHT, parse_pair("R,S0|R,S0"), (4, 2), False))
     assert list(frozen) == ["replicated", "zero3"]
     assert pattern_of(frozen["zero3"]) == "zero3"
-    assert scattered_axes(frozen["zero3"]) == (0,)
+    assert frozen["zero3"].scattered_axes == (0,)
 
 
 def test_what_follows_no_pattern_is_custom():
@@ -95,7 +94,7 @@ def test_what_follows_no_pattern_is_custom():
 def test_seconds_and_bytes_by_hand(mesh, pair):
     pricer = MeshPricer(V100, 0, mesh)
     found = dict(residencies(WEIGHT, parse_pair(pair), mesh, True))
-    axes = scattered_axes(found["zero1"])
+    axes = found["zero1"].scattered_axes
     d = int(np.prod([mesh[a] for a in axes]))
     n = pricer.local_bytes(WEIGHT, found["zero1"].compute.value)
     group = pricer.joint(axes)
