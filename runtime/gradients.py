@@ -32,13 +32,13 @@ class _Bucket:
     often = False  # whether every microbatch reduces them, or only the last
 
     def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
-        self.leaves = list(leaves)
+        self.parameters = list(leaves)
         self.arm()
 
     def arm(self) -> None:
         """Nothing is there yet."""
-        self.filled = [False] * len(self.leaves)
-        self.missing = len(self.leaves)
+        self.filled = [False] * len(self.parameters)
+        self.missing = len(self.parameters)
         self.launched = False
 
     def fill(self, index: int, grad: torch.Tensor | None) -> None:
@@ -50,7 +50,7 @@ class _Bucket:
     def fill_up(self) -> bool:
         """After the backward: take what the hooks did not bring; whether there is anything to send. Every device of the
         axes runs the same program, so they agree on which gradients do not exist."""
-        for index, leaf in enumerate(self.leaves):
+        for index, leaf in enumerate(self.parameters):
             if not self.filled[index]:
                 self.fill(index, leaf.grad)
         return self._any()
@@ -93,21 +93,21 @@ class _Summed(_Bucket):
         """Gradients already summed (of an earlier batch of the same step) are put aside."""
         super().begin()
         self.kept = []
-        for leaf in self.leaves:
+        for leaf in self.parameters:
             if leaf.grad is not None:
                 # a clone, because the gradient is a view of the bucket that is about to be filled again
                 self.kept.append((leaf, leaf.grad.clone()))
                 leaf.grad = None
 
     def _take(self, index: int, grad: torch.Tensor | None) -> None:
-        leaf = self.leaves[index]
-        if len(self.leaves) == 1:
+        leaf = self.parameters[index]
+        if len(self.parameters) == 1:
             self.wire = None if grad is None else grad.contiguous()
             return
         if self.flat is None:
-            self.flat = leaf.new_empty(sum(p.numel() for p in self.leaves))
-            pieces = self.flat.split([p.numel() for p in self.leaves])
-            self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.leaves, strict=True)]
+            self.flat = leaf.new_empty(sum(p.numel() for p in self.parameters))
+            pieces = self.flat.split([p.numel() for p in self.parameters])
+            self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
         view = self.views[index]
         if grad is None:
             view.zero_()
@@ -116,7 +116,7 @@ class _Summed(_Bucket):
             leaf.grad = view
 
     def _any(self) -> bool:
-        return any(leaf.grad is not None for leaf in self.leaves)
+        return any(leaf.grad is not None for leaf in self.parameters)
 
     def launch(self, comm: DistributedComm) -> None:
         """Start the sum, in place."""
@@ -131,7 +131,7 @@ class _Summed(_Bucket):
             self.work.wait()
             self.work = None
         if self.wire is not None and self.flat is None:
-            self.leaves[0].grad = self.wire
+            self.parameters[0].grad = self.wire
         self.wire = None
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class _Scattered(_Bucket):
     def arm(self) -> None:
         """Nothing is there yet."""
         super().arm()
-        self.there = [False] * len(self.leaves)
+        self.there = [False] * len(self.parameters)
 
     @torch.no_grad()
     def _take(self, index: int, grad: torch.Tensor | None) -> None:
@@ -169,7 +169,7 @@ class _Scattered(_Bucket):
             here.add_(blocks)
         else:
             here.copy_(blocks)
-        self.there[index], self.leaves[index].grad = True, None
+        self.there[index], self.parameters[index].grad = True, None
 
     def _any(self) -> bool:
         if not any(self.there):
@@ -226,7 +226,7 @@ class GradientReducer:
         self.next = 0  # of those
         self.flying: _Scattered | None = None
         for bucket in self.buckets:
-            for index, leaf in enumerate(bucket.leaves):
+            for index, leaf in enumerate(bucket.parameters):
                 leaf.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket), index))
 
     def begin(self) -> None:
