@@ -18,8 +18,9 @@ from meshwright.compiler.capture import capture
 from meshwright.compiler.context import Context, current, use
 from meshwright.compiler.rules.lockstep import LockstepComm
 from meshwright.runtime.feeding import Feeder
-from meshwright.runtime.gradients import GradientReducer, TiedParameters
+from meshwright.runtime.gradients import GradientReducer
 from meshwright.runtime.groups import DistributedComm
+from meshwright.runtime.tied import TiedParameters
 from meshwright.runtime.verification import parts
 from test_parity import fast_links
 from zoo import MLP
