@@ -328,7 +328,7 @@ def test_layers_that_run_again_keep_less(graph_of_gpt) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
-    plan = make_plan(graph_of_gpt, A100, 64, 4, parse_strategy("dp4"), alternatives=False)
+    plan = make_plan(graph_of_gpt, A100, 512, 4, parse_strategy("dp4"), alternatives=False)
     (stage,) = plan.stages
     types = {node.meta["source"].name: node.meta["type"] for node in graph_of_gpt.placeholders("parameter")}
     (chunk,) = stage.chunks
