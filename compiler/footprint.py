@@ -434,9 +434,9 @@ class _Stage:
                 tracker.restart()
                 before = tracker.total
                 arguments, exits = self._forward(forward, template, batches, tracker)
-                run.peaks["F later" if index else "F"] = dict(tracker.peak)
-                tracker.relabel_all("temporary", "activations")
                 run.saved = tracker.total - before
+                run.peaks["F later" if index else "F"] = _with_saved(tracker.peak, run.saved)
+                tracker.relabel_all("temporary", "activations")
                 tracker.restart()
                 room.arm()
                 tracker.in_backward = True
@@ -570,6 +570,12 @@ class _Together:
                 flying[k] += 1
             elif action.kind != "I":
                 flying[k], backwards[k] = flying[k] - 1, backwards[k] + 1
+
+
+def _with_saved(peak: Bytes, saved: int) -> Bytes:
+    """The peak of a forward, with what it keeps as activations."""
+    kept = min(saved, peak.get("temporary", 0))
+    return {**peak, "temporary": peak.get("temporary", 0) - kept, "activations": peak.get("activations", 0) + kept}
 
 
 def _worst(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:

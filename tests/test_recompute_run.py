@@ -152,11 +152,12 @@ def weighed(strategy: str, modes: tuple[str, ...]) -> list[tuple[float, int]]:
     found = []
     for mode in modes:
         parallel, _, args, _ = trained("gpt", {}, strategy, mode)
-        leaves = list(parallel.session.state.parameters.values())
+        leaves = [*parallel.session.state.parameters.values(), *parallel.session.held.values()]
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
         states = [x for state in parallel.optimizer.state.values() for x in state.values()]
-        held = [x.untyped_storage() for x in (*leaves, *(leaf.grad for leaf in leaves), *states, *args)]
+        held = [x.untyped_storage() for x in (*leaves, *grads, *states, *args)]
         own = sum({x.data_ptr(): x.nbytes() for x in held}.values())
-        del held
+        del held, grads
         rises = []
         for _ in range(3 if strategy == "tp2" else 1):  # a thread of Gloo may let go of a message late
             with live_bytes() as reading:
