@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..compiler.program import ChunkProgram
 
-__all__ = ["Halves", "halve"]
+__all__ = ["Halves", "halve", "register_halves"]
 
 aten = torch.ops.aten
 
@@ -287,6 +287,25 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None, None
 
 
+class _Known(torch.autograd.Function):
+    """An op of ``register_halves``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor], rules: _Rules, desk: _Desk, group: int
+    ) -> Tensor:
+        (w,) = parts
+        ctx.save_for_backward(x, w)
+        ctx.debts, ctx.group, ctx.rules, ctx.edges = desk.debts, group, rules, [_edge(w)]
+        return rules.op(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, w), rules = grads, ctx.saved_tensors, ctx.rules
+        ctx.debts.append((ctx.group, ctx.edges, lambda: [rules.of_weight(g, x, w)]))
+        return rules.of_input(g, x, w) if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
 # ---- what replaces which op: closures that take the arguments of the op
 
 
@@ -335,6 +354,33 @@ def _embedding(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
         return _Embedding.apply(x, desk.anchor, (w,), (padding_idx, by_frequency), desk, group)
 
     return halved_embedding
+
+
+@dataclass(frozen=True)
+class _Rules:
+    op: Callable[[Tensor, Tensor], Tensor]
+    of_input: Callable[[Tensor, Tensor, Tensor], Tensor]
+    of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def register_halves(
+    op: torch._ops.OpOverload,
+    of_input: Callable[[Tensor, Tensor, Tensor], Tensor],
+    of_weight: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    """Let schedules put off the weight's gradient of an op ``y = op(x, w)`` of your own.
+
+    of_input: (dy, x, w) → dx; of_weight: (dy, x, w) → dw. Without this the whole backward of the op is done in I.
+    """
+    rules = _Rules(op, of_input, of_weight)
+
+    def make(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+        def halved(x: Tensor, w: Tensor) -> Tensor:
+            return _Known.apply(x, desk.anchor_for(x), (w,), rules, desk, group)
+
+        return halved
+
+    _HALVED[op] = _Op(make, most=2)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,17 @@ import torch
 import torch.distributed as dist
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
+from meshwright.compiler.graph import TensorType
 from meshwright.compiler.lower import lower
+from meshwright.compiler.program import ChunkProgram, Slot
 from meshwright.compiler.schedule import Action, generate
 from meshwright.compiler.space import Space
+from meshwright.compiler.spec import Pair
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.runtime import executor as executor_module
+from meshwright.runtime import split_backward
 from meshwright.runtime.facts import facts_of, links_of, places_of, settled
-from meshwright.runtime.split_backward import halve
+from meshwright.runtime.split_backward import halve, register_halves
 from test_parity import compare, fast_links
 from torch import nn
 from zoo import ZOO
@@ -185,6 +189,32 @@ def test_the_halves_of_a_program_are_its_backward() -> None:
     for tensor, want in zip(tensors, expected, strict=True):
         if want is not None:
             torch.testing.assert_close(tensor.grad, want)
+
+
+def test_an_op_of_ones_own_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_backward, "_HALVED", {})
+    made: list[str] = []
+
+    def of_weight(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made.append("W")
+        return g.t() @ x
+
+    register_halves(torch.ops.aten.linear.default, lambda g, x, w: g @ w, of_weight)
+    local = torch.fx.Graph()
+    x, w = local.placeholder("x"), local.placeholder("w")
+    local.output((local.call_function(torch.ops.aten.linear.default, (x, w)),))
+    kind, whole = TensorType((2, 2), torch.float32), Pair((), ())
+    slots = Slot("receive", "x", "x", whole, kind), Slot("parameter", "w", "w", whole, kind, requires_grad=True)
+    program = ChunkProgram(torch.fx.GraphModule(nn.Module(), local), slots, (), (), {}, {})
+    halves = halve(program)
+    a, b = torch.randn(2, 2, 2).unbind(0)
+    a.requires_grad_(), b.requires_grad_()
+    halves.begin(0)
+    halves.module(a, b)[0].sum().backward()
+    torch.testing.assert_close(a.grad, torch.ones(2, 2) @ b.detach())
+    assert (b.grad, made) == (None, [])
+    halves.settle(0)
+    torch.testing.assert_close(b.grad, torch.ones(2, 2) @ a.detach())
 
 
 class Odd(nn.Module):

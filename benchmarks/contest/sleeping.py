@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from meshwright.compiler.rules import register
 from meshwright.compiler.rules.einsum import EinsumRule
+from meshwright.runtime.split_backward import register_halves
 from torch import Tensor, nn
 
 from .measure import Build, Contender
@@ -82,24 +83,29 @@ def _asked_for(ctx: Any) -> list[bool]:
     return wanted
 
 
+def _of_input(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    started = time.perf_counter()
+    made = grad @ w
+    _doze(started, x, w)
+    return made
+
+
+def _of_weight(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    started = time.perf_counter()
+    made = grad.flatten(0, -2).T @ x.flatten(0, -2)
+    _doze(started, x, w)
+    return made
+
+
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, w = ctx.saved_tensors
-    of_x: Tensor | None = None
-    of_w: Tensor | None = None
     for_x, for_w = _asked_for(ctx)
-    if for_x:
-        started = time.perf_counter()
-        of_x = grad @ w
-        _doze(started, x, w)
-    if for_w:
-        started = time.perf_counter()
-        of_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        _doze(started, x, w)
-    return of_x, of_w
+    return _of_input(grad, x, w) if for_x else None, _of_weight(grad, x, w) if for_w else None
 
 
 sleep_linear.register_autograd(_backward, setup_context=_save)
 register("bench.sleep_linear.default")(EinsumRule("b* i, o i -> b* o"))
+register_halves(torch.ops.bench.sleep_linear.default, _of_input, _of_weight)
 
 
 class SleepLinear(nn.Module):
