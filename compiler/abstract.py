@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -262,7 +262,7 @@ def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tup
     attention = attention_of(tracker.writes_scores)
 
     def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return ring_attention(*args, **{**kwargs, "kernel": attention})
+        return ring_attention(*args, **{**kwargs, "kernel": attention, "writes_scores": tracker.writes_scores})
 
     swaps: dict[Any, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: attention,
@@ -335,6 +335,17 @@ class AbstractComm:
         """What arrives."""
         above, below = (None if x is None else torch.empty_like(x) for x in (after, before))
         return above, below
+
+    def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
+        """What leaves, and room for what arrives."""
+        x = x.contiguous()
+        came = torch.empty_like(x)
+        return partial(_arrived, x, came)
+
+
+def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+    """What came, once ``left`` may be let go."""
+    return came
 
 
 def _blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:

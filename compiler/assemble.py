@@ -123,9 +123,9 @@ def describe_stage(
             ops[name] = choice.labels
             for _, message in choice.internal:
                 if message.is_sent(node, grad):
-                    collectives[f"{message.phase} {message.kind}"] += 1
+                    collectives[f"{message.phase} {message.kind}"] += message.count
                 if message.phase == "forward" and name in recompute.repeated:
-                    collectives[f"backward {message.kind}"] += 1
+                    collectives[f"backward {message.kind}"] += message.count
             touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
             touched += sum(
                 pricer.operand_bytes(o, p.value)

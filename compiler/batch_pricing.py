@@ -23,6 +23,7 @@ from .graph import TensorType, tensor_operands, types_of
 from .op_choices import OpChoices
 from .pricing import Facts, facts_of
 from .rules import MeshChoice, rule_for
+from .rules.base import times_sent
 from .signature import signature, sum_signature
 from .spec import Spec, local_shape
 from .variants import Variants, cut_mask
@@ -153,7 +154,10 @@ class BatchPricer:
             pairs = [getattr(choices.choices[c], "inputs" if side == "input" else "outputs")[index] for c in columns]
             size = self.local_bytes(kind, [pair.value for pair in pairs]) / kind.dtype.itemsize
             size = size * (one.itemsize * one.scale) * variants.divisor[:, [message.grows]]
-            seconds[one.phase][:, columns] += self.tariff(1 << message.axis, one.kind).seconds(size)
+            count = times_sent(
+                one.times, variants.divisor[:, [message.majors]], variants.divisor[:, [1 << message.axis]]
+            )
+            seconds[one.phase][:, columns] += count * self.tariff(1 << message.axis, one.kind).seconds(size)
         return seconds
 
     def _compute(

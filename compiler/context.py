@@ -65,6 +65,14 @@ class Comm(Protocol):
         """
         ...
 
+    def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
+        """Begin to send ``x`` to the device at coordinate ``to`` of the axis; returns what waits for what the one at
+        ``source`` sends here, of the same shape.
+
+        Every device of the axis sends once and is sent to once. Until then nobody may write to ``x``.
+        """
+        ...
+
 
 @dataclass
 class Context:

@@ -142,7 +142,7 @@ class _Lowering:
         new.meta.update(tensor=node.name, operands=operands)
         for axis, message in choice.internal:
             if message.is_sent(node, self.grad):
-                self.collectives[f"{message.phase} {message.kind}"] += 1
+                self.collectives[f"{message.phase} {message.kind}"] += message.count
             assert self.mesh[axis] > 1
         if not isinstance(node.meta["type"], tuple):
             self._made(node.name, new, choice.outputs[0])

@@ -36,11 +36,12 @@ __all__ = ["Message", "OpChoices", "op_choices"]
 @dataclass(frozen=True, slots=True)
 class Message:
     """A collective inside an op under the choices ``columns``, along ``axis``; ``grows``: the mask of the axes by whose
-    sizes it is larger than its Internal says."""
+    sizes it is larger than its Internal says; ``majors``: that of the axes before this one that have its label."""
 
     axis: int
     internal: Internal
     grows: int
+    majors: int
     columns: tuple[int, ...]
 
 
@@ -303,7 +304,7 @@ class _Made:
         )
 
     def _messages(self, combos: Sequence[tuple[int, ...]]) -> list[Message]:
-        found: dict[tuple[int, Internal, int, int], list[int]] = {}  # the last number tells equal messages apart
+        found: dict[tuple[int, Internal, int, int, int], list[int]] = {}  # the last number tells equal messages apart
         for c, combo in enumerate(combos):
             for axis, u in enumerate(combo):
                 messages = self.union.singles[u].choice.internal
@@ -311,8 +312,9 @@ class _Made:
                 for number, one in enumerate(messages):
                     reach = [other for other in alike if other >= axis] if one.growth == "gathered" else alike
                     grows = 0 if one.growth == "none" else sum(1 << other for other in reach)
-                    found.setdefault((axis, one, grows, messages[:number].count(one)), []).append(c)
-        return [Message(axis, one, grows, tuple(columns)) for (axis, one, grows, _), columns in found.items()]
+                    majors = sum(1 << other for other in alike if other < axis) if one.times != "once" else 0
+                    found.setdefault((axis, one, grows, majors, messages[:number].count(one)), []).append(c)
+        return [Message(*key[:4], tuple(columns)) for key, columns in found.items()]
 
 
 AxisPair = tuple[Placement, Placement]

@@ -114,9 +114,8 @@ class MeshPricer:
             spec = (choice.inputs if side == "input" else choice.outputs)[index].value
             elements = prod(local_shape(kind.shape, spec, self.mesh_shape))
             if message.is_sent(node, needs_grad):
-                internal[message.phase] += self.axes[axis].seconds(
-                    message.kind, elements * message.itemsize * message.scale
-                )
+                size = elements * message.itemsize * message.scale
+                internal[message.phase] += message.count * self.axes[axis].seconds(message.kind, size)
         times = 1 + facts.sides if rule.cost_kind in TWO_SIDED else 1
         wasted = max(0.0, (flops * self.num_devices - facts.flops) * times)
         return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)

@@ -1,29 +1,38 @@
 """Attention over a sequence that is cut: every device has its block of queries, keys and values, and needs all keys.
 
-A ring passes the blocks of keys and values on p - 1 times (Ring Attention, arXiv:2310.01889). Here the ring is that of
-an all-gather, which moves the same bytes, (p-1)/p of all keys and values into every device, and the fused kernel then
-runs once over what has arrived:
+The blocks of keys and values go round (Ring Attention, arXiv:2310.01889): in each of p steps a device attends to the
+block that it holds, while it passes it on to the next device and the one before sends the next. What a step finds is
+added to what there is (``attention_blocks``), and nobody holds more than the blocks that come and go:
 
-    forward    K, V gathered; the local queries against the keys up to the last they may see; K, V dropped again
-    backward   K, V gathered again; the kernel's own backward; dK, dV summed and scattered
+    forward    p - 1 passes of K, V
+    backward   p - 1 passes of K, V again; dK, dV follow their blocks, p - 1 passes, and then go home to the owner
 
-Between them only the local blocks, the output and the kernel's statistics are kept. With a causal mask device r of p
-uses (r+1)/p of the keys, so the last device sets the time.
+Between them only the blocks here, the output and its log-sum-exp are kept. A ring over several mesh axes goes round the
+minor one before every pass along a major one, so the slower links carry the fewest passes.
+
+With a causal mask device r of p would use r + 1 of the p blocks. So it changes the second half of its queries for that
+of device p - 1 - r, and has the half-blocks 2r and 2p - 1 - 2r of 2p (zig-zag order, as in Llama 3's context
+parallelism, arXiv:2407.21783), which see the same number of keys together whatever r is. What they give changes back:
+
+    forward    swap half of Q; half of O
+    backward   swap half of O and dO; half of dQ
+
+Keys behind the queries are left out, those before them are used without a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from .attention_blocks import Kernel, Setting, kernel_for, merge
 from .context import Comm, current
 from .local_ops import block_index
 
@@ -32,79 +41,173 @@ __all__ = ["ring_attention"]
 _SEQUENCE = -2  # of queries, keys and values
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Part:
+    """What is computed at once: ``rows`` queries from ``row`` on with ``keys`` keys from ``key`` on, under a triangle
+    or all of them."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+    causal: bool
+
+
+@dataclass(frozen=True)
 class _Ring:
-    """The axes that cut the sequence, major first, and the gathered keys and values while a kernel runs."""
+    """The devices along the axes that cut the sequence, major first, seen from one of them."""
 
     comm: Comm
     axes: tuple[int, ...]
-    gathered: list[Tensor] = field(default_factory=list)
-    storages: list[int] = field(default_factory=list)
 
-    def gather(self, parts: Sequence[Tensor]) -> None:
-        """Fill ``gathered`` with the whole of ``parts``."""
-        self.gathered = []
-        for x in parts:
-            for axis in reversed(self.axes):
-                x = self.comm.all_gather(x, axis, x.dim() + _SEQUENCE)
-            self.gathered.append(x)
+    @cached_property
+    def count(self) -> int:
+        """How many blocks there are."""
+        return prod(self.comm.size(axis) for axis in self.axes)
 
-    def scatter(self, grad: Tensor) -> Tensor:
-        """This device's block of the sum of a gathered tensor's gradients."""
+    @cached_property
+    def index(self) -> int:
+        """Which block is this device's."""
+        return block_index(self.axes, self.comm)
+
+    def majors(self, axis: int) -> int:
+        """How many devices the axes before ``axis`` have."""
+        return prod(self.comm.size(a) for a in self.axes[: self.axes.index(axis)])
+
+    def send(self, x: Tensor, axis: int, distance: int = 1) -> Callable[[], Tensor]:
+        """Send ``x`` that far on along the axis, round its end; returns what waits for what comes from as far
+        behind."""
+        here, size = self.comm.index(axis), self.comm.size(axis)
+        return self.comm.start_send(x, axis, (here + distance) % size, (here - distance) % size)
+
+    def route(self) -> list[int]:
+        """The axis of each pass."""
+        sizes = [prod(self.comm.size(a) for a in self.axes[k + 1 :]) for k in range(len(self.axes))]
+        return [next(a for a, minor in zip(self.axes, sizes) if step % minor == 0) for step in range(1, self.count)]
+
+    def round(self, block: Tensor) -> Iterator[tuple[int, Tensor, int | None]]:
+        """(index, block, axis along which it goes on) of every block, this device's first; the next one comes
+        meanwhile."""
+        there = {axis: self.comm.index(axis) for axis in self.axes}
+        for axis in (*self.route(), None):
+            coming = None if axis is None else self.send(block, axis)
+            index = 0
+            for a in self.axes:
+                index = index * self.comm.size(a) + there[a]
+            yield index, block, axis
+            if axis is not None and coming is not None:
+                block = coming()
+                there[axis] = (there[axis] - 1) % self.comm.size(axis)
+
+    def home(self, block: Tensor) -> Tensor:
+        """After a ``round``: what has gone round with this device's block."""
         for axis in self.axes:
-            grad = self.comm.reduce_scatter(grad, axis, grad.dim() + _SEQUENCE)
-        return grad
+            if distance := self.majors(axis) % self.comm.size(axis):
+                block = self.send(block, axis, distance)()
+        return block
 
-    def end(self, block: int) -> int:
-        """How many keys come before the end of this device's block of ``block``."""
-        index = 0
+    def mirror(self, x: Tensor) -> Tensor:
+        """What device p - 1 - r sends of its own, for ``x``."""
         for axis in self.axes:
-            index = index * self.comm.size(axis) + self.comm.index(axis)
-        return (index + 1) * block
+            opposite = self.comm.size(axis) - 1 - self.comm.index(axis)
+            x = self.comm.start_send(x, axis, opposite, opposite)()
+        return x
 
-    def pack(self, x: Tensor) -> Any:
-        """What the kernel saves: of a view of something gathered only where it lies."""
-        storage = x.untyped_storage()._cdata
-        if storage not in self.storages:
-            return x
-        return self.storages.index(storage), x.size(), x.stride(), x.storage_offset()
+    def swap_halves(self, *tensors: Tensor) -> None:
+        """Change, in place, the second half of the rows of each for that of device p - 1 - r."""
+        rows = tensors[0].shape[_SEQUENCE]
+        halves = [x.narrow(_SEQUENCE, rows - rows // 2, rows // 2) for x in tensors]
+        came = self.mirror(halves[0] if len(halves) == 1 else torch.cat(halves, -1))
+        for half, x in zip(halves, came.split([half.shape[-1] for half in halves], -1)):
+            half.copy_(x)
 
-    def unpack(self, saved: Any) -> Tensor:
-        """The view again, of what has been gathered again."""
-        if isinstance(saved, Tensor):
-            return saved
-        which, size, stride, offset = saved
-        view: Tensor = self.gathered[which].as_strided(size, stride, offset)
-        return view
+    def pieces(self, rows: int) -> list[tuple[int, int, int]]:
+        """(first row here, rows, first position in the whole sequence) of the queries after ``swap_halves``."""
+        opposite, half = self.count - 1 - self.index, rows // 2
+        if opposite == self.index or not half:
+            return [(0, rows, self.index * rows)]
+        return [(0, rows - half, self.index * rows), (rows - half, half, opposite * rows + rows - half)]
 
-
-class _Inner(torch.autograd.Function):
-    """The beginning of the graph inside the op: gives ``x`` a node of its own that keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        raise AssertionError("gradients are taken at this node")
-
-
-def _inner(anchor: Tensor, x: Tensor) -> Tensor:
-    """``x`` where the graph inside the op begins."""
-    made: Tensor = _Inner.apply(anchor, x)
-    return made
+    def parts(self, index: int, queries: int, keys: int, causal: bool) -> list[_Part]:
+        """What is to compute where block ``index`` of ``keys`` keys is."""
+        everything = _Part(0, queries, 0, keys, False)
+        if not causal:
+            return [everything]
+        found = []
+        for row, rows, position in self.pieces(queries):
+            before = min(position - index * keys, keys)
+            if before > 0:
+                found.append(_Part(row, rows, 0, before, False))
+            if 0 <= before < keys:
+                found.append(_Part(row, rows, before, rows, True))
+        whole = sum(part.rows * part.keys for part in found if not part.causal) == queries * keys
+        return [everything] if whole else found
 
 
-def _last_rows(queries: int, keys: int, like: Tensor) -> Tensor:
-    """The causal mask of the last ``queries`` of ``keys`` positions: as a name for kernels that know it, else written
-    out."""
-    if like.is_cuda:
-        from torch.nn.attention.bias import causal_lower_right  # brings all of dynamo, a second that plans do not need
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Both in one message."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
 
-        named: Tensor = causal_lower_right(queries, keys)
-        return named
-    return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril_(keys - queries)
+
+def _unpacked(block: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:
+    """The keys and the values, as views."""
+    key, value = block.split([shape.numel() for shape in shapes])
+    return key.view(shapes[0]), value.view(shapes[1])
+
+
+def _rows(x: Tensor, part: _Part, dim: int = _SEQUENCE) -> Tensor:
+    return x.narrow(dim, part.row, part.rows)
+
+
+def _keys(x: Tensor, part: _Part) -> Tensor:
+    return x.narrow(_SEQUENCE, part.key, part.keys)
+
+
+def _columns(mask: Tensor, index: int, keys: int) -> Tensor:
+    """The columns of a mask that are of block ``index``; all of one that is the same for all keys."""
+    return mask if mask.shape[-1] == 1 else mask.narrow(-1, index * keys, keys)
+
+
+def _added(mask: Tensor, index: int, query: Tensor, keys: int) -> Tensor:
+    """Block ``index`` of a mask as what is added to the scores, of as many dims as the query has."""
+    here = _columns(mask, index, keys)
+    if here.dtype == torch.bool:
+        here = query.new_zeros(here.shape).masked_fill_(~here, -torch.inf)
+    here = here[(None,) * (query.dim() - here.dim())]
+    return here.expand(*here.shape[:-1], keys)
+
+
+def _zeros(query: Tensor, width: int) -> Tensor:
+    """Zeros to add to, in fp32 at least, as wide and otherwise like ``query``, if possible in memory too."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if width == query.shape[-1]:
+        return torch.zeros_like(query, dtype=wide)
+    return query.new_zeros((*query.shape[:-1], width), dtype=wide)
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """What a backward has of the queries that are here: themselves, the gradient of the output, the output, its
+    log-sum-exp, and the sum of their gradients so far."""
+
+    query: Tensor
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    summed: Tensor
+
+    def gradients(
+        self, part: _Part, block: tuple[Tensor, Tensor], mask: Tensor | None, dmask: Tensor | None,
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Those of the keys and values of a part; those of its queries and mask are added to what there is."""
+        q, grad, out = (_rows(x, part) for x in (self.query, self.grad, self.out))
+        k, v = (_keys(x, part) for x in block)
+        dq, dk, dv, of_mask = attend(grad, q, k, v, mask, out, _rows(self.lse, part, -1), part.causal)
+        _rows(self.summed, part).add_(dq)
+        if dmask is not None and of_mask is not None:
+            dmask.add_(of_mask.sum_to_size(dmask.shape))
+        return dk, dv
 
 
 class _RingAttention(torch.autograd.Function):
@@ -117,39 +220,64 @@ class _RingAttention(torch.autograd.Function):
         mask: Tensor | None,
         ring: _Ring,
         causal: bool,
-        kernel: Callable[..., Tensor],
+        setting: Setting,
+        kernel: Kernel,
     ) -> Tensor:
-        ring.gather((key, value))
-        ctx.ring = ring
-        ctx.save_for_backward(key, value)
-        with torch.enable_grad(), saved_tensors_hooks(ring.pack, ring.unpack):
-            anchor = query.new_empty(0, requires_grad=True)
-            inner = [_inner(anchor, x) for x in (query, *ring.gathered)]
-            inner += [] if mask is None else [_inner(anchor, mask) if mask.is_floating_point() else mask]
-            ring.storages = [x.untyped_storage()._cdata for x in ring.gathered]
-            q, k, v = inner[:3]
-            seen = None if mask is None else inner[3]
-            if causal:
-                end = ring.end(q.shape[_SEQUENCE])
-                k, v = k.narrow(_SEQUENCE, 0, end), v.narrow(_SEQUENCE, 0, end)
-                seen = _last_rows(q.shape[_SEQUENCE], end, q)
-            out = kernel(q, k, v, seen)
-        wanted = [k for k in range(4) if ctx.needs_input_grad[k]]
-        ctx.inner = get_gradient_edge(out), {k: get_gradient_edge(inner[k]) for k in wanted}
-        ring.gathered = []
-        return out.detach()
+        q = query
+        if causal:
+            q = query.clone()
+            ring.swap_halves(q)
+        shapes, rows, keys = (key.shape, value.shape), query.shape[_SEQUENCE], key.shape[_SEQUENCE]
+        out = _zeros(query, value.shape[-1])
+        lse = torch.full_like(out[..., 0], -torch.inf)
+        own = _packed(key, value)
+        for index, block, _ in ring.round(own):
+            k, v = _unpacked(block, shapes)
+            added = None if mask is None else _added(mask, index, query, keys)
+            for part in ring.parts(index, rows, keys, causal):
+                more = kernel.forward(_rows(q, part), _keys(k, part), _keys(v, part), added, part.causal, setting)
+                merge(_rows(out, part), _rows(lse, part, -1), *more)
+        if mask is not None:
+            lse.masked_fill_(lse.isneginf(), 0.0)
+        out = out.to(query.dtype)
+        if causal:
+            ring.swap_halves(out)
+        ctx.of, ctx.shapes = (ring, causal, setting, kernel), shapes
+        ctx.save_for_backward(q, own, mask, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ring, (out, edges) = ctx.ring, ctx.inner
-        del ctx.inner
-        ring.gather(ctx.saved_tensors)
-        found = dict(zip(edges, torch.autograd.grad([out], list(edges.values()), list(grads))))
-        ring.gathered = []
-        for k in (1, 2):
-            if k in found:
-                found[k] = ring.scatter(found[k])
-        return (*(found.get(k) for k in range(4)), None, None, None)
+        (ring, causal, setting, kernel), shapes = ctx.of, ctx.shapes
+        q, own, mask, out, lse = ctx.saved_tensors
+        grad = grads[0]
+        if causal:
+            grad, out = grad.clone(), out.clone()
+            ring.swap_halves(grad, out)
+        rows, keys = q.shape[_SEQUENCE], shapes[0][_SEQUENCE]
+        own_side = _Queries(q, grad, out, lse, _zeros(q, q.shape[-1]))
+        dmask = torch.zeros_like(mask) if setting.mask_grad else None
+        following: Callable[[], Tensor] | None = None  # the gradients of the block that is here
+        for index, block, axis in ring.round(own):
+            added = None if mask is None else _added(mask, index, q, keys)
+            columns = None if dmask is None else _columns(dmask, index, keys)
+            attend = partial(kernel.backward, setting=setting)
+            found = [
+                (part, own_side.gradients(part, _unpacked(block, shapes), added, columns, attend))
+                for part in ring.parts(index, rows, keys, causal)
+            ]
+            del block
+            summed = torch.zeros_like(own) if following is None else following()
+            while found:
+                part, of_keys = found.pop()
+                for whole, addend in zip(_unpacked(summed, shapes), of_keys):
+                    _keys(whole, part).add_(addend)
+                del of_keys, addend
+            following = None if axis is None else ring.send(summed, axis)
+        dq = own_side.summed.to(q.dtype)
+        if causal:
+            ring.swap_halves(dq)
+        return (dq, *_unpacked(ring.home(summed), shapes), dmask, None, None, None, None)
 
 
 def _of_block(x: Tensor, heads: int, axes: Sequence[int], comm: Comm) -> Tensor:
@@ -174,22 +302,24 @@ def ring_attention(
     ring_axes: tuple[int, ...] = (),
     group_axes: tuple[int, ...] = (),
     kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
+    writes_scores: bool | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` of this device's queries over the keys of all devices along ``ring_axes``.
 
     query: [..., heads, Sq here, D], key, value: [..., kv heads, Skv here, D], attn_mask: broadcasts to [..., heads, Sq
-    here, Skv of all] -> [..., heads, Sq here, Dv]. Per axis two all-gathers in the forward, and two more and two
-    reduce-scatters in the backward. With ``group_axes`` the query heads are a block, along these axes, of those that
-    the key-value heads here serve; only the latter that the block needs are read. kernel: what attends to the keys
-    that have arrived. ValueError with dropout, whose mask would depend on the cut.
+    here, Skv of all] -> [..., heads, Sq here, Dv]. What is sent when: the module's text. With ``group_axes`` the query
+    heads are a block, along these axes, of those that the key-value heads here serve; only the latter that the block
+    needs are read. kernel: what attends where nothing goes round; writes_scores: see ``kernel_for``. ValueError with
+    dropout, whose mask would depend on the cut.
     """
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
     if group_axes:
         key, value = (_of_block(x, query.shape[-3], group_axes, current().comm) for x in (key, value))
-    attend = partial(kernel, scale=scale, enable_gqa=enable_gqa)
     if not ring_axes:
-        return attend(query, key, value, attn_mask, is_causal=is_causal)
+        return kernel(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    setting = Setting(scale, attn_mask is not None and attn_mask.requires_grad)
+    blocks = kernel_for(query, key, value, attn_mask, setting, writes_scores)
     ring = _Ring(current().comm, tuple(ring_axes))
-    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, attend)
+    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, setting, blocks)
     return out

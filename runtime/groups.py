@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -141,6 +142,18 @@ class DistributedComm:
             work.wait()
         return from_before, from_after
 
+    def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
+        """A message to one device of the axis and one from another, on their way at once."""
+        self._count("send", x.nbytes)
+        x, here = x.contiguous(), self.coordinates[axis]
+        came = x.clone() if to == here else torch.empty_like(x)
+        works = []
+        if to != here and x.numel():
+            messages = [dist.P2POp(dist.isend, x, *self._peer(axis, to)),
+                        dist.P2POp(dist.irecv, came, *self._peer(axis, source))]  # fmt: skip
+            works = dist.batch_isend_irecv(messages)
+        return partial(_arrived, works, x, came)
+
     def _post(
         self, x: torch.Tensor | None, axis: int, step: int, cyclic: bool, messages: list[dist.P2POp]
     ) -> torch.Tensor | None:
@@ -220,6 +233,13 @@ class Pending:
 
 def _sum_rows(parts: torch.Tensor) -> torch.Tensor:
     return torch.add(parts[0], parts[1]) if len(parts) == 2 else parts.sum(0, dtype=parts.dtype)
+
+
+def _arrived(works: Sequence[Any], left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+    """What came, once it is here and ``left``, which is kept until then, is away."""
+    for work in works:
+        work.wait()
+    return came
 
 
 def _bytes_of_bool(x: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,8 @@ def wrong_peer(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_mask_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ring_attention._Ring, "end", lambda self, rows: rows * self.comm.size(0))
+    original = ring_attention._Ring.parts
+    patch.setattr(ring_attention._Ring, "parts", lambda self, index, *rest: original(self, self.count - 1, *rest))
 
 
 def shared_mask(patch: pytest.MonkeyPatch) -> None:

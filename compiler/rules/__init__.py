@@ -198,7 +198,9 @@ def _messages(combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> I
             continue
         alike = [other for other, c in enumerate(combination) if c.label == choice.label]
         for message in choice.internal:
-            yield axis, message.on_mesh([mesh_shape[other] for other in alike], alike.index(axis))
+            here = message.on_mesh([mesh_shape[other] for other in alike], alike.index(axis))
+            if here.count:
+                yield axis, here
 
 
 def _without_gradient(pair: Pair) -> Pair:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -65,14 +66,21 @@ class AttentionRule(Rule):
 
     @staticmethod
     def _ring(node: Node, extent: int, mask: list[Part]) -> AxisChoice:
-        """Queries, keys and values cut; keys and values go round forward, they and their gradients backward."""
-        operands = [operand.meta["type"] for operand in tensor_operands(node)]
-        dim = len(operands[0].shape) - 2
-        messages = [
-            Internal(phase, kind, ("input", k), operands[k].dtype.itemsize, growth="gathered")
-            for phase, kind in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter"))
-            for k in (1, 2)
-        ]
+        """Queries, keys and values cut; keys and values go round, in the backward they and their gradients; with a
+        causal mask halves of what belongs to queries change places."""
+        q, k, v, *_ = (operand.meta["type"] for operand in tensor_operands(node))
+        dim, size, width = len(q.shape) - 2, q.dtype.itemsize, v.numel / k.numel
+        block = partial(Internal, kind="send", like=("input", 1), itemsize=size, scale=1.0 + width)
+        messages = [block(phase, times="passes") for phase in ("forward", "backward", "backward")]
+        messages.append(block("backward", times="home"))
+        if argument(node, "is_causal"):
+            half = partial(Internal, kind="send", itemsize=size)
+            messages += [
+                half("forward", like=("input", 0), scale=0.5),
+                half("forward", like=("output", 0), scale=0.5),
+                half("backward", like=("output", 0), scale=1.0),  # of the output and its gradient
+                half("backward", like=("input", 0), scale=0.5),
+            ]
         choice = cut(node, "ring", extent, [dim, dim, dim, *mask], [dim], tuple(messages))
         query, _, _, *rest = (value for value, _ in choice.inputs)
         return replace(choice, reads=(query, R, R, *rest))

@@ -18,7 +18,7 @@ from torch.fx import Node
 from ..graph import tensor_operands
 from ..spec import P, Pair, Placement, R, S
 
-__all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard"]
+__all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard", "times_sent"]
 
 AxisPair = tuple[Placement, Placement]  # (value, cotangent) along one mesh axis
 
@@ -45,6 +45,10 @@ class Internal:
     all axes with the label (a message that does not shrink when the dim is cut further, such as a halo). A
     ``MeshChoice`` holds messages with growth "none" (``on_mesh``).
 
+    times says how many there are of it, which the mesh tells as well: "once"; "passes": as often as a ring over all
+    axes with the label passes its blocks on along this one; "home": once if they are not back at their owners' along
+    this axis then. A ``MeshChoice`` holds messages with times "once" and a ``count``.
+
     gradient_of: the operand whose gradient a message of the backward carries; None if it serves those of all.
     """
 
@@ -55,6 +59,8 @@ class Internal:
     scale: float = 1.0
     growth: str = "none"
     gradient_of: int | None = None
+    times: str = "once"
+    count: int = 1
 
     def is_sent(self, node: Node, needs_grad: Collection[str]) -> bool:
         """Whether it is needed where gradients flow through the nodes ``needs_grad`` only."""
@@ -65,10 +71,20 @@ class Internal:
 
     def on_mesh(self, sizes: Sequence[int], which: int) -> Internal:
         """This message on axis ``which`` of those with its label, which have these sizes (major first)."""
-        if self.growth == "none":
+        if (self.growth, self.times) == ("none", "once"):
             return self
-        times = prod(sizes[which:] if self.growth == "gathered" else sizes)
-        return replace(self, scale=self.scale * times, growth="none")
+        larger = {"none": 1, "gathered": prod(sizes[which:]), "parts": prod(sizes)}[self.growth]
+        count = int(times_sent(self.times, prod(sizes[:which]), sizes[which]))
+        return replace(self, scale=self.scale * larger, growth="none", times="once", count=count)
+
+
+def times_sent(times: str, majors: Any, size: Any) -> Any:
+    """How many messages ``Internal.times`` means on an axis of ``size`` with ``majors`` devices along the axes before
+    it that have the same label; elementwise for arrays. A ring goes round an axis before each pass along a major one:
+    majors · (size - 1) passes, which are -majors modulo size."""
+    if times == "once":
+        return majors // majors
+    return majors * (size - 1) if times == "passes" else (majors % size != 0) * 1
 
 
 @dataclass(frozen=True, slots=True)

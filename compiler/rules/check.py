@@ -140,7 +140,9 @@ def check_choice(
         problems += _compare(f"gradient of operand {k}", filled, pair.cotangent, expected, mesh_shape, rtol)
 
     ran = Counter(entry[:3] for entry in logs[0]) if logs else Counter()
-    claimed = Counter((one.phase, one.kind, axis) for axis, one in choice.internal)
+    claimed: Counter[tuple[str, str, int]] = Counter()
+    for axis, one in choice.internal:
+        claimed[one.phase, one.kind, axis] += one.count
     if ran != claimed:
         problems.append(f"it runs collectives {dict(ran)}, but claims {dict(claimed)}")
     return problems

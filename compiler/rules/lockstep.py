@@ -145,6 +145,11 @@ class LockstepComm:
         from_before = None if after is None else self._neighbour(after, axis, -1, cyclic)
         return from_before, None if before is None else self._neighbour(before, axis, 1, cyclic)
 
+    def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
+        """What the device at ``source`` sent, which is here at once."""
+        came = self._exchange(x.contiguous(), "send", axis, "one")[source]
+        return lambda: came
+
     def _neighbour(self, x: torch.Tensor, axis: int, step: int, cyclic: bool) -> torch.Tensor:
         parts = self._exchange(x, "send", axis, (step, cyclic))
         there = self.index(axis) + step
