@@ -200,7 +200,7 @@ def test_attention_that_draws_dropout_is_whole_only():
 
 def test_uneven_cuts_are_not_offered():
     grouped = example_node(SDPA, r(4, 6, 8, 4), r(4, 3, 8, 4), r(4, 3, 8, 4), is_causal=True, enable_gqa=True)
-    assert {choice.labels for choice in mesh_choices(grouped, (2,))} == {("whole",), ("batch",), ("ring",)}
+    assert {choice.labels for choice in mesh_choices(grouped, (2,))} == {("whole",), ("batch",), ("groups",), ("ring",)}
     convolution = example_node(aten.conv2d.default, r(4, 6, 5, 5), r(6, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], 3)
     assert {choice.labels for choice in mesh_choices(convolution, (2,))} == {("whole",), ("batch",)}
 
