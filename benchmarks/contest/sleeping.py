@@ -37,7 +37,6 @@ __all__ = [
     "Sleeper",
     "automatic",
     "data_parallel",
-    "ideal_s",
     "make_sleeper",
     "pipeline",
     "sharded",
@@ -165,11 +164,6 @@ def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
         return replace(host, device=replace(host.device, flops_per_s=rates, curves=(), efficiency=()))
 
     return replace(cluster, hosts=tuple(pretended(host) for host in cluster.hosts))
-
-
-def ideal_s(size: dict[str, int], share: float) -> float:
-    """The seconds that a rank sleeps per step when it does ``share`` of the work."""
-    return 48.0 * size["batch"] * size["hidden"] ** 2 * size["layers"] / RATE_FLOPS_PER_S * share
 
 
 def _mine(case: Case, **asked: Any) -> Build:
