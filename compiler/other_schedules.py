@@ -4,7 +4,8 @@ Pipelines are searched under one family, 1F1B where it is open (``guide``). When
 families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
 whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for these. The less
 there is of a bubble, the fewer microbatches are best: from the best count with chunks on, smaller ones follow, until
-one is no faster; tables of the options that may win are made for these.
+one is no faster; tables of the options that may win are made for these. In small graphs every count that has tables is
+looked at for chunks: the guide may be far from its best there.
 
     gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
                            among those that fit with the microbatches in flight of the family
@@ -34,7 +35,7 @@ from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
-from .search_state import INTERRUPTED, Candidate, Search
+from .search_state import INTERRUPTED, SMALL_OPS, Candidate, Search
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
@@ -82,14 +83,21 @@ def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
 
 def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], most: float) -> list[Candidate]:
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
-    competing = search.space.guide in search.space.schedules
+    tables, competing = search.tables, search.space.guide in search.space.schedules
+    assert tables is not None
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
     limits = dict.fromkeys(others, most)
-    for m in _counts(found, most):
-        for one in _with_count(search, m, [one for one in found if one.microbatches == m], limits):
+
+    def offer(candidates: Iterable[Candidate]) -> None:
+        for one in candidates:
             by_family[one.schedule].append(one)
             if competing:
                 limits[one.schedule] = min(limits[one.schedule], one.clock_s)
+
+    for m in _counts(found, most):
+        offer(_with_count(search, m, [one for one in found if one.microbatches == m], limits))
+    for m in _others_known(search, found, most):
+        offer(_divided(search, m, tables.known[m], {name: limits[name] for name in others if name in CHUNKED}))
     for one in _with_fewer(search, [one for some in by_family.values() for one in some], limits):
         by_family[one.schedule].append(one)
     kept = 1 if competing else KEPT
@@ -121,6 +129,16 @@ def _counts(found: Sequence[Candidate], most: float) -> list[int]:
     counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:COUNTS]
     least = [min(hopeful, key=works.__getitem__).microbatches] if hopeful else []
     return list(dict.fromkeys([*counts, *least]))
+
+
+def _others_known(search: Search, found: Sequence[Candidate], most: float) -> list[int]:
+    """Of a small graph, all other counts that have tables: its best division into chunks may have one with which the
+    guide has nothing."""
+    tables = search.tables
+    assert tables is not None
+    if search.num_ops > SMALL_OPS or not any(name in CHUNKED for name in search.space.schedules):
+        return []
+    return sorted(set(tables.known).difference(_counts(found, most)))
 
 
 def _with_count(search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float]) -> Iterator[Candidate]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, prod
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,11 @@ from .variants import Samples
 if TYPE_CHECKING:
     from .search_tables import SearchTables
 
-__all__ = ["INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+__all__ = ["INTERRUPTED", "SLACK", "SMALL_OPS", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
 
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
+SMALL_OPS = 60  # of the largest graph that is small
 SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
 
 
@@ -96,6 +98,11 @@ class Search:
     workers: int = 1  # processes: of more than one, the others are forks
     proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
     kept: KeptRows | None = None  # rows of other searches
+
+    @cached_property
+    def num_ops(self) -> int:
+        """Ops of the graph."""
+        return sum(1 for _ in self.graph.ops())
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

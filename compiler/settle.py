@@ -14,19 +14,20 @@ choice is that lean; then, as e − u is another one for every choice, between t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 from .fastest import alike
 from .finish import excess_bytes, finish, measured, stage_limits
 from .other_schedules import TIE
 from .plan import Plan, StagePrediction
-from .search_state import INTERRUPTED, SLACK, Candidate, Search
+from .search_state import INTERRUPTED, SLACK, SMALL_OPS, Candidate, Search
 from .search_tables import ENDLESS
+from .space import CHUNKED
 
 __all__ = ["settled", "small"]
 
-SMALL = 60  # ops of the largest graph
 TOP_K = 16  # pipelines per microbatch count and price of a byte
 MOST = 60  # that are assembled,
 MOST_OPS = 1000  # and the ops of these together
@@ -40,7 +41,7 @@ TIMES = 10  # that a pipeline's stages are made leaner
 def small(search: Search) -> bool:
     """Whether ``settled`` may find anything here."""
     thorough = search.tables is not None and search.thorough and not search.cut_short
-    return thorough and search.space.guide in search.space.schedules and _ops(search) <= SMALL
+    return thorough and search.space.guide in search.space.schedules and search.num_ops <= SMALL_OPS
 
 
 def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
@@ -53,21 +54,17 @@ def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]
                 break
             if (key := _key(candidate)) in seen:
                 continue
-            if len(seen) >= min(MOST, MOST_OPS // max(1, _ops(search))):
+            if len(seen) >= min(MOST, MOST_OPS // max(1, search.num_ops)):
                 break
             seen.add(key)
-            plan = _fitted(search, candidate, most)
-            if plan is not None and not any(alike(plan, other) for other in found):
-                found = sorted([*found, plan], key=lambda one: one.prediction.step_s)[:top_k]
+            for plan in _under_all(search, candidate, most):
+                if not any(alike(plan, other) for other in found):
+                    found = sorted([*found, plan], key=lambda one: one.prediction.step_s)[:top_k]
     except KeyboardInterrupt:
         if not found:
             raise
         search.cut_short = INTERRUPTED
     return found
-
-
-def _ops(search: Search) -> int:
-    return sum(1 for _ in search.graph.ops())
 
 
 def _open(search: Search, plans: Sequence[Plan]) -> bool:
@@ -148,6 +145,21 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
         else:
             limits = [size - max(1.0, extra) if extra > 0 else size for size, extra in zip(wide, over)]
     return best
+
+
+def _under_all(search: Search, candidate: Candidate, most: float) -> Iterator[Plan]:
+    """The plan of a candidate of the guide, and of the same cuts under the other families without chunks where these
+    are faster still."""
+    plan = _fitted(search, candidate, most)
+    if plan is None:
+        return
+    yield plan
+    most = plan.prediction.step_s * (1 - TIE)
+    for name in search.space.schedules if len(plan.stages) > 1 else ():
+        if name not in (candidate.schedule, *CHUNKED):
+            other = _fitted(search, replace(candidate, schedule=name), most)
+            if other is not None:
+                yield other
 
 
 def _held(stage: StagePrediction) -> float:
