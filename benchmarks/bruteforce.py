@@ -1,6 +1,8 @@
 """The search against every plan document of hundreds of tiny random instances (``tests/exhaustive.py``).
 
-python benchmarks/bruteforce.py [--cases 500] [--from 0] [--quick] [--json out/bruteforce.json]
+python benchmarks/bruteforce.py [--cases 500] [--from 0] [--quick] [--chunked] [--json out/bruteforce.json]
+
+With --chunked models have more layers, and stages may hold two chunks of them (interleaved, zb-v).
 
 Exit status 1 if a bound lies above a document, a plan is worse than its gap says, or "nothing fits" is wrong.
 """
@@ -27,7 +29,7 @@ from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.space import Space
 from meshwright.costmodel.cluster import Cluster
-from random_cases import random_case
+from random_cases import chunked_case, random_case
 from rich.console import Console
 from rich.table import Table
 
@@ -39,14 +41,14 @@ def plan_of(graph: Graph, cluster: Cluster, global_batch: int, space: Space) -> 
     return make_plan(graph, cluster, global_batch, alternatives=False, space=space)
 
 
-def one(task: tuple[int, bool]) -> dict[str, Any]:
+def one(task: tuple[int, bool, bool]) -> dict[str, Any]:
     """The verdict on one seed as plain values; "error" where the checker itself gave up."""
-    seed, wide = task
-    case = random_case(seed, wide=wide)
+    seed, wide, chunked = task
+    case = chunked_case(seed) if chunked else random_case(seed, wide=wide)
     facts = {
         "seed": seed, "kind": case.kind, "case": str(case), "devices": case.cluster.num_devices,
         "hosts": len(case.cluster.hosts), "memory": case.memory, "zero": len(case.space.residencies) > 1,
-        "recompute": len(case.space.recompute) > 1,
+        "recompute": len(case.space.recompute) > 1, "schedules": " ".join(case.space.schedules),
     }  # fmt: skip
     try:
         verdict = judge(case, plan_of)
@@ -66,6 +68,7 @@ def labels(found: dict[str, Any]) -> Iterator[str]:
     for name in ("zero", "recompute"):
         if found[name]:
             yield name
+    yield found["schedules"]
     yield "all"
 
 
@@ -102,6 +105,7 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--quick", action="store_true", help="20 cases")
     parser.add_argument("--plain", action="store_true", help="no ZeRO patterns, no recompute, one schedule")
+    parser.add_argument("--chunked", action="store_true", help="models of 4 to 6 layers, stages of two chunks")
     parser.add_argument("--json", type=Path, default=Path("out/bruteforce.json"), help="where the results go")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,7 +113,7 @@ def main() -> int:
     seeds = range(options.first, options.first + (20 if options.quick else options.cases))
     results: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool, console.status("") as status:
-        for found in pool.imap_unordered(one, [(seed, not options.plain) for seed in seeds]):
+        for found in pool.imap_unordered(one, [(seed, not options.plain, options.chunked) for seed in seeds]):
             results.append(found)
             failed = sum(bool(one.get("problems")) for one in results)
             status.update(f"{len(results)} of {len(seeds)} cases, {failed} failed")

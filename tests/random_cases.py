@@ -18,16 +18,17 @@ import torch
 import torch.nn.functional as F
 from meshwright.compiler.plan import RECOMPUTE_MODES
 from meshwright.compiler.residency import PATTERNS
-from meshwright.compiler.space import Space
+from meshwright.compiler.space import SCHEDULES, Space
 from meshwright.costmodel.cluster import Cluster, Host
 from meshwright.costmodel.hardware import Device
 from torch import Tensor, nn
 
-__all__ = ["KINDS", "RandomCase", "random_case", "with_memory"]
+__all__ = ["KINDS", "RandomCase", "chunked_case", "random_case", "with_memory"]
 
 KINDS = ("chain", "norm", "skip", "fan-out", "two-heads", "tied")
 PLENTY = 10**15
 PLAIN = Space()
+_CHUNKED = (("interleaved",), ("zb-v",), ("1f1b", "interleaved"), ("1f1b", "zb-v"), SCHEDULES)
 
 
 class RandomModel(nn.Module):
@@ -82,6 +83,8 @@ class RandomCase:
         wide = "".join(f", {word}" for word, ok in (("zero", len(self.space.residencies) > 1),
                                                     ("recompute", len(self.space.recompute) > 1),
                                                     ("gpipe", "gpipe" in self.space.schedules)) if ok)  # fmt: skip
+        if self.space.chunks == (2,):
+            wide += f", {' '.join(self.space.schedules)}"
         shape = tuple(self.inputs[0].shape)
         return f"{self.seed}: {self.kind} [{shapes}] {shape} on {self.cluster.name}{limit}{wide}"
 
@@ -113,6 +116,38 @@ def random_case(seed: int, most_devices: int = 4, wide: bool = True) -> RandomCa
         inputs = torch.zeros(batch, sequence, widths[0]), torch.zeros(batch, sequence, out)
     memory = draw.choice((0.9, 0.75, 0.6, 0.45)) if draw.random() < 0.35 else None
     return RandomCase(seed, kind, model, inputs, cluster, batch, memory, _space(draw) if wide else PLAIN)
+
+
+def chunked_case(seed: int) -> RandomCase:
+    """A case with layers enough for stages of two chunks: 4 to 6 of them on 2 devices, 4 on 3."""
+    draw = random.Random(seed)
+    kind = draw.choice(("chain", "chain", "norm", "tied"))
+    name = draw.choice(("p3.16xlarge", "dgx-a100-80", "8x4090"))
+    base = Cluster.preset(name, 1)
+    number = draw.choice((2, 2, 2, 2, 2, 2, 2, 3))
+    host = replace(base.hosts[0], device=_plain(base.hosts[0].device), num_devices=number)
+    depth = 4 if number > 2 else draw.choice((4, 4, 5, 6))
+    widths = [draw.choice((512, 1024, 2048, 4096))] * (depth + 1)
+    if draw.random() < 0.5:  # layers of unlike size
+        widths = [draw.choice((512, 768, 1024, 1536, 2048, 3072, 4096)) for _ in range(depth + 1)]
+    if kind == "tied":
+        widths[-1], widths[-2] = widths[1], widths[0]
+    batch, sequence = draw.choice((4, 6, 8)), draw.choice((64, 256, 1024))
+    activate = [draw.random() < 0.5 for _ in range(depth)]
+    space = Space(
+        schedules=draw.choice(_CHUNKED),
+        chunks=(2,),
+        residencies=PATTERNS if draw.random() < 0.3 else ("replicated",),
+        recompute=RECOMPUTE_MODES if draw.random() < 0.3 else ("none",),
+    )
+    if len(space.schedules) == 1:  # nothing fits unless no layer is small enough to join another
+        widths = [widths[0]] * (depth + 1)
+    with torch.device("meta"):
+        model = _built(kind, widths, activate)
+        inputs = torch.zeros(batch, sequence, widths[0]), torch.zeros(batch, sequence, widths[-1])
+    memory = draw.choice((0.9, 0.75, 0.6)) if draw.random() < 0.4 else None
+    cluster = replace(base, name=f"{number}x{host.device.name.split()[0]}", hosts=(host,))
+    return RandomCase(seed, kind, model, inputs, cluster, batch, memory, space)
 
 
 def _space(draw: random.Random) -> Space:

@@ -13,13 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from meshwright.compiler.graph import op_name, output_of, tensor_operands, types_of
 from meshwright.compiler.overlap import Gradient, bucketed
-from meshwright.compiler.plan import Chunk, Residency, Stage
+from meshwright.compiler.plan import Chunk, Residency
 from meshwright.compiler.pricing import MeshPricer, partial_axes
 from meshwright.compiler.recompute import recompute_of
 from meshwright.compiler.residency import (
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StageDocuments", "StagePart", "TooLarge"]
 
-FORWARD, BACKWARD, ONCE, RESIDENT, SAVED, HELD, PEAK, LARGEST = range(8)
+FORWARD, BACKWARD, ONCE, RESIDENT, SAVED, HELD, PEAK, LARGEST, WEIGHT = range(COLUMNS := 9)
 MAX_ROWS = 1_500_000
 _PASSING = ("src", "state", "paid", "lately", "charged")
 
@@ -55,6 +54,7 @@ class StagePart:
     forward_s: float
     backward_s: float
     step_s: float
+    weight_s: float  # of the backward, for gradients of weights
     resident: float
     saved: float
     transient: float
@@ -67,7 +67,11 @@ class StagePart:
 
     def bytes(self, in_flight: int) -> float:
         """What ``describe_stage`` estimates."""
-        return self.resident + in_flight * self.saved + self.transient + 2 * self.largest
+        return self.kept(in_flight) + 2 * self.largest
+
+    def kept(self, in_flight: int) -> float:
+        """Of these, what adds up where a stage has several chunks."""
+        return self.resident + in_flight * self.saved + self.transient
 
     def busy_s(self, microbatches: int) -> float:
         """Seconds of all its actions and the end of its step."""
@@ -137,7 +141,7 @@ class StageDocuments:
         self.choices: dict[str, list[MeshChoice]] = {}
         self.placed: dict[str, list[Any]] = {}  # placeholder → its choices
         self.columns: dict[str, np.ndarray] = {}
-        self.values = np.zeros((1, 8))
+        self.values = np.zeros((1, COLUMNS))
         self.trail: list[tuple[np.ndarray, str, np.ndarray]] = []  # (row before, what is decided, choice)
         self.possible = self._prepare()
         self.parts = self._enumerate() if self.possible else []
@@ -254,9 +258,7 @@ class StageDocuments:
         self._keep(finite)
         if not len(self.values):
             return
-        used = [FORWARD, BACKWARD, ONCE, *((RESIDENT, SAVED, HELD, PEAK, LARGEST) if self.of.limited else ())]
-        group = self._groups()
-        value = self.values[:, used]
+        group, value = self._groups(), self._compared(self.values)
         scale = np.maximum(value.max(axis=0), 1e-300)
         order = np.lexsort(((value / scale).sum(axis=1), group))
         alive = np.ones(len(order), bool)
@@ -272,6 +274,15 @@ class StageDocuments:
             quiet = 0 if dead.any() else quiet + 1
             shift += 1
         self._take(order[alive])
+
+    def _compared(self, values: np.ndarray) -> np.ndarray:
+        """What a row must not have more of than another that it undercuts: the clock grows with each."""
+        columns = [values[:, FORWARD], values[:, BACKWARD], values[:, ONCE]]
+        if self.of.split:
+            columns[1:2] = [values[:, BACKWARD] - values[:, WEIGHT], values[:, WEIGHT]]
+        if self.of.limited:
+            columns += [values[:, one] for one in (RESIDENT, SAVED, HELD, PEAK, LARGEST)]
+        return np.stack(columns, axis=1)
 
     def _groups(self) -> np.ndarray:
         """A number per row, equal where all columns are."""
@@ -362,12 +373,13 @@ class StageDocuments:
                 self._read(tensor, np.full(len(self.values), tensor.index(Pair(whole, whole))), None)
 
     def _op_values(self, node: Any, choices: Sequence[MeshChoice]) -> np.ndarray:
-        out, pricer = np.zeros((len(choices), 8)), self.pricer
+        out, pricer = np.zeros((len(choices), COLUMNS)), self.pricer
         again = node.name in self.recompute.repeated
         for row, choice in zip(out, choices):
             price = pricer.op(node, choice, self.grad)
             row[FORWARD] = price.forward_s + price.internal_forward_s
             row[BACKWARD] = price.backward_s + price.internal_backward_s + (row[FORWARD] if again else 0.0)
+            row[WEIGHT] = price.backward_weight_s
         if not self.of.limited:
             return out
         out[:, SAVED], out[:, HELD] = saved_bytes(
@@ -411,17 +423,15 @@ class StageDocuments:
         total[:, FORWARD] += ahead
         total[:, BACKWARD] += back
         total[:, SAVED if tensor.keeps else HELD] += copy
-        used = slice(None) if self.of.limited else [FORWARD, BACKWARD, ONCE]
+        finite, total = np.isfinite(total).all(axis=1), self._compared(total)
         kept: list[int] = []
-        for k in sorted(range(len(total)), key=lambda k: tuple(total[k][used])):
-            if np.isfinite(total[k]).all() and not any(
-                classes[j] == classes[k] and (total[j][used] <= total[k][used]).all() for j in kept
-            ):
+        for k in sorted(np.flatnonzero(finite), key=lambda k: tuple(total[k])):
+            if not any(classes[j] == classes[k] and (total[j] <= total[k]).all() for j in kept):
                 kept.append(k)
         return np.array(kept, int)
 
     def _placed_values(self, tensor: _Tensor, choices: Sequence[Any]) -> np.ndarray:
-        rows, source, pricer = np.zeros((len(choices), 8)), tensor.node.meta["source"], self.pricer
+        rows, source, pricer = np.zeros((len(choices), COLUMNS)), tensor.node.meta["source"], self.pricer
         trained = source.kind == "parameter" and source.requires_grad and tensor.grad
         for row, choice in zip(rows, choices):
             if source.kind != "parameter":
@@ -431,6 +441,7 @@ class StageDocuments:
             added = accumulate_seconds(pricer, tensor.kind, choice, self.m) if trained else 0.0
             row[FORWARD] = price.gather_microbatch_s / 2
             row[BACKWARD] = price.gather_microbatch_s / 2 + price.reduce_microbatch_s + added / self.m
+            row[WEIGHT] = added / self.m
             row[ONCE] = price.gather_step_s + price.update_s
             row[ONCE] += price.reduce_step_s if choice.scattered_axes else 0.0
             row[RESIDENT] = sum(residency_bytes(pricer, tensor.kind, choice, source.requires_grad).values())
@@ -551,7 +562,7 @@ class StageDocuments:
         host = self.pricer.device.action_s
         parts = []
         for row, value in enumerate(self.values):
-            seconds = value[FORWARD] + host, value[BACKWARD] + host, value[ONCE]
+            seconds = value[FORWARD] + host, value[BACKWARD] + host, value[ONCE], value[WEIGHT]
             nbytes = value[RESIDENT], value[SAVED], value[PEAK], value[LARGEST]
             held = tuple((name, self.placed[name][self.columns[f"{name} shared"][row]]) for name in shared)
             ends = self._ends("in", received, row), self._ends("out", sent, row)
@@ -586,8 +597,8 @@ class StageDocuments:
             row = int(before[row])
         return found
 
-    def document(self, part: StagePart, offset: int) -> Stage:
-        """The stage of a plan, on the devices from ``offset``."""
+    def document(self, part: StagePart) -> Chunk:
+        """The chunk of a plan."""
         chosen = self.chosen(part.row)
         parameters, sources = {}, {}
         for name, choices in self.placed.items():
@@ -597,7 +608,7 @@ class StageDocuments:
                     parameters[source.name] = choices[chosen[name]]
                 else:
                     sources[name] = choices[chosen[name]]
-        chunk = Chunk(
+        return Chunk(
             self.layers,
             {name: choices[chosen[name]].labels for name, choices in self.choices.items()},
             parameters,
@@ -606,5 +617,3 @@ class StageDocuments:
             {name: pair.value for name, pair in part.sends},
             self.recompute.modes_of(self.layers),
         )
-        devices = tuple(range(offset, offset + prod(self.mesh.shape)))
-        return Stage(devices, self.mesh.shape, (chunk,))

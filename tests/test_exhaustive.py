@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from exhaustive import Exhaustive, difference, judge
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.plan import Plan
-from random_cases import random_case
+from meshwright.compiler.space import SCHEDULES
+from random_cases import chunked_case, random_case
 from stage_documents import StageDocuments
 
 MOST_DEVICES = 3
 SEEDS = range(20)
+CHUNKED_SEEDS = (0, 3, 5, 8)
 
 
 def _plan_of(graph, cluster, global_batch, space):
@@ -37,6 +40,32 @@ def test_plans_are_found_where_memory_is_scarce(seed):
 def test_no_document_is_faster_where_tables_are_rough(seed):
     """Reductions that fill no bucket (8, 24), pipelines that tables find too slow (3, 20, 54, 333) or too large."""
     verdict = judge(random_case(seed), _plan_of)
+    assert verdict.equal, f"{verdict.case}: {verdict.ours_s} s, but a document takes {verdict.best_s} s"
+
+
+@pytest.mark.parametrize("seed", CHUNKED_SEEDS)
+def test_no_document_of_several_chunks_is_below_the_bound_or_better_than_the_plan_and_its_gap(seed):
+    verdict = judge(chunked_case(seed), _plan_of)
+    assert not verdict.problems, verdict.case + "\n" + "\n".join(verdict.problems)
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_documents_of_several_chunks_cost_what_reprice_says(seed):
+    case = chunked_case(seed)
+    space = replace(case.space, schedules=SCHEDULES)
+    exhaustive = Exhaustive(capture(case.model, case.inputs), case.cluster, case.global_batch, space, limited=True)
+    draw = random.Random(seed)
+    for schedule in ("interleaved", "zb-v", "zb-h1"):
+        pipelines = [one for one in exhaustive.pipelines(schedule) if len(one) > 1]
+        for pipeline in draw.sample(pipelines, min(2, len(pipelines))):
+            parts = [exhaustive.parts(4, schedule, layers, mesh) for layers, mesh, _ in pipeline]
+            exhaustive.priced(4, schedule, pipeline, [draw.choice(some) for some in parts])
+
+
+@pytest.mark.parametrize("seed", [2, 30])
+def test_other_families_are_looked_at_where_the_guide_is_far_from_its_best(seed):
+    """Chunks with a count for which the guide has nothing (2); ZB-H1 where reductions fill no bucket (30)."""
+    verdict = judge(chunked_case(seed), _plan_of)
     assert verdict.equal, f"{verdict.case}: {verdict.ours_s} s, but a document takes {verdict.best_s} s"
 
 
