@@ -217,7 +217,7 @@ def test_buckets_are_those_of_the_runtime() -> None:
     sizes = [3_000, 700_000, 20, 5_000_000, 100, 8_000_000, 50, 60_000, 10]
     axes = [(0,), (0,), (), (0,), (1,), (0,), (0,), (0, 1), (0,)]
     leaves = [nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
-    real = _buckets(list(zip(leaves, axes)), 25 * 2**20)
+    real = _buckets([(leaf, axis, 0) for leaf, axis in zip(leaves, axes)], {}, 25 * 2**20)
     index = {id(leaf): str(k) for k, leaf in enumerate(leaves)}
     gradients = [Gradient(str(k), axis, 4.0 * size) for k, (size, axis) in enumerate(zip(sizes, axes))]
     ours = bucketed(gradients)
