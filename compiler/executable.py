@@ -1,6 +1,6 @@
 """Which decisions of a plan the runtime cannot carry out yet; such a plan is a prediction only.
 
-residency       parameters in "zero3" or in specs of no pattern
+residency       parameters in specs of no pattern
 ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
 wire            algorithms other than the backend's own, compressors
 precision       any but the model's own
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RESIDENCIES", "not_executable", "require_executable"]
 
-RESIDENCIES = ("replicated", "zero1", "zero2")  # patterns of parameters that it can
+RESIDENCIES = ("replicated", "zero1", "zero2", "zero3")  # patterns of parameters that it can
 
 
 def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:

@@ -251,10 +251,8 @@ class _Stage:
 
     def memory(self, stage: int) -> Bytes:
         """Bytes by cause if this is the program of ``stage``."""
-        run, gathered = self.measured, self._gathered()
+        run = self.measured
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
-        for moment in moments:
-            moment["temporary"] += gathered
         return _worst(self.resident(), [*moments, *self.end()])
 
     @cached_property
@@ -376,27 +374,8 @@ class _Stage:
             slot.name: _bytes(self._local(slot, self.homes[slot.name].gradient), slot)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
-            and self.homes[slot.name].reduce == "microbatch"
+            and self.homes[slot.name].pattern == "zero2"
         }  # fmt: skip
-
-    def _gathered(self) -> int:
-        """The most bytes of gathered values that one layer reads."""
-        gathered = {
-            slot.node: self._bytes(slot)
-            for slot in self.program.slots
-            if slot.kind == "parameter" and self.homes[slot.name].gather == "microbatch"
-        }
-        if not gathered:
-            return 0
-        nodes, sums = self.graph.by_name(), Counter[int | None]()
-        for layer, name in {
-            (self.shared.layer_of.get(op), operand.name)
-            for op in self.chunk.ops
-            for operand in nodes[op].all_input_nodes
-            if operand.name in gathered
-        }:
-            sums[layer] += gathered[name]
-        return max(sums.values())
 
     @cached_property
     def loose(self) -> int:
@@ -404,11 +383,6 @@ class _Stage:
         counted = {**self.flat, **self._in_parts()}
         slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
         return sum(self._bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
-
-    @cached_property
-    def gathered(self) -> int:
-        """The most bytes of gathered values that one layer reads."""
-        return self._gathered()
 
     # ---- one run of each kind of action
 
@@ -557,7 +531,6 @@ class _Together:
             else:
                 kind = "B last" if index == last[k] else "B" if backwards[k] else "B first"
             moment = Counter({cause: int(size) for cause, size in one.measured.peaks[kind].items()})
-            moment["temporary"] += one.gathered
             moment["buffers"] += one.outgoing
             if index + 1 < len(row):
                 moment["buffers"] += chunks[row[index + 1].chunk].incoming[row[index + 1].kind]

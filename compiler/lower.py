@@ -12,12 +12,15 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
+from .cuts import Cut
+from .gathers import gather_blocks
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .layers import differentiable
 from .plan import Chunk, Plan
@@ -40,23 +43,32 @@ def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0, layers: PlanLaye
     nodes = graph.by_name()  # one of several outputs is where its producer is
     made = {r.node: output_of(nodes[r.node])[0].name for r in graph.results}
     results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
-    program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, [(r.kind, r.name, r.node) for r in results])
-    if not any(mode != "none" for mode in part.recompute):
-        return program
+    results = [(r.kind, r.name, r.node) for r in results]
+    gathers = any(home.leaf != home.compute for home in part.parameters.values())
+    if not gathers and not any(mode != "none" for mode in part.recompute):
+        return lower_chunk(graph, part, plan.stages[stage].mesh_shape, results)
     layers = layers or PlanLayers(graph, plan)
+    program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, results, layers.layering.layer_of)
     segments = segments_of(program.module.graph, part, layers.layering, layers.recompute)
     return replace(program, segments=tuple(segments))
 
 
 def lower_chunk(
-    graph: Graph, part: Chunk, mesh_shape: Sequence[int], results: Sequence[tuple[str, str, str]]
+    graph: Graph,
+    part: Chunk,
+    mesh_shape: Sequence[int],
+    results: Sequence[tuple[str, str, str]],
+    layer_of: Mapping[str, int] = MappingProxyType({}),
 ) -> ChunkProgram:
-    """The local program of ``part`` on a mesh, with these (kind, name, node) results beside its sends."""
-    return _Lowering(graph, part, tuple(mesh_shape)).run(results)
+    """The local program of ``part`` on a mesh, with these (kind, name, node) results beside its sends. layer_of: of its
+    ops, where weights are gathered layer by layer; without, all at once."""
+    return _Lowering(graph, part, tuple(mesh_shape), layer_of).run(results)
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, part: Chunk, mesh_shape: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, part: Chunk, mesh_shape: tuple[int, ...], layer_of: Mapping[str, int]) -> None:
+        self.layer_of, self.gathered = layer_of, set[int]()  # layers whose weights are there
+        self.blocks: dict[str, tuple[Node, Slot]] = {}  # parameters of which slots have blocks
         self.graph, self.part, self.mesh = graph, part, mesh_shape
         self.nodes = graph.by_name()
         self.grad = differentiable(graph)
@@ -107,6 +119,8 @@ class _Lowering:
                 )
         for name, slot in slots.items():
             self._made(name, self.out.placeholder(name), slot.pair)
+            if slot.kind == "parameter" and slot.pair != self.part.parameters[slot.name].compute:
+                self.blocks[name] = self.here[name], slot
         return list(slots.values())
 
     def _placeholder(self, node: Node) -> Slot:
@@ -117,13 +131,41 @@ class _Lowering:
                 raise ValueError(
                     f"the plan's layers {self.part.layers} use parameter {source.name!r}, but do not say where it lives"
                 )
-            pair = self.part.parameters[source.name].compute
+            pair = self.part.parameters[source.name].leaf
         else:
             pair = table.get(node.name, self.whole)
         kind, grad = source.kind, source.requires_grad
         return Slot(kind, source.name, node.name, pair, node.meta["type"], source.batch_dim, source.aliases, grad)
 
+    def _gather(self, layer: int) -> None:
+        """Before the first op of a layer: what it reads of parameters that are stored in blocks, whole; in one message
+        per kind. A parameter of several layers is gathered for each."""
+        if not self.blocks or layer in self.gathered:
+            return
+        self.gathered.add(layer)
+        ops = [self.nodes[name] for name in self.part.ops if self.layer_of.get(name, 0) == layer]
+        groups: dict[Any, list[str]] = {}
+        cuts: dict[str, Cut] = {}
+        for name in dict.fromkeys(o.name for op in ops for o in op.all_input_nodes if o.name in self.blocks):
+            _, slot = self.blocks[name]
+            cuts[name] = Cut.between(name, self.part.parameters[slot.name].compute.value, slot.pair.value, self.mesh)
+            groups.setdefault((cuts[name].axes, slot.type.dtype, slot.requires_grad), []).append(name)
+        for (axes, _, trained), names in groups.items():
+            literal = tuple((cuts[name].axes, cuts[name].dims, cuts[name].sizes) for name in names)
+            made = self.out.call_function(gather_blocks, ([self.blocks[name][0] for name in names], literal))
+            made.meta.update(tensor=names[0], layer=layer)
+            for index, name in enumerate(names):
+                whole = self.out.call_function(operator.getitem, (made, index))
+                self._made(name, whole, self.part.parameters[self.blocks[name][1].name].compute)
+                whole.meta.update(layer=layer)
+                self.converted = {key: value for key, value in self.converted.items() if key[0] != name}
+            self.collectives["forward all_gather"] += len(axes)
+            self.collectives["backward all_gather"] += len(axes)
+            if trained:
+                self.collectives["backward reduce_scatter"] += len(axes)
+
     def _op(self, node: Node) -> None:
+        self._gather(self.layer_of.get(node.name, 0))
         labels = self.part.ops[node.name]
         choice = pairs_choice(node, labels, self.mesh)
         if not choice.executable:

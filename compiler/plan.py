@@ -93,6 +93,13 @@ class Residency:
         return "zero2" if self.reduce == "microbatch" else "zero1"
 
     @property
+    def leaf(self) -> Pair:
+        """The pair in which programs take the parameter: where they store less than ops read, they gather it themselves
+        and reduce its gradient."""
+        triples = zip(self.compute.value, self.stored, self.compute.cotangent, strict=True)
+        return Pair(self.stored, tuple(back if one == other else other for one, other, back in triples))
+
+    @property
     def scattered_axes(self) -> tuple[int, ...]:
         """The axes that cut the optimizer's state, but not the value that ops read."""
         pairs = zip(self.compute.value, self.optimizer, strict=True)

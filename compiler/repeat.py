@@ -13,13 +13,14 @@ the same program. Nothing here writes to buffers: a part returns new statistics,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .context import Context, current, use
 
@@ -28,18 +29,18 @@ __all__ = ["Repeated"]
 
 class Repeated(torch.nn.Module):
     """One part of a program: ``body(run, *inputs) -> tuple(outputs)``, in which ``run.dear(k, …)`` stands for
-    ``dear[k](…)``. Without autograd it runs as it is written."""
+    ``dear[k](…)``. kept: those of them whose results repeated ops read. Without autograd it runs as it is written."""
 
-    def __init__(self, body: torch.fx.GraphModule, dear: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, body: torch.fx.GraphModule, dear: Sequence[Callable[..., Any]], kept: Collection[int]) -> None:
         super().__init__()
-        self.body, self.ops = body, tuple(dear)
+        self.body, self.ops, self.kept = body, tuple(dear), frozenset(kept)
 
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """The part's outputs; its backward will run it again."""
         if not torch.is_grad_enabled():
             made: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
             return made
-        run = _First(self.body, self.ops, inputs, replace(current()))
+        run = _First(self.body, self.ops, self.kept, inputs, replace(current()))
         with saved_tensors_hooks(run.pack, run.unpack):
             made = self.body.forward(run, *inputs)
         return made
@@ -77,12 +78,14 @@ class _First:
 
     body: torch.fx.GraphModule
     ops: tuple[Callable[..., Any], ...]
+    read: frozenset[int]
     inputs: tuple[Any, ...]
     context: Context
     count: int = 0  # tensors that repeated ops have saved so far
     kept: dict[int, Any] = field(default_factory=dict)  # dear op → its results, without their graph
     wanted: dict[int, list[_Operand]] = field(default_factory=dict)  # dear op → repeated operands that it saves
-    lasting: set[int] = field(default_factory=set)  # storages of inputs and kept results
+    lasting: set[int] = field(default_factory=set)  # storages of inputs and of what dear ops make
+    addresses: list[StorageWeakRef] = field(default_factory=list)  # so that no other storage gets one of these
     found: dict[Any, torch.Tensor] = field(default_factory=dict)  # of the last repetition, until asked for
 
     def __post_init__(self) -> None:
@@ -111,8 +114,11 @@ class _First:
 
         with saved_tensors_hooks(pack, self.unpack):
             made = self.ops[index](*args, **kwargs)
-        self.kept[index] = tuple(map(_leaf, made)) if isinstance(made, tuple) else _leaf(made)
-        self.lasting.update(x.untyped_storage()._cdata for x in _tensors((made,)))
+        if index in self.read:
+            self.kept[index] = tuple(map(_leaf, made)) if isinstance(made, tuple) else _leaf(made)
+        for x in _tensors((made,)):
+            self.lasting.add(x.untyped_storage()._cdata)
+            self.addresses.append(StorageWeakRef(x.untyped_storage()))
         return made
 
     def unpack(self, key: Any) -> torch.Tensor:
@@ -150,7 +156,7 @@ class _Again:
         operands = list(_tensors((*args, *kwargs.values())))
         for number, one in enumerate(self.first.wanted[index]):
             self.found[index, number] = one.of(operands[one.place])
-        return self.first.kept[index]
+        return self.first.kept.get(index, _NOTHING)
 
 
 def _never(_: Any) -> torch.Tensor:
@@ -162,9 +168,20 @@ def _leaf(x: Any) -> Any:
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
 
-def _tensors(arguments: Sequence[Any]) -> Iterator[torch.Tensor]:
+class _Nothing:
+    """Stands for what a dear op made, in a repetition in which no repeated op reads it."""
+
+    def __getitem__(self, _: Any) -> _Nothing:
+        return self
+
+
+_NOTHING = _Nothing()
+
+
+def _tensors(arguments: Sequence[Any]) -> Iterator[Any]:
+    """All tensors, and what stands for tensors."""
     for x in arguments:
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor | _Nothing):
             yield x
         elif isinstance(x, list | tuple):
             yield from _tensors(x)

@@ -29,22 +29,37 @@ __all__ = ["repeating", "segments_of"]
 
 def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompute: Recompute) -> list[Segment]:
     """The layers of a chunk that the backward runs again, as nodes of its local ``graph``: their ops, outputs of
-    several taken apart, and the conversions that are repeated with them."""
+    several taken apart, and the conversions that are repeated with them. Of a layer that is not recomputed only the
+    gathers of weights are repeated, and what is made of these alone."""
     found = []
-    for layer, mode in zip(range(*chunk.layers), chunk.recompute):
+    gathers = [node for node in graph.nodes if "layer" in node.meta]
+    gathering, whole = {node.meta["layer"] for node in gathers}, _made_of(gathers, graph)
+    modes = chunk.recompute or ("none",) * (chunk.layers[1] - chunk.layers[0])
+    for layer, mode in zip(range(*chunk.layers), modes, strict=True):
         ops = set(layering.layers[layer].ops)
-        if mode == "none":
+        if mode == "none" and layer not in gathering:
             continue
         members: set[str] = set()
         for node in graph.nodes:
-            if node.name in ops or (node.op == "call_function" and _goes_with(node, members, ops, recompute)):
+            mine = node.name in ops or node.meta.get("layer") == layer
+            if mine or (node.op == "call_function" and _goes_with(node, members, ops, recompute, mode)):
                 members.add(node.name)
         if members:
-            found.append(Segment(frozenset(members), frozenset(members & recompute.heavy)))
+            heavy = members - whole if mode == "none" else members & recompute.heavy
+            found.append(Segment(frozenset(members), frozenset(heavy)))
     return found
 
 
-def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute) -> bool:
+def _made_of(gathers: Collection[Node], graph: torch.fx.Graph) -> set[str]:
+    """Names of the nodes that gather weights, and of those made of such weights alone."""
+    found = set(gathers)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return {node.name for node in found}
+
+
+def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute, mode: str) -> bool:
     """Whether a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
     again. Slices of what crosses a border are taken again where the layer itself reads them: the alternative is to run
     it in two parts."""
@@ -53,6 +68,8 @@ def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recom
         return False
     if node.target is not run_steps:
         return node.target is operator.getitem
+    if mode == "none":
+        return True
     steps: Any = node.args[1]
     sends = any(step[0] not in FREE for step in steps)
     return recompute.converts_again(maker.name) or (not sends and any(user.name in ops for user in node.users))
@@ -97,7 +114,7 @@ def repeating(module: torch.fx.GraphModule, segments: Sequence[Segment]) -> torc
 
 
 def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
-    body, dear = torch.fx.Graph(), list[Callable[..., Any]]()
+    body, dear, kept = torch.fx.Graph(), list[Callable[..., Any]](), set[int]()
     run = body.placeholder("run")
     new = {node: body.placeholder(node.name) for node in unit.inputs}
     for node in unit.nodes:
@@ -108,9 +125,21 @@ def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
         kwargs = torch.fx.map_arg(node.kwargs, new.__getitem__)
         assert callable(node.target)
         new[node] = body.create_node("call_method", "dear", (run, len(dear), *args), kwargs, name=node.name)
+        if _read_again(node, unit, heavy):
+            kept.add(len(dear))
         dear.append(node.target)
     body.output(tuple(new[node] for node in unit.outputs))
-    return Repeated(torch.fx.GraphModule(torch.nn.Module(), body), dear)
+    return Repeated(torch.fx.GraphModule(torch.nn.Module(), body), dear, kept)
+
+
+def _read_again(node: Node, unit: _Unit, heavy: Collection[str]) -> bool:
+    """Whether an op that is repeated reads what this one makes."""
+    for user in node.users:
+        if user in unit.nodes and (
+            _read_again(user, unit, heavy) if user.target is operator.getitem else user.name not in heavy
+        ):
+            return True
+    return False
 
 
 def _units(graph: torch.fx.Graph, segments: Sequence[Segment]) -> list[_Unit]:

@@ -218,7 +218,7 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 def _kept(plan: Plan, stage: int, name: str) -> Pair:
     """How a stage keeps a parameter: as the first of its chunks reads it."""
-    return next(chunk.parameters[name].compute for chunk in plan.stages[stage].chunks if name in chunk.parameters)
+    return next(chunk.parameters[name].leaf for chunk in plan.stages[stage].chunks if name in chunk.parameters)
 
 
 # ---- messages

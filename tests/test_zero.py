@@ -22,7 +22,7 @@ from meshwright.runtime.meter import live_bytes, storages_alive
 from test_parity import STEPS, case, fast_links, make_optimizer, single_device
 from zoo import ZOO
 
-PATTERNS = ("zero1", "zero2")
+PATTERNS = ("zero1", "zero2", "zero3")
 BATCH = 8
 
 
@@ -93,10 +93,12 @@ def test_a_pattern_equals_one_device(ranks, pattern, strategy, m):
     assert patterns_of(document)[pattern] > 10
     results = ranks.run(parse_strategy(strategy).num_devices, "test_zero:train", document, "gpt", "adamw", {})
     agree(results, "gpt", "adamw", m, {})
-    if strategy == "dp2":  # one message for all
-        scattered, often = results[0][3]["step reduce_scatter"], m if pattern == "zero2" else 1
-        assert scattered == often
-        assert results[0][3]["step all_gather"] == 1
+    counts = results[0][3]
+    if strategy == "dp2" and pattern == "zero3":  # one message per layer, forth, back and for the gradients
+        forth, back = counts["forward all_gather"], counts["backward all_gather"]
+        assert 2 < back <= forth == counts["backward reduce_scatter"] < 10
+    elif strategy == "dp2":  # one message for all
+        assert counts["step reduce_scatter"] == counts["step all_gather"] == 1
 
 
 def test_mixed_patterns_clipped_with_momentum(ranks):
@@ -175,7 +177,6 @@ def test_bytes_are_those_predicted(ranks, m):
     for pattern in PATTERNS:
         document = forced("gpt", (pattern,), "dp2", m, Cluster.local(2))
         predicted = sum(stage_memory(graph, Plan.from_json(document), 0).values())
-        for measured in ranks.run(2, "test_zero:measure", document, "gpt", {}):
-            errors[pattern] = max(errors.get(pattern, 0.0), abs(predicted / measured - 1))
-            print(pattern, m, predicted, measured)
+        measured = min(ranks.run(2, "test_zero:measure", document, "gpt", {}))
+        errors[pattern] = abs(predicted / measured - 1)
     assert max(errors.values()) < 0.05, errors

@@ -226,7 +226,7 @@ class _Walk:
             if slot.kind != "parameter" or slot.name not in devices.gradients:
                 continue
             home = self.homes[part.index][slot.name]
-            blocks = devices.resharded(devices.gradients[slot.name], home.compute.cotangent, home.gradient)
+            blocks = devices.resharded(devices.gradients[slot.name], home.leaf.cotangent, home.gradient)
             self.reduced.setdefault(slot.name, []).append((part, blocks, home.gradient))
             told = _Told("weight gradient", part, slot.name, home.gradient, None, (2, part.index, len(self.reduced)))
             self._check_weight(told, blocks, [run.gradients[part.index, slot.node] for run in self.truth])
