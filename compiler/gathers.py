@@ -43,8 +43,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        there = [index for index, grad in enumerate(grads) if grad is not None]
-        pieces = iter(_scattered(ctx.comm, *([values[i] for i in there] for values in (ctx.cuts, ctx.shapes, grads))))
+        there = [(cut, shape, grad) for cut, shape, grad in zip(ctx.cuts, ctx.shapes, grads) if grad is not None]
+        pieces = iter(_scattered(ctx.comm, there))
         return None, *(None if grad is None else next(pieces) for grad in grads)
 
 
@@ -62,20 +62,19 @@ def _gathered(comm: Comm, cuts: Sequence[Cut], blocks: Sequence[torch.Tensor]) -
     return tuple(out)
 
 
-def _scattered(
-    comm: Comm, cuts: Sequence[Cut], shapes: Sequence[Sequence[int]], grads: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    if not grads:
+def _scattered(comm: Comm, members: Sequence[tuple[Cut, Sequence[int], torch.Tensor]]) -> list[torch.Tensor]:
+    """members: (cut, shape of a block, gradient of the whole)."""
+    if not members:
         return []
-    sizes = [prod(shape) for shape in shapes]
-    wire = grads[0].new_empty((cuts[0].parts, sum(sizes)))
-    for cut, shape, grad, start in zip(cuts, shapes, grads, accumulate(sizes, initial=0)):
+    first, sizes = members[0][0], [prod(shape) for _, shape, _ in members]
+    wire = members[0][2].new_empty((first.parts, sum(sizes)))
+    for (cut, shape, grad), start in zip(members, accumulate(sizes, initial=0)):
         place(wire, start, cut, shape).copy_(cut.blocks(grad))
     row = wire.view(-1)
     del wire
-    for axis in cuts[0].axes:
+    for axis in first.axes:
         row = comm.reduce_scatter(row, axis, 0)
-    return [piece.view(shape) for piece, shape in zip(row.split(sizes), shapes, strict=True)]
+    return [piece.view(shape) for piece, (_, shape, _) in zip(row.split(sizes), members, strict=True)]
 
 
 def _whole_shape(cut: Cut, shape: Sequence[int]) -> tuple[int, ...]:

@@ -43,12 +43,12 @@ def lower(graph: Graph, plan: Plan, stage: int, chunk: int = 0, layers: PlanLaye
     nodes = graph.by_name()  # one of several outputs is where its producer is
     made = {r.node: output_of(nodes[r.node])[0].name for r in graph.results}
     results = [r for r in graph.results if last.get(made[r.node]) == stage and made[r.node] in part.ops]
-    results = [(r.kind, r.name, r.node) for r in results]
+    exits = [(r.kind, r.name, r.node) for r in results]
     gathers = any(home.leaf != home.compute for home in part.parameters.values())
     if not gathers and not any(mode != "none" for mode in part.recompute):
-        return lower_chunk(graph, part, plan.stages[stage].mesh_shape, results)
+        return lower_chunk(graph, part, plan.stages[stage].mesh_shape, exits)
     layers = layers or PlanLayers(graph, plan)
-    program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, results, layers.layering.layer_of)
+    program = lower_chunk(graph, part, plan.stages[stage].mesh_shape, exits, layers.layering.layer_of)
     segments = segments_of(program.module.graph, part, layers.layering, layers.recompute)
     return replace(program, segments=tuple(segments))
 

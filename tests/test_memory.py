@@ -344,7 +344,7 @@ def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
     assert found["parameters"] == pytest.approx(whole / value, rel=0.01)
     assert found["optimizer"] == pytest.approx(2 * whole / state, rel=0.01)
     if pattern != "replicated":  # whose buckets come beside
-        assert found["gradients"] == pytest.approx(whole / gradient, rel=0.02)
+        assert found["gradients"] == pytest.approx(whole / gradient, rel=0.05)
     before = stage_memory(graph_of_gpt, plan, 0)
     assert found["activations"] == pytest.approx(before["activations"], rel=0.1)
     if pattern == "zero3":  # what is gathered

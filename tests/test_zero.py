@@ -19,7 +19,7 @@ from meshwright.compiler.spec import P, Pair, R
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.runtime.meter import live_bytes, storages_alive
-from test_parity import STEPS, case, fast_links, make_optimizer, single_device
+from test_parity import STEPS, case, chunks, fast_links, make_optimizer, single_device
 from zoo import ZOO
 
 PATTERNS = ("zero1", "zero2", "zero3")
@@ -180,3 +180,46 @@ def test_bytes_are_those_predicted(ranks, m):
         measured = min(ranks.run(2, "test_zero:measure", document, "gpt", {}))
         errors[pattern] = abs(predicted / measured - 1)
     assert max(errors.values()) < 0.05, errors
+
+
+def scheduled(schedule: str, level: int, recompute: str):
+    """A rank under another schedule, first and last losses, the state; every other weight of the model is frozen."""
+    import meshwright as mw
+
+    model, args, kwargs = case("gpt", layers=4)
+    freeze(model)
+    parallel = mw.parallelize(
+        model, fast_links(4), example_inputs=args, example_kwargs=kwargs, strategy="pp2,dp2", microbatches=4,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, foreach=True), schedule=schedule, zero=level,
+        recompute=recompute,
+    )  # fmt: skip
+    losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
+    found = {home.pattern for stage in parallel.plan.stages for c in stage.chunks for home in c.parameters.values()}
+    return losses, parallel.full_state_dict(), found
+
+
+def freeze(model: torch.nn.Module) -> None:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 != 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level", "recompute"), [("zb-v", 3, "none"), ("zb-h1", 2, "none"), ("1f1b", 3, "selective")]
+)
+def test_other_schedules_and_frozen_weights(ranks, schedule, level, recompute):
+    model, args, _ = case("gpt", layers=4)
+    freeze(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    expected = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parts = [model(*(chunks(x, 4, i) for x in args)) / 4 for i in range(4)]
+        sum(parts).backward()
+        optimizer.step()
+        expected.append(sum(float(part.detach()) for part in parts))
+    results = ranks.run(4, "test_zero:scheduled", schedule, level, recompute)
+    assert f"zero{level}" in results[0][2]
+    for losses, *_ in results:
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(results[0][1][key], value, rtol=1e-4, atol=2e-5, msg=lambda t, k=key: f"{k}: {t}")
