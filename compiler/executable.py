@@ -18,9 +18,7 @@ from .rules import pairs_choice
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["RESIDENCIES", "not_executable", "require_executable"]
-
-RESIDENCIES = ("replicated", "zero1", "zero2", "zero3")  # patterns of parameters that it can
+__all__ = ["not_executable", "require_executable"]
 
 
 def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
@@ -47,7 +45,7 @@ def _residency(plan: Plan) -> Iterator[str]:
             for name, home in chunk.parameters.items():
                 found[home.pattern].append(name)
     for pattern, names in sorted(found.items()):
-        if pattern not in RESIDENCIES:
+        if pattern == "custom":
             yield f"parameters in {pattern} ({len(names)}: {names[0]}{', …' if len(names) > 1 else ''})"
 
 

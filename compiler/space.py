@@ -23,7 +23,6 @@ from math import prod
 
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
-from .executable import RESIDENCIES
 from .plan import RECOMPUTE_MODES
 from .recompute import ALIASES
 from .residency import PATTERNS
@@ -85,12 +84,7 @@ class Space:
     @classmethod
     def executable(cls) -> Space:
         """The part of ``whole`` that the runtime can run."""
-        every = cls.whole()
-        return replace(
-            every,
-            residencies=tuple(name for name in every.residencies if name in RESIDENCIES),
-            executable_only=True,
-        )
+        return replace(cls.whole(), executable_only=True)
 
     @classmethod
     def asked(
@@ -115,7 +109,7 @@ class Space:
         if "auto" not in modes:
             space = replace(space, recompute=tuple(mode for mode in space.recompute if mode in modes))
         if zero != "auto":
-            levels = [str(PATTERNS.index(name)) for name in (RESIDENCIES if executable else PATTERNS)]
+            levels = [str(PATTERNS.index(name)) for name in PATTERNS]
             level = int(_one_of("zero", str(zero), levels, executable))
             space = replace(space, residencies=(PATTERNS[level],))
         return replace(space, sequence=sequence, communication=Communication.asked(communication, executable))

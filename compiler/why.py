@@ -25,7 +25,6 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import stage_section, transient_bytes
 from .eliminate import TooWide, eliminate
-from .executable import RESIDENCIES
 from .graph import Graph, op_name, tensor_operands
 from .intra_op import Problem, evaluate
 from .lagrange import solve
@@ -314,7 +313,7 @@ class _Question:
                 (seconds - base[0]) * m,
                 size - base[1],
                 label == present,
-                label in (*RECOMPUTE_MODES, *RESIDENCIES),
+                label in (*RECOMPUTE_MODES, *PATTERNS),
             )
             for label, (seconds, size) in cost.items()
         ]
@@ -351,7 +350,7 @@ def _runs(choice: Choice) -> bool:
     """Whether the runtime has a program for a choice of an op or a weight."""
     if isinstance(choice, MeshChoice):
         return choice.executable
-    return not isinstance(choice, Residency) or choice.pattern in RESIDENCIES
+    return not isinstance(choice, Residency) or choice.pattern in PATTERNS
 
 
 def _pattern(text: str) -> str:
