@@ -65,8 +65,8 @@ def plans() -> Callable[[str, str], Any]:
     def make(kind: str, strategy: str) -> Any:
         if (kind, strategy) not in made:
             model, devices = small(kind), 4 if "," in strategy else 2
-            plan = mw.plan(model, fast_links(devices), example_inputs=tokens(), strategy=strategy,
-                           microbatches=MICROBATCHES, executable=True, zero=0, cache=False)  # fmt: skip
+            plan = mw.plan(model, fast_links(devices), example_inputs=tokens(), strategy=strategy, executable=True,
+                           microbatches=MICROBATCHES, zero=3 if kind == "zero3" else 0, cache=False)  # fmt: skip
             made[kind, strategy] = model, forced(plan, kind)
         return made[kind, strategy]
 
@@ -106,6 +106,14 @@ def everywhere(change: Callable[[Any, str, int], tuple[Any, int]]) -> Callable[[
 
 def missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LockstepComm, "all_reduce", lambda self, x, axis, op="sum": x.clone())
+
+
+def ungathered(patch: pytest.MonkeyPatch) -> None:
+    def own(self: Any, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
+        return original(self, x, axis, dim) if x.ndim > 1 else x.repeat(self.size(axis))
+
+    original = LockstepComm.all_gather
+    patch.setattr(LockstepComm, "all_gather", own)
 
 
 def wrong_peer(patch: pytest.MonkeyPatch) -> None:
@@ -178,6 +186,12 @@ VERIFIED = {
     "an expert's tokens in the wrong order": ("moe", "tp2", unordered_tokens),
     "the rows of dispatched tokens in the wrong order": ("dispatch", "tp2", unordered_rows),
     "a halo of the wrong neighbour": ("halo", "dp2", wrong_neighbours),
+    "a weight that is not gathered": ("zero3", "dp2", ungathered),
+    "weight gradients scattered in the wrong group": (
+        "zero3",
+        "dp2,tp2",
+        everywhere(lambda x, kind, axis: (x, 1 - axis if x.ndim == 1 else axis)),
+    ),
 }
 
 

@@ -95,7 +95,11 @@ class Whole:
     def _node(self, part: int, node: Node, at: Mapping[Key, Any], made: dict[tuple[int, str], Any]) -> Any:
         name = node.meta["tensor"]
         if (part, name) in made:  # a reshard: another copy of what there is
-            x = made[part, name]
+            source = node.args[0]  # which may be a copy itself, as a gathered weight is
+            if isinstance(source, Node) and source.meta["tensor"] == name:
+                x = at[part, source.name]
+            else:
+                x = made[part, name]
             return x.view_as(x)
         op = self.nodes[name]
         producer, index = output_of(op)
