@@ -16,6 +16,7 @@ from meshwright.compiler.driver import make_plan, make_plans
 from meshwright.compiler.front import filled
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
+from meshwright.compiler.schedule import generate
 from meshwright.compiler.space import Space
 from meshwright.compiler.strategy import InfeasibleError, parse_strategy
 from meshwright.costmodel.cluster import Cluster
@@ -41,10 +42,11 @@ def graph() -> Graph:
 
 
 def holds(plan: Plan, devices: int) -> None:
-    """The plan is consistent, and every layer is on one stage."""
+    """The plan is consistent, and every layer is in one chunk, in the order in which data flow through them."""
     assert plan.check() == []
     assert plan.num_devices == devices
-    covered = [k for stage in plan.stages for chunk in stage.chunks for k in range(*chunk.layers)]
+    places = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked).places()
+    covered = [k for stage, chunk in places for k in range(*plan.stages[stage].chunks[chunk].layers)]
     assert covered == list(range(len(plan.layers)))
     assert plan.prediction.step_s >= plan.prediction.bound_s > 0
 
