@@ -1,0 +1,1 @@
+"""Sums over ranks by algorithm: what every rank of ``benchmarks/collectives.py`` runs."""
