@@ -1,0 +1,11 @@
+"""Compressed sums of gradients: codecs, the patterns that they travel in, and what they owe to later steps.
+
+``make_sum(name, n, group)`` gives the sum of flat buckets of n elements in a code of ``costmodel.codecs.CODECS``, with
+the interface of ``runtime.collectives.protocol.Sum``.
+"""
+
+from .exchange import Exchange, GroupExchange, Rehearsal
+from .registry import FAMILIES, make_sum
+from .summing import CompressedSum, NonFiniteGradient
+
+__all__ = ["FAMILIES", "CompressedSum", "Exchange", "GroupExchange", "NonFiniteGradient", "Rehearsal", "make_sum"]

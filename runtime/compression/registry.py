@@ -1,0 +1,155 @@
+"""Codes by their names in ``costmodel.codecs.CODECS``: the family of a description says which class makes the sum.
+
+To add a code of a known family, add a line to that table. To add a family, add its class here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...costmodel.codecs import CODECS, Codec, Dense, Entries, Factors, Levels
+from ..collectives.worker import submit
+from .atomo import SampledEntries, SampledTriplets
+from .exchange import Exchange, GroupExchange
+from .gathered import GatheredCodec, GatheredSum
+from .levels import StochasticLevels
+from .linear import Half, LinearCodec, LinearSum, Plain, RandomK
+from .powersgd import PowerSGD
+from .signs import ErrorFeedbackSign, MajoritySign, OneBit
+from .sparse import DeepGradient, DeepGradientSum, Threshold, TopK
+from .summing import CHUNK, CompressedSum, Place, Submit
+from .two_step import BlockCodec, TwoStepSum
+
+__all__ = ["FAMILIES", "blocks", "make_sum"]
+
+Family = Callable[..., CompressedSum]
+_P = TypeVar("_P")
+
+
+def make_sum(
+    name: str,
+    n: int,
+    group: dist.ProcessGroup | Exchange | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shapes: Sequence[Sequence[int]] = (),
+    seed: int = 0,
+    chunk: int = CHUNK,
+    device: torch.device | str = "cpu",
+    submit: Submit = submit,
+    **options: Any,
+) -> CompressedSum:
+    """The sum of flat gradients [n] over a group in the code of this name; made on every rank of the group alike.
+
+    group: a process group that nothing else sends over, an ``Exchange``, or None for one rank alone. shapes: of the
+    tensors that lie in the bucket, which most biased codes look at: give them. chunk: elements per message. options:
+    ``momentum`` (0.9), ``clip_norm`` (None) and ``warmup_steps`` (0) of dgc; ``ranks`` of powersgd, one per shape.
+    Raises ValueError for an unknown name or option, and for other dtypes than fp32 and bf16.
+    """
+    if name not in CODECS:
+        raise ValueError(f"codes are {', '.join(CODECS)}, but got {name!r}; use one of these or add it to CODECS")
+    codec = CODECS[name]
+    exchange = GroupExchange(group) if group is None or isinstance(group, dist.ProcessGroup) else group
+    place = Place(n, dtype, tuple(tuple(shape) for shape in shapes), seed, chunk, torch.device(device))
+    known = {"dgc": {"momentum", "clip_norm", "warmup_steps"}, "powersgd": {"ranks"}}.get(codec.family, set())
+    if options.keys() - known:
+        raise ValueError(f"options of {name} are {sorted(known)}, but got {sorted(options)}; leave the others out")
+    return FAMILIES[codec.family](codec, place, exchange, submit, **options)
+
+
+def _payload(codec: Codec, kind: type[_P]) -> _P:
+    assert isinstance(codec.payload, kind), codec
+    return codec.payload
+
+
+def blocks(make: Callable[[Levels, torch.device], BlockCodec]) -> Family:
+    """The family of a ``BlockCodec``."""
+
+    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+        return TwoStepSum(codec.name, place, exchange, submit, make(_payload(codec, Levels), place.device))
+
+    return family
+
+
+def _linear(make: Callable[[Codec, int, Place, int], LinearCodec]) -> Family:
+    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+        return LinearSum(codec.name, place, exchange, submit, lambda low, high, i: make(codec, high - low, place, i))
+
+    return family
+
+
+def _sparse(make: Callable[[int, Place, Entries, int], GatheredCodec]) -> Family:
+    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+        payload = _payload(codec, Entries)
+        return GatheredSum(
+            codec.name, place, exchange, submit, lambda low, high, i: make(high - low, place, payload, low)
+        )
+
+    return family
+
+
+def _half(dtype: torch.dtype) -> Family:
+    def make(codec: Codec, n: int, place: Place, index: int) -> LinearCodec:
+        assert _payload(codec, Dense).itemsize == dtype.itemsize
+        return Half(n, place, dtype)
+
+    return _linear(make)
+
+
+def _powersgd(
+    codec: Codec, place: Place, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
+) -> CompressedSum:
+    payload = _payload(codec, Factors)
+    return LinearSum(
+        codec.name, place, exchange, submit, lambda low, high, i: PowerSGD(place, payload, ranks), max(place.n, 1)
+    )
+
+
+def _spectral(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+    payload = _payload(codec, Factors)
+    return GatheredSum(
+        codec.name, place, exchange, submit, lambda low, high, i: SampledTriplets(place, payload), max(place.n, 1)
+    )
+
+
+def _deep_gradient(
+    codec: Codec,
+    place: Place,
+    exchange: Exchange,
+    submit: Submit,
+    momentum: float = 0.9,
+    clip_norm: float | None = None,
+    warmup_steps: int = 0,
+) -> CompressedSum:
+    payload = _payload(codec, Entries)
+    made = DeepGradientSum(
+        codec.name,
+        place,
+        exchange,
+        submit,
+        lambda low, high, i: DeepGradient(high - low, place, payload, low, momentum, warmup_steps),
+    )
+    made.clip_norm = clip_norm
+    return made
+
+
+FAMILIES: dict[str, Family] = {
+    "none": _linear(lambda codec, n, place, i: Plain()),
+    "bf16": _half(torch.bfloat16),
+    "fp16": _half(torch.float16),
+    "int": blocks(StochasticLevels),
+    "1bit": blocks(OneBit),
+    "ef-signsgd": blocks(ErrorFeedbackSign),
+    "signsgd": blocks(MajoritySign),
+    "randomk": _linear(lambda codec, n, place, i: RandomK(n, place, codec, i)),
+    "powersgd": _powersgd,
+    "topk": _sparse(TopK),
+    "dgc": _deep_gradient,
+    "threshold": _sparse(lambda n, place, payload, start: Threshold(n, place, payload, start, 10.0)),
+    "atomo": _sparse(SampledEntries),
+    "atomo-svd": _spectral,
+}

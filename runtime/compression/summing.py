@@ -1,0 +1,138 @@
+"""A compressed sum of one flat bucket: what all patterns share.
+
+A pattern (``linear``, ``two_step``, ``gathered``) is a ``CompressedSum`` whose ``steps`` encode, send and decode;
+codecs plug into it. Large buckets go in chunks of ``CHUNK`` elements, each a message of its own: while one is on its
+way the next is encoded. Every rank decodes the same bytes in the same order, so all end with the same bits.
+
+A gradient that is not finite reaches no residual. Its rank encodes zeros in its place, leaves its residual there as
+it was, and names itself in the message's first four bytes, so that every rank raises ``NonFiniteGradient`` in the
+same step, and none hangs (in a plain sum the NaN itself tells). What other parts of that step had sent is then lost
+to their residuals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...costmodel.codecs import CHUNK
+from .exchange import Exchange, Steps, Work, finish
+
+__all__ = ["CHUNK", "CompressedSum", "NonFiniteGradient", "Place", "Submit", "cut", "first_culprit"]
+
+Submit = Callable[[Callable[[], None]], Work]
+
+_NOBODY = -1
+_CPU = torch.device("cpu")
+
+
+class NonFiniteGradient(ValueError):  # noqa: N818 - named for what it is
+    """A gradient is NaN or infinite; ``codec``, ``rank`` (None: some rank) and ``step`` say where and when."""
+
+    def __init__(self, codec: str, rank: int | None, step: int) -> None:
+        where = "their sum" if rank is None else f"rank {rank} of the group"
+        super().__init__(
+            f"gradients must be finite to be summed in code {codec}, but got NaN or infinity in {where} at step "
+            f"{step} of this sum; lower the learning rate or clip gradients, and drop this step or load a checkpoint"
+        )
+        self.codec, self.rank, self.step = codec, rank, step
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a sum is of: n elements of a dtype on a device; shapes: of the tensors that lie in them one after another
+    (none: one vector); chunk: elements per message; seed: of the random numbers."""
+
+    n: int
+    dtype: torch.dtype = torch.float32
+    shapes: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    chunk: int = CHUNK
+    device: torch.device = _CPU
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"gradients are compressed from float32 or bfloat16, but got {self.dtype}")
+        held = sum(torch.Size(shape).numel() for shape in self.shapes)
+        if self.shapes and held != self.n:
+            raise ValueError(f"the shapes of a bucket must hold its {self.n} elements, but got {held} in {self.shapes}")
+
+    def zeros(self, n: int | None = None) -> torch.Tensor:
+        """Residuals: fp32, [n]."""
+        return torch.zeros(self.n if n is None else n, device=self.device)
+
+
+def cut(n: int, size: int) -> list[tuple[int, int]]:
+    """0..n in pieces of at most ``size``, as (from, to); none of nothing."""
+    return [(low, min(low + size, n)) for low in range(0, n, size)]
+
+
+def first_culprit(headers: torch.Tensor) -> int:
+    """The first rank that a message's int32 header names, or -1."""
+    named = headers[headers != _NOBODY]
+    return int(named[0]) if len(named) else _NOBODY
+
+
+class CompressedSum:
+    """The part of the ``Sum`` protocol that does not depend on the pattern. submit: runs a function after those that
+    were submitted before it, in the communication thread, and gives what is to be waited for."""
+
+    def __init__(self, name: str, place: Place, exchange: Exchange, submit: Submit) -> None:
+        self.name, self.place, self.exchange, self._submit = name, place, exchange, submit
+        self.step = 0
+
+    def steps(self, x: torch.Tensor) -> Steps:
+        """The work of one sum of x [n] in place, as ``exchange.finish`` has it."""
+        raise NotImplementedError
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint holds, by name, as they are."""
+        return {}
+
+    def run(self, x: torch.Tensor) -> Steps:
+        """``steps``, checked and counted."""
+        if x.shape != (self.place.n,) or x.dtype != self.place.dtype or not x.is_contiguous():
+            raise ValueError(
+                f"this sum is of contiguous {self.place.dtype} [{self.place.n}], but got {x.dtype} {list(x.shape)}; "
+                "make another for another bucket"
+            )
+        steps = self.steps(x)
+        while True:
+            with torch.no_grad():  # not around the yield, where it would hold for whoever waits
+                work = next(steps, None)
+            if work is None:
+                break
+            yield work
+        self.step += 1
+
+    def start(self, x: torch.Tensor) -> Work:
+        """Start summing x in place; errors are raised by ``wait``."""
+        return self._submit(lambda: finish(self.run(x)))
+
+    def fail(self, rank: int | None = None) -> None:
+        """Raise that ``rank`` has no finite gradient, and count the step."""
+        self.step += 1
+        raise NonFiniteGradient(self.name, rank, self.step - 1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Residuals, and the number of sums so far."""
+        found = {name: tensor.clone() for name, tensor in self.residuals().items()}
+        return {**found, "step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from ``state_dict``. Raises ValueError for the state of another codec or length."""
+        mine = self.residuals()
+        wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()} | {"step": ()}
+        given = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        if wanted != given:
+            raise ValueError(
+                f"the state of this {self.name} has {wanted}, but got {given}; load what it was saved from"
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(state[name])
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """Nothing stands."""
