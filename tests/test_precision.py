@@ -10,7 +10,7 @@ from meshwright import cli
 from meshwright.api import pareto, plan
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import TensorType, types_of
+from meshwright.compiler.graph import TensorType, op_name, types_of
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.precision import PRECISIONS, check_precision, in_precision
 from meshwright.compiler.reprice import reprice
@@ -53,20 +53,48 @@ def wide(dtype=torch.float32, width=4096):
 # ---- the graph
 
 
-@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16"), ("convnet", "fp16"), ("mixtral", "bf16")])
-def test_every_float32_tensor_but_scalars_is_converted(name, precision):
+@pytest.mark.parametrize(("name", "precision"), [("llama", "bf16"), ("convnet", "fp16"), ("mlp", "bf16")])
+def test_parameters_and_what_is_made_of_them_are_converted(name, precision):
     graph = capture(*ZOO[name](8, device="meta"))
     other = in_precision(graph, precision)
     other.check()
-    for node, made in zip(graph, other, strict=True):
-        assert (made.name, made.target) == (node.name, node.target)
-        for kind, new in zip(types_of(node), types_of(made), strict=True):
-            small = kind.dtype == torch.float32 and kind.shape
-            assert new == (TensorType(kind.shape, PRECISIONS[precision]) if small else kind)
-        assert torch.float32 not in made.kwargs.values() or not types_of(made)[0].shape
+    added = [node for node in other if node.name not in graph.by_name()]
+    assert {op_name(node) for node in added} <= {"aten._to_copy.default"}
+    learned: set[str] = set()
+    for node in graph:
+        if node.op == "placeholder":
+            learned |= {node.name} if node.meta["source"].kind == "parameter" else set()
+        elif any(operand.name in learned for operand in node.all_input_nodes):
+            learned.add(node.name)
+        made = other.node(node.name)
+        kinds = zip(types_of(node), types_of(made), strict=True)
+        if node.name in learned and node.op == "placeholder":
+            assert types_of(made) == (TensorType(node.meta["type"].shape, PRECISIONS[precision]),)
+        elif node.name not in learned:
+            assert types_of(made) == types_of(node)
+        assert all(new.dtype in (old.dtype, PRECISIONS[precision]) for old, new in kinds)
+    heavy = [n for n in other if op_name(n).startswith(("aten.linear", "aten.conv", "aten.scaled"))]
+    assert heavy
+    assert {types_of(x)[0].dtype for n in heavy for x in (n, *n.all_input_nodes) if types_of(x)[0].is_float} == {
+        PRECISIONS[precision]
+    }
     losses = [other.node(result.node) for result in other.results if result.kind == "loss"]
     assert [types_of(node)[0].dtype for node in losses] == [torch.float32]
-    assert all(value.dtype != torch.float32 or not value.dim() for value in other.constants.values())
+
+
+def test_what_is_made_of_inputs_and_buffers_alone_stays_float32():
+    """Angles of positions, targets, running statistics."""
+    llama = in_precision(capture(*ZOO["llama"](8, device="meta")), "bf16")
+    assert {types_of(n)[0].dtype for n in llama if op_name(n) in ("aten.cos.default", "aten.sin.default")} == {
+        torch.float32
+    }
+    convnet = in_precision(capture(*ZOO["convnet"](8, device="meta")), "bf16")
+    written = [types_of(convnet.node(r.node))[0] for r in convnet.results if r.kind == "buffer"]
+    assert torch.float32 in {kind.dtype for kind in written if kind.is_float}
+    assert torch.bfloat16 not in {kind.dtype for kind in written}
+    mlp = in_precision(capture(*ZOO["mlp"](8, device="meta")), "bf16")
+    loss = next(node for node in mlp if op_name(node) == "aten.mse_loss.default")
+    assert [operand.meta["type"].dtype for operand in loss.all_input_nodes] == [torch.float32] * 2
 
 
 def test_the_graph_keeps_its_fingerprint_at_every_extent(graph):
@@ -92,16 +120,14 @@ def test_a_model_of_16_bits_is_left_alone():
     assert len({one.prediction.step_s for one in found}) == 1
 
 
-def test_16_bits_by_precision_cost_what_a_model_of_16_bits_does():
-    half, x = wide(torch.bfloat16)
-    full, y = wide()
-    wishes = {"recompute": "none", "zero": 0, "strategy": "dp2,tp2", "microbatches": 2}
-    own = plan(half, H100, example_inputs=(x,), **wishes)
-    mixed = plan(full, H100, example_inputs=(y,), precision="bf16", **wishes)
-    assert mixed.prediction.step_s == pytest.approx(own.prediction.step_s, rel=1e-3)  # of scalars alone
-    mine, theirs = (one.prediction.stages[0].memory_bytes for one in (mixed, own))
+def test_16_bits_by_precision_cost_what_a_model_of_16_bits_does(graph):
+    """But for the sums of gradients, which are of 4 bytes."""
+    model, args, _ = ZOO["gpt"](16, device="meta")
+    own, mixed = planned(capture(model.bfloat16(), args)), planned(in_precision(graph, "bf16"))
+    mine, theirs = (one.prediction.stages[0] for one in (mixed, own))
+    assert mine.forward_s == pytest.approx(theirs.forward_s, rel=0.02)
     for cause in ("parameters", "optimizer", "activations", "inputs"):
-        assert mine[cause] == pytest.approx(theirs[cause], rel=1e-3), cause
+        assert mine.memory_bytes[cause] == pytest.approx(theirs.memory_bytes[cause], rel=0.02), cause
 
 
 # ---- plans
@@ -142,9 +168,9 @@ def test_a_document_is_repriced_in_its_precision(graph, tmp_path):
     assert str(loaded.why(weight, graph)) == str(mixed.why(weight, graph))
 
 
-def test_it_says_what_it_is_and_runs_nowhere_yet(graph):
+def test_it_says_what_it_is(graph):
     mixed = planned(in_precision(graph, "bf16"))
-    assert "precision bf16" in mixed.not_executable(graph)
+    assert mixed.not_executable(graph) == []
     text = mixed.explain(graph, width=200)
     assert "computed in bf16 with fp32 master weights" in text
     assert "precision bf16" in text
@@ -191,12 +217,6 @@ def test_a_front_may_mix_precisions():
 def test_unknown_precisions_are_refused(asked):
     with pytest.raises(ValueError, match="precision is one of model, bf16, fp16, auto, but got"):
         check_precision(asked)
-
-
-def test_executable_plans_have_the_models_own():
-    assert check_precision("model", executable=True) == ("model",)
-    with pytest.raises(ValueError, match="precision is model where plans are to be executable, but got 'auto'"):
-        check_precision("auto", executable=True)
 
 
 def test_the_command_takes_it(capsys):
