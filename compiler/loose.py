@@ -1,0 +1,82 @@
+"""Mesh axes over which replicas of the model may step by themselves: *loose* axes.
+
+Over such an axis every parameter and buffer is whole and every gradient partial: it is plain data parallelism, and but
+for the gradients nothing has to travel. What a program still sums over it are numbers that only the loss reads (the
+loss itself, or the sum and count behind a mean). A replica by itself takes p × its own share in their place, p the
+number of replicas: as if all of them had its samples. Its loss is then the mean over its own samples, and p × its share
+of a gradient is the gradient of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.fx
+
+from .plan import Stage
+from .program import ChunkProgram
+from .reshard import FREE, run_steps
+
+__all__ = ["loose_axes"]
+
+_NUMBERS = 2  # that a loss may be made of: a sum and a count
+
+
+def loose_axes(stage: Stage, programs: Sequence[ChunkProgram]) -> tuple[tuple[int, ...], str]:
+    """(the loose axes of a stage, why its other axes of more than one device are none: the first reason of each)."""
+    axes: list[int] = []
+    why: list[str] = []
+    for axis, size in enumerate(stage.mesh_shape):
+        if size > 1:
+            fault = next(_faults(stage, programs, axis), "")
+            if fault:
+                why.append(f"axis {axis}: {fault}")
+            else:
+                axes.append(axis)
+    return tuple(axes), "; ".join(why)
+
+
+def _faults(stage: Stage, programs: Sequence[ChunkProgram], axis: int) -> Iterator[str]:
+    for name, home in stage.homes.items():
+        for what, spec in (("lies", home.compute.value), ("is stored", home.stored), ("is updated", home.optimizer)):
+            if spec[axis].is_shard:
+                yield f"parameter {name!r} {what} as {spec[axis]}"
+    for program in programs:
+        for slot in program.slots:
+            value, back = slot.pair.value[axis], slot.pair.cotangent[axis]
+            if slot.kind == "parameter" and slot.requires_grad and not back.is_partial:
+                yield f"parameter {slot.name!r} has its gradient as {back}"
+            if slot.kind == "buffer" and (value.is_shard or value.is_partial):
+                yield f"buffer {slot.name!r} lies as {value}"
+        yield from _spoken(program, axis)
+
+
+def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
+    """What the program sends over the axis, numbers of the loss apart."""
+    reach = _reach(program)
+    for node in program.module.graph.nodes:
+        name = node.meta.get("tensor", node.name)
+        if axis in node.meta.get("over", ()):
+            yield f"op {name!r} needs the whole batch"
+        if node.target is not run_steps:
+            continue
+        for kind, at, *_ in (*node.args[1], *node.args[2]):
+            # a mask would leave to the first replica what all add
+            if at != axis or (kind in FREE and kind != "mask"):
+                continue
+            if kind != "all_reduce" or reach[node] != {"loss"} or node.meta["numel"] > _NUMBERS:
+                yield f"tensor {name!r} is resharded by {kind}"
+
+
+def _reach(program: ChunkProgram) -> dict[torch.fx.Node, set[str]]:
+    """Node → the kinds of exits that depend on it."""
+    found: dict[torch.fx.Node, set[str]] = {}
+    for node in reversed(program.module.graph.nodes):
+        kinds = found.setdefault(node, set())
+        if node.op == "output":
+            for exit, value in zip(program.exits, node.args[0], strict=True):
+                found.setdefault(value, set()).add(exit.kind)
+            continue
+        for operand in node.all_input_nodes:
+            found.setdefault(operand, set()).update(kinds)
+    return found
