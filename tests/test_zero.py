@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.footprint import stage_memory
 from meshwright.compiler.plan import Plan
+from meshwright.compiler.precision import in_precision
+from meshwright.compiler.prefetch import Ahead, Order
 from meshwright.compiler.residency import residencies
 from meshwright.compiler.spec import P, Pair, R
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
-from meshwright.runtime.groups import DistributedComm
+from meshwright.runtime.groups import Pending
 from meshwright.runtime.meter import live_bytes, storages_alive
 from test_parity import STEPS, case, chunks, fast_links, make_optimizer, single_device
 from zoo import ZOO
@@ -31,14 +34,15 @@ BATCH = 8
 
 
 def forced(
-    name: str, patterns: tuple[str, ...], strategy: str, m: int, cluster: Cluster | None = None, **options: Any
-) -> dict[str, Any]:
+    name: str, patterns: tuple[str, ...], strategy: str, m: int, cluster: Cluster | None = None,
+    precision: str = "model", schedule: str | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """A plan's document in which every parameter takes the first of ``patterns`` that its shape permits, in turn."""
     model, args, kwargs = case(name, **options)
-    graph = capture(model, args, kwargs)
+    graph = in_precision(capture(model, args, kwargs), precision)
     shape = parse_strategy(strategy)
     cluster = cluster or fast_links(shape.num_devices)
-    plan = make_plan(graph, cluster, BATCH, m, shape, None, "AdamW", alternatives=False)
+    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, "AdamW", alternatives=False)
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
     stages = []
     for stage in plan.stages:
@@ -116,6 +120,46 @@ def test_mixed_patterns_clipped_with_momentum(ranks):
         torch.testing.assert_close(results[0][2][key], value, rtol=1e-4, atol=2e-5, msg=lambda t, k=key: f"{k}: {t}")
 
 
+class Sent:
+    """A gather that notes when it starts and arrives."""
+
+    def __init__(self, log: list[str], number: int) -> None:
+        self.log, self.number = log, number
+        log.append(f"start {number}")
+
+    def wait(self) -> torch.Tensor:
+        self.log.append(f"wait {self.number}")
+        return torch.empty(0)
+
+
+def test_gathers_start_one_layer_ahead_from_the_second_pass_on():
+    order, passes = Order(), []
+    for _ in range(2):
+        log: list[str] = []
+        ahead = Ahead(order, partial(Sent, log))
+        for direction in ([0, 1, 2], [2, 0]):  # a layer may need no weight in the backward
+            for number in direction:
+                ahead.arrival(number).wait()
+                ahead.follow(number)
+                log.append(f"run {number}")
+            ahead.turn()
+        passes.append(" ".join(log))
+    assert passes[0] == " ".join(f"start {k} wait {k} run {k}" for k in (0, 1, 2, 2, 0))
+    assert passes[1] == (
+        "start 0 wait 0 start 1 run 0 wait 1 start 2 run 1 wait 2 run 2 start 2 wait 2 start 0 run 2 wait 0 run 0"
+    )
+
+
+def test_a_gather_that_nobody_asked_for_is_awaited():
+    order, log = Order({("forward", 0): 1}), []
+    ahead = Ahead(order, partial(Sent, log))
+    ahead.arrival(0).wait()
+    ahead.follow(0)
+    ahead.turn()
+    assert log == ["start 0", "wait 0", "start 1", "wait 1"]
+    assert not ahead.flying
+
+
 def accumulate_save_and_load(documents: list[dict[str, Any]], folder: str):
     """A step of two batches under one plan, saved, and two more steps under the other."""
     import meshwright as mw
@@ -178,16 +222,15 @@ def measure(document: dict[str, Any], name: str, options: dict[str, Any], late: 
 @contextmanager
 def patient() -> Iterator[None]:
     """A thread of Gloo may let go of a message late: wait for it after each collective of a program."""
+    original = Pending.wait
+
+    def slow(pending: Pending) -> torch.Tensor:
+        out = original(pending)
+        time.sleep(0.004)
+        return out
+
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("all_gather", "reduce_scatter"):
-            original = getattr(DistributedComm, kind)
-
-            def slow(*args: Any, original: Any = original) -> torch.Tensor:
-                out = original(*args)
-                time.sleep(0.004)
-                return out
-
-            patch.setattr(DistributedComm, kind, slow)
+        patch.setattr(Pending, "wait", slow)
         yield
 
 
@@ -216,7 +259,8 @@ def scheduled(schedule: str, level: int, recompute: str):
     )  # fmt: skip
     losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
     found = {home.pattern for stage in parallel.plan.stages for c in stage.chunks for home in c.parameters.values()}
-    return losses, parallel.full_state_dict(), found
+    counts = {f"{phase} {kind}": n / STEPS for (phase, kind), n in parallel.session.counts.items()}
+    return losses, parallel.full_state_dict(), found, counts
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -240,6 +284,8 @@ def test_other_schedules_and_frozen_weights(ranks, schedule, level, recompute):
         expected.append(sum(float(part.detach()) for part in parts))
     results = ranks.run(4, "test_zero:scheduled", schedule, level, recompute)
     assert f"zero{level}" in results[0][2]
+    for rank in results if level == 3 else ():  # a weight is gathered for a forward and at most once more, for I alone
+        assert 4 < rank[3]["backward all_gather"] <= rank[3]["forward all_gather"]
     for losses, *_ in results:
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
     for key, value in model.state_dict().items():
