@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -341,6 +342,33 @@ class AbstractComm:
         x = x.contiguous()
         came = torch.empty_like(x)
         return partial(_arrived, x, came)
+
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Underway:
+        """What leaves and what arrives. Gloo gathers into room of its own first."""
+        out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
+        return _Underway(out, [x] if self.native else [x, torch.empty_like(out)])
+
+    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Underway:
+        """What leaves, what arrives, and its sum."""
+        if self.native:
+            return _Underway(x.new_empty(x.shape[1]), [x])
+        return _Underway(torch.empty_like(x), [x], summed=True)
+
+
+@dataclass
+class _Underway:
+    """A collective on its way. held: until it is there."""
+
+    out: torch.Tensor
+    held: list[torch.Tensor]
+    summed: bool = False
+
+    def wait(self) -> torch.Tensor:
+        """What arrives."""
+        self.held.clear()
+        out = self.out
+        del self.out
+        return out[0] + out[1] if self.summed else out
 
 
 def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:

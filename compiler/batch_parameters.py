@@ -11,7 +11,7 @@ import numpy as np
 from .batch_pricing import BatchPricer
 from .graph import TensorType
 from .plan import BUCKET_BYTES
-from .residency import PATTERNS
+from .residency import PATTERNS, summed
 from .spec import P, Pair, R
 
 __all__ = ["ParameterChoice", "ParameterPrices", "parameter_prices"]
@@ -58,8 +58,7 @@ def parameter_prices(
     key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed))
     if key not in pricer.variants.cache:
         table = _Table(pricer, kind, trainable, requires_grad)
-        for k, pair in enumerate(pairs):
-            table.add(pair, offered[:, k], allowed)
+        table.add_all(pairs, offered, allowed)
         pricer.variants.cache[key] = table.prices()
     found: ParameterPrices = pricer.variants.cache[key]
     return found
@@ -68,7 +67,7 @@ def parameter_prices(
 class _Table:
     def __init__(self, pricer: BatchPricer, kind: TensorType, trainable: bool, requires_grad: bool) -> None:
         self.pricer, self.kind, self.trainable, self.requires_grad = pricer, kind, trainable, requires_grad
-        self.variants = pricer.variants
+        self.variants, self.sums = pricer.variants, pricer.gradient_type(kind)
         self.shapes = self.variants.shapes(kind)[self.variants.extent_of]
         self.elements = pricer.numel(kind)[:, None] / self.variants.divisor  # by mask
         self.columns: list[tuple[np.ndarray, ...]] = []
@@ -79,13 +78,25 @@ class _Table:
         offered, *rest = (np.stack(column, axis=1) for column in zip(*self.columns))
         return ParameterPrices(tuple(self.choices), offered, *rest)
 
-    def add(self, pair: Pair, offered: np.ndarray, allowed: Collection[str]) -> None:
-        """The residencies of one pair."""
-        nowhere = np.zeros(self.variants.num, dtype=np.int64)
-        self._one(pair, "replicated", offered, 0, nowhere)
+    def add_all(self, pairs: Sequence[Pair], offered: np.ndarray, allowed: Collection[str]) -> None:
+        """The residencies of all pairs; see ``residency.parameter_residencies``. offered: bool [num, pairs]."""
         wanted = [name for name in PATTERNS[1:] if name in allowed and (self.trainable or name == "zero3")]
-        if not wanted:
-            return
+        nowhere = np.zeros(self.variants.num, dtype=np.int64)
+        fits = {pair: self._fit(pair, offered[:, k]) for k, pair in enumerate(pairs)} if wanted else {}
+        for k, pair in enumerate(pairs):
+            left = offered[:, k]
+            if wanted and "replicated" not in allowed:
+                left = left & ~fits[pair][1]
+                if summed(pair) in fits:
+                    left &= ~fits[summed(pair)][1]
+            if left.any() or not wanted:
+                self._one(pair, "replicated", left, 0, nowhere)
+            shared, where, first = fits.get(pair, (0, nowhere, nowhere))
+            for name in wanted if where.any() else ():
+                self._one(pair, name, where, shared, first)
+
+    def _fit(self, pair: Pair, offered: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+        """The axes that cut a state further, where they can, and the dim that they cut there."""
         shared = sum(
             1 << axis
             for axis, (value, cotangent) in enumerate(zip(pair.value, pair.cotangent))
@@ -93,16 +104,13 @@ class _Table:
         )
         divisor = self.variants.whole_divisor[:, shared]
         taken = {placement.dim for placement in pair.value if placement.is_shard}
-        fits, first = np.zeros(self.variants.num, dtype=bool), nowhere.copy()
+        fits, first = np.zeros(self.variants.num, dtype=bool), np.zeros(self.variants.num, dtype=np.int64)
         for dim in range(self.shapes.shape[1]):
             if dim not in taken:
                 here = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
                 first[here] = dim
                 fits |= here
-        fits &= offered & (divisor > 1)
-        if fits.any():
-            for name in wanted:
-                self._one(pair, name, fits, shared, first)
+        return shared, fits & offered & (divisor > 1), first
 
     def _one(self, pair: Pair, pattern: str, offered: np.ndarray, shared: int, dim: np.ndarray) -> None:
         """One residency. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
@@ -111,6 +119,8 @@ class _Table:
         stored = part if pattern == "zero3" else whole
         kept = part if pattern in ("zero2", "zero3") else whole
         rates = self.pricer.parameter_rates(self.kind, self.requires_grad)
+        if pattern == "zero3" and self.requires_grad and self.sums != self.kind:  # programs gather the master
+            stored = np.zeros(self.variants.num)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
         gathered = whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
@@ -125,7 +135,7 @@ class _Table:
         """[num] each: (per microbatch in the forward, in the backward, of this to add gradients up; reduction and
         gathers per step, update)."""
         nothing = np.zeros(self.variants.num)
-        size = whole * self.kind.dtype.itemsize
+        size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
         gather = self._bucket("all_gather", shared, size) if pattern != "replicated" else nothing
         if not self.trainable:
             return gather, gather, nothing, nothing, nothing
@@ -134,8 +144,8 @@ class _Table:
         added = self._added(pair, shared if pattern in ("zero2", "zero3") else 0, dim)
         if pattern == "replicated":
             partial = sum(1 << axis for axis, placement in enumerate(pair.cotangent) if placement == P)
-            return nothing, added, added, self._bucket("all_reduce", partial, size), update
-        reduce = self._bucket("reduce_scatter", shared, size)
+            return nothing, added, added, self._bucket("all_reduce", partial, sums), update
+        reduce = self._bucket("reduce_scatter", shared, sums)
         if pattern == "zero1":
             return nothing, added, added, reduce + gather, update
         if pattern == "zero2":
@@ -152,7 +162,7 @@ class _Table:
             rows = np.arange(len(local))
             local[rows, dim] //= self.variants.whole_divisor[:, shared]
         m = self.variants.microbatches
-        return (m - 1) / m * self.pricer.sum_seconds(self.kind, local)
+        return (m - 1) / m * self.pricer.sum_seconds(self.sums, local)
 
     def _bucket(self, collective: str, mask: int, size: np.ndarray) -> np.ndarray:
         """Seconds of ``size`` whole bytes as a share of a full bucket."""
@@ -160,7 +170,7 @@ class _Table:
             return np.zeros_like(size)
         full = np.maximum(size, BUCKET_BYTES)
         if collective == "all_reduce":  # of gradients
-            tariff = self.pricer.gradients(mask, self.kind.dtype.itemsize)
+            tariff = self.pricer.gradients(mask, self.sums.dtype.itemsize)
         else:
             tariff = self.pricer.tariff(mask, collective)
         return tariff.seconds(full) * size / full

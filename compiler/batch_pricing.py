@@ -21,7 +21,7 @@ from ..costmodel.memory import parameter_bytes
 from .batch_messages import KINDS, Offers, Tariff, conversion_counts
 from .graph import TensorType, tensor_operands, types_of
 from .op_choices import OpChoices
-from .pricing import Facts, facts_of
+from .pricing import Facts, facts_of, gradient_type
 from .rules import MeshChoice, rule_for
 from .rules.base import times_sent
 from .signature import signature, sum_signature
@@ -308,17 +308,22 @@ class BatchPricer:
         if not trainable:
             return float(kind.dtype.itemsize), 0.0, 0.0
         half = kind.dtype.itemsize == 2
-        bill = parameter_bytes(1, kind.dtype, self.variants.optimizer, mixed_precision=half)
+        bill = parameter_bytes(1, kind.dtype, self.variants.optimizer, half, self.gradient_type(kind).dtype)
         return float(bill.parameter), float(bill.gradient), float(bill.optimizer_state)
+
+    def gradient_type(self, kind: TensorType) -> TensorType:
+        """The type in which gradients of a parameter are kept and summed."""
+        return gradient_type(kind, self.variants.graph.mixed)
 
     def update_seconds(self, kind: TensorType, elements: np.ndarray) -> np.ndarray:
         """[num, …] seconds to update ``elements`` of a trained parameter on each device."""
         parameter, gradient, state = self.parameter_rates(kind, True)
+        updated = gradient if self.variants.graph.mixed else parameter
         seconds = np.zeros_like(elements)
         for device, rows in self.devices:
             rate = device.optimizer_rate(self.variants.optimizer)
             if rate is not None:
-                own = rate.alpha_s + rate.beta_s_per_byte * parameter * elements[rows]
+                own = rate.alpha_s + rate.beta_s_per_byte * updated * elements[rows]
             else:
                 own = 2 * (parameter + gradient + state) * elements[rows] / device.memory_bytes_per_s
             seconds[rows] = np.where(elements[rows] > 0, own, 0.0)

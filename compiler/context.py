@@ -14,7 +14,26 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Comm", "Context", "current", "use"]
+__all__ = ["Arrival", "Comm", "Context", "GathersAhead", "Here", "current", "use"]
+
+
+class Arrival(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """Its result. To be asked for once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """A collective that is over when it starts."""
+
+    x: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Its result."""
+        return self.x
 
 
 class Comm(Protocol):
@@ -73,18 +92,44 @@ class Comm(Protocol):
         """
         ...
 
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Arrival:
+        """Begin to gather the rows ``x`` [n] of the joint ``axes``: [devices of the axes, n], row-major in their
+        coordinates. Until it is there nobody may write to ``x``."""
+        ...
+
+    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Arrival:
+        """Begin to sum ``x`` [devices of the joint ``axes``, n] over them: this device's row [n]. Until it is there
+        nobody may write to ``x``."""
+        ...
+
+
+class GathersAhead(Protocol):
+    """See ``prefetch.Ahead``."""
+
+    def arrival(self, number: int) -> Arrival:
+        """A gather that is asked for now."""
+        ...
+
+    def follow(self, number: int) -> None:
+        """It is there."""
+        ...
+
 
 @dataclass
 class Context:
     """Bound while a local program runs. Random ops are a function of (seed, step, microbatch, op, global index).
 
-    repeating: entered by a backward around what it runs once more."""
+    repeating: entered by a backward around what it runs once more; unscale: what gradients are multiplied with where
+    they become those of fp32 weights, one over the scale of the loss; ahead: who starts gathers of weights, if not
+    those who ask for them."""
 
     comm: Comm
     seed: int = 0
     step: int = 0
     microbatch: int = 0
+    unscale: float = 1.0
     repeating: Callable[[], AbstractContextManager[None]] = nullcontext
+    ahead: GathersAhead | None = None
 
 
 _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")

@@ -57,11 +57,11 @@ class Cut:
         front = [dim + sum((other, j) < (dim, k) for j, other in cuts) for k, dim in cuts]
         return x.movedim(front, list(range(len(front))))
 
-    def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of a small block of a coarse one of ``shape``."""
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the coarse block whose small blocks have ``shape``."""
         out = list(shape)
         for dim, size in zip(self.dims, self.sizes, strict=True):
-            out[dim] //= size
+            out[dim] *= size
         return tuple(out)
 
 

@@ -201,8 +201,7 @@ def wire_words(stage: Stage) -> str:
         text = " and ".join(names[axis] for axis in wire.axes)
         text += f" by {wire.algorithm}" if wire.algorithm != "backend" else ""
         text += f", compressed by {wire.compressor}" if wire.compressor != "none" else ""
-        plain = (wire.algorithm, wire.compressor) == ("backend", "none")
-        texts.append(text if plain else f"{text} ({bytes_text(wire.bytes)} each)")
+        texts.append(text if wire.is_plain else f"{text} ({bytes_text(wire.bytes)} each)")
     return "; ".join(texts)
 
 

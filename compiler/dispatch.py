@@ -47,26 +47,17 @@ class Move:
         return self.comm.all_to_all_uneven(rows, self.axis, self.received, self.sent)
 
 
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
-        ctx.move = move
-        return move.there(rows)
+class _Moved(torch.autograd.Function):
+    """Rows the one way, their gradients the other; ``way``: "there" or "back"."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.back(grads[0]), None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, move: Move) -> Tensor:
-        ctx.move = move
-        return move.back(rows)
+    def forward(ctx: Any, rows: Tensor, move: Move, way: str) -> Tensor:
+        ctx.home = move.there if way == "back" else move.back
+        return (move.there if way == "there" else move.back)(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.there(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.home(grads[0]), None, None
 
 
 def dispatch(
@@ -78,7 +69,7 @@ def dispatch(
     moves = []
     for axis in axes:
         move, sizes, counts = _move(current().comm, axis, sizes, counts)
-        rows = _There.apply(rows, move)
+        rows = _Moved.apply(rows, move, "there")
         moves.append(move)
     return rows, counts, moves
 
@@ -86,7 +77,7 @@ def dispatch(
 def brought_back(rows: Tensor, moves: Sequence[Move]) -> Tensor:
     """The rows in the order in which ``dispatch`` got them, on the devices that they came from."""
     for move in reversed(moves):
-        rows = _Back.apply(rows, move)
+        rows = _Moved.apply(rows, move, "back")
     return rows
 
 

@@ -33,6 +33,7 @@ import torch
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
+from .asynchronous import notes as asynchronous_notes
 from .constraints import by_layer, parse_constraints
 from .explore import corrected, explore
 from .fastest import alike
@@ -398,7 +399,7 @@ def _notes(search: Search, plan: Plan) -> list[str]:
     )
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
-    notes += [*precision_notes(plan), *lossy_notes(plan.stages)]
+    notes += [*precision_notes(plan), *lossy_notes(plan.stages), *asynchronous_notes(plan)]
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)

@@ -51,7 +51,7 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
         pinned = {}
         for node in graph.placeholders("parameter", "buffer"):
             source = node.meta["source"]
-            residency = next((c.parameters[source.name] for c in stage.chunks if source.name in c.parameters), None)
+            residency = stage.homes.get(source.name)
             whole = Pair((R,) * len(stage.mesh_shape), (R,) * len(stage.mesh_shape))
             kept = (
                 buffers.get(source.name, {}).get(index, whole)

@@ -2,8 +2,7 @@
 
 residency       parameters in specs of no pattern
 ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
-wire            algorithms other than the backend's own, compressors
-precision       any but the model's own
+schedule        an asynchronous one with what it cannot version (``asynchronous.faults``)
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .asynchronous import faults
 from .graph import Graph
 from .rules import pairs_choice
 
@@ -27,7 +27,7 @@ def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
     lines = list(_residency(plan))
     if graph is not None:
         lines += _labels(plan, graph)
-    return [*lines, *_wires(plan), *_precision(plan)]
+    return [*lines, *faults(plan)]
 
 
 def require_executable(plan: Plan, graph: Graph | None = None) -> None:
@@ -60,16 +60,3 @@ def _labels(plan: Plan, graph: Graph) -> Iterator[str]:
     shown = list(counts)[:4]
     if counts:
         yield f"ops without a program: {', '.join(shown)}" + (f" and {len(counts) - 4} more" if len(counts) > 4 else "")
-
-
-def _wires(plan: Plan) -> Iterator[str]:
-    wires = [wire for stage in plan.stages for wire in stage.wire]
-    for name in sorted({wire.algorithm for wire in wires} - {"backend"}):
-        yield f"gradients reduced by {name}"
-    for name in sorted({wire.compressor for wire in wires} - {"none"}):
-        yield f"gradients compressed by {name}"
-
-
-def _precision(plan: Plan) -> Iterator[str]:
-    if plan.precision != "model":
-        yield f"precision {plan.precision}"

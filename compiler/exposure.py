@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from ..costmodel.cluster import Cluster
 from .graph import Graph
-from .pricing import MeshPricer
+from .pricing import MeshPricer, gradient_type
 
 __all__ = ["lowered", "most_hidden_seconds", "overlap", "raised"]
 
@@ -45,7 +45,7 @@ def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iter
     sizes: Counter[int] = Counter()
     for node in graph.placeholders("parameter"):
         if node.meta["source"].requires_grad:  # of a shared weight several stages may hold a copy
-            sizes[node.meta["type"].nbytes] += 1 + len(node.meta["source"].aliases)
+            sizes[gradient_type(node.meta["type"], graph.mixed).nbytes] += 1 + len(node.meta["source"].aliases)
     worst = 0.0
     for shape in set(shapes):
         pricer = MeshPricer(cluster, 0, shape, optimizer)

@@ -155,7 +155,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequ
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
             parts.append(part)
             continue
-        pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication)
+        pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
         restriction = search.restriction(row.submesh.roles)
         part = assemble_stage(
             graph,

@@ -29,14 +29,18 @@ from torch import nn
 from ..costmodel.cluster import Cluster
 from ..costmodel.compute import writes_scores
 from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
+from .asynchronous import is_asynchronous, stashed
 from .buckets import gradient_buckets
+from .coded_room import coded_bytes, wiring
 from .context import Context, use
 from .cuts import Cut
-from .graph import Graph, op_name
+from .gathers import Gathers
+from .graph import Graph, TensorType, op_name
 from .layers import differentiable
 from .lower import lower
 from .pipeline_chunks import fewer
 from .plan import BUCKET_BYTES, Chunk, Plan, parameter_stages
+from .pricing import gradient_type
 from .program import Exit, Slot
 from .recompute import PlanLayers
 from .reduction_room import Block, ReductionRoom, gather_room
@@ -56,8 +60,9 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     one), by cause; their sum is the peak of live tensor storages, without the framework itself.
 
     Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
-    forwards keep for backwards), "temporary", "buffers" (of messages between stages and of tied weights), "inputs" (the
-    whole batch, as every rank passes it). Raises what the program raises if it cannot run on meta tensors.
+    forwards keep for backwards), "temporary", "buffers" (of messages between stages, of tied weights, and of codes with
+    what they still owe), "inputs" (the whole batch, as every rank passes it). Raises what the program raises if it
+    cannot run on meta tensors.
     """
     shared = _Shared(graph.with_batch(plan.microbatch_size), plan)
     return _memory([_Stage(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
@@ -157,7 +162,8 @@ class _Shared:
         sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
         modes = self.layers.recompute.modes[slice(*chunk.layers)]
-        return device.kind, writes_scores(device), here.mesh_shape, tuple(rows), tuple(sends), modes
+        machine = device.kind, writes_scores(device), here.mesh_shape, wiring(self.plan, here)
+        return machine, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
         """What a tensor is that the chunk does not make."""
@@ -194,7 +200,7 @@ class _Stage:
 
     def __init__(self, shared: _Shared, stage: int, place: int = 0) -> None:
         self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
-        here = self.plan.stages[stage]
+        self.here = here = self.plan.stages[stage]
         self.chunk = here.chunks[place]
         self.mesh = here.mesh_shape
         device = shared.cluster.device(here.devices[0])
@@ -218,23 +224,43 @@ class _Stage:
     def _bytes(self, slot: Slot) -> int:
         return _bytes(self._local(slot), slot)
 
+    def _is_gathered(self, slot: Slot) -> bool:
+        home = self.homes[slot.name]
+        return home.stored != home.compute.value
+
+    def _leaf_type(self, slot: Slot) -> TensorType:
+        """Type of what the stage stores of a slot: masters are what programs gather."""
+        own = slot.kind == "parameter" and slot.requires_grad and self._is_gathered(slot)
+        return gradient_type(slot.type, self.graph.mixed) if own else slot.type
+
+    def _sum_bytes(self, slot: Slot, spec: Spec | None = None) -> int:
+        """Bytes of a gradient as it is summed."""
+        return prod(self._local(slot, spec)) * gradient_type(slot.type, self.graph.mixed).dtype.itemsize
+
     def _local(self, slot: Slot, spec: Spec | None = None) -> tuple[int, ...]:
         return local_shape(slot.type.shape, slot.pair.value if spec is None else spec, self.mesh)
 
     def _flat(self) -> dict[str, int]:
         """The parameters whose gradients end in a flat bucket of several → their bytes."""
+        return {slot.name: self._sum_bytes(slot) for _, group in self._whole_sums() if len(group) > 1 for slot in group}
+
+    def _whole_sums(self) -> list[tuple[tuple[int, ...], list[Slot]]]:
+        """Axes and parameters of each bucket whose sums all devices need."""
         slots = [slot for slot in self.program.slots if slot.kind == "parameter"]
         keys: list[tuple[Any, int]] = []
         for slot in slots:
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and self.mesh[a] > 1)
-            axes = axes if self.homes[slot.name].optimizer == slot.pair.value else ()
-            keys.append(((axes, slot.type.dtype) if axes and slot.requires_grad else None, self._bytes(slot)))
+            apart = self.graph.mixed and not self._is_gathered(slot)
+            axes = axes if self.homes[slot.name].optimizer == slot.pair.value and not apart else ()
+            dtype = self._leaf_type(slot).dtype
+            keys.append(((axes, dtype) if axes and slot.requires_grad else None, self._sum_bytes(slot)))
         groups = gradient_buckets(keys, BUCKET_BYTES)
-        return {slots[i].name: keys[i][1] for group in groups if len(group) > 1 for i in group}
+        return [(keys[group[0]][0][0], [slots[i] for i in group]) for group in groups]
 
     @cached_property
     def blocks(self) -> list[Block | None]:
-        """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read."""
+        """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read, or the
+        master."""
         found: list[Block | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
@@ -242,18 +268,61 @@ class _Stage:
                 cut = Cut.between(slot.name, home.stored, home.optimizer, self.mesh)
                 often = home.reduce == "microbatch"
                 key = cut.axes, cut.sizes, often, slot.type.dtype, home.compute.cotangent
-                whole = not cut.axes or not slot.requires_grad or slot.node not in self.grad
-                shape = self._local(slot, home.stored)
-                found.append(None if whole else Block(slot.name, shape, slot.type.dtype, cut, key, often))
+                apart = cut.axes or (self.graph.mixed and not self._is_gathered(slot))
+                whole = not apart or not slot.requires_grad or slot.node not in self.grad
+                shape, sums = self._local(slot, home.stored), gradient_type(slot.type, self.graph.mixed).dtype
+                found.append(None if whole else Block(slot.name, shape, slot.type.dtype, sums, cut, key, often))
         return found
+
+    def coded(self) -> int:
+        """Bytes that the codes of gradients hold: residuals and buffers of a sum per bucket."""
+        sums = [(axes, [self._local(slot) for slot in group]) for axes, group in self._whole_sums()]
+        blocks = {block.name: block for block in self.blocks if block is not None}
+        slots = {slot.name: slot for slot in self.program.slots if slot.kind == "parameter"}
+        keys = [(None, 0) if b is None else (b.key, b.sum_bytes) for b in self.blocks]
+        names = [None if b is None else b.name for b in self.blocks]
+        for group in gradient_buckets(keys, BUCKET_BYTES):
+            members = [name for i in group if (name := names[i]) is not None]
+            cut, pair = blocks[members[0]].cut, self.homes[members[0]].compute
+            partial = {a for a, p in enumerate(pair.cotangent) if p.is_partial and self.mesh[a] > 1}
+            parts = [self._local(slots[name], self.homes[name].optimizer) for name in members]
+            sums.append((tuple(sorted({*cut.axes, *partial})), parts * cut.parts))
+        return coded_bytes(self.plan, self.here, sums)
 
     # ---- composition
 
     def memory(self, stage: int) -> Bytes:
         """Bytes by cause if this is the program of ``stage``."""
         run = self.measured
+        if is_asynchronous(self.plan):
+            return self._going_on(run, stage)
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
         return _worst(self.resident(), [*moments, *self.end()])
+
+    def _going_on(self, run: _Run, stage: int) -> Bytes:
+        """Bytes by cause in a pipeline that never drains: versions of the weights, which graphs in flight read, their
+        batches, of which each stage has a copy, and updates while microbatches are in flight."""
+        p, m = len(self.plan.stages), self.plan.microbatches
+        others, versions = p - 1 - stage, stashed(stage, p, m)
+        slots = self.program.slots
+        trained = (slot for slot in slots if slot.kind == "parameter" and slot.requires_grad)
+        resident = Counter({cause: int(size) for cause, size in self.resident().items()})
+        resident["parameters"] += versions * sum(map(self._bytes, trained))
+        if others:
+            resident["inputs"] += (versions + 1) * sum(self._whole(slot) for slot in slots if slot.kind == "input")
+        sent = self.outgoing * (others + 2)  # held until a forward proves that they have arrived
+        moments = [self._at(run, kind, others, self.incoming["B"] + sent) for kind in ("F", "F later")]
+        backwards = ("B first", "B", "B last") if m > 1 else ("B last",)
+        moments += [self._at(run, kind, others, self.incoming["F"] + sent) for kind in backwards]
+        ends = [Counter({c: int(size) for c, size in end.items()}) for end in self.end()]
+        for end in ends:
+            end.update({"activations": others * run.saved, "buffers": sent})
+        return _worst(resident, [*moments, *ends])
+
+    def _whole(self, slot: Slot) -> int:
+        """Bytes of an input of the whole batch."""
+        times = 1 if slot.batch_dim is None else self.plan.microbatches
+        return prod(slot.type.shape) * slot.type.dtype.itemsize * times
 
     @cached_property
     def measured(self) -> _Run:
@@ -320,10 +389,12 @@ class _Stage:
             if slot.kind == "buffer":
                 found["parameters"] += _bytes(self._local(slot), slot)
             if slot.kind == "parameter":
-                found["parameters"] += _bytes(self._local(slot, self.homes[slot.name].stored), slot)
+                leaf = prod(self._local(slot, self.homes[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
+                found["parameters"] += leaf
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
-                found["optimizer"] += self._update(slot)[0]
+                found["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
         found["gradients"] += sum(self.flat.values()) + sum(self._in_parts().values())
+        found["buffers"] += self.coded()
         found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
             return found
@@ -339,7 +410,7 @@ class _Stage:
     def end(self) -> list[Bytes]:
         """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
         grads = {
-            slot.name: _bytes(self._local(slot, self.homes[slot.name].gradient), slot)
+            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
@@ -347,7 +418,8 @@ class _Stage:
         loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
         tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
         arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
-        sums = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others and name in self.flat)
+        flat = {*self.flat, *(block.name for block in self.blocks if block is not None and not block.cut.axes)}
+        sums = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others and name in flat)
         gather = {"gradients": loose + tied, "buffers": arriving}
         temporary = [
             self._update(slot)[1]
@@ -371,7 +443,7 @@ class _Stage:
     def _in_parts(self) -> dict[str, int]:
         """Parameters whose gradients every microbatch reduces → the bytes that stay of them."""
         return {
-            slot.name: _bytes(self._local(slot, self.homes[slot.name].gradient), slot)
+            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
             and self.homes[slot.name].pattern == "zero2"
@@ -382,7 +454,7 @@ class _Stage:
         """Bytes of the gradients that stay after a backward, in no bucket."""
         counted = {**self.flat, **self._in_parts()}
         slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
-        return sum(self._bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
+        return sum(self._sum_bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
 
     # ---- one run of each kind of action
 
@@ -393,7 +465,7 @@ class _Stage:
         native = self.kind == "cuda"
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
-        template = self._template()
+        template, gathers = self._template(), Gathers(self.program.module.graph)
         room = ReductionRoom(self.blocks, tracker, native)
         alike = not self.flat and not room.messages  # without buckets all later backwards are
         count = min(self.plan.microbatches, 2 if alike else 3)
@@ -403,11 +475,13 @@ class _Stage:
                 self._hook(template[position], slot.name, tracker, room, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
         with use(Context(comm, repeating=tracker.repeating)), tracker:
-            for index in range(count):
-                last[0] = index == count - 1
+            for index in range(-bool(gathers.reads), count):  # one before, to learn in which order gathers come
+                last[0] = index in (-1, count - 1)
                 tracker.restart()
                 before = tracker.total
-                arguments, exits = self._forward(forward, template, batches, tracker)
+                arguments = self._arguments(template, batches, tracker)
+                with gathers.forward(arguments):
+                    exits = forward(*arguments)
                 run.saved = tracker.total - before
                 run.peaks["F later" if index else "F"] = _with_saved(tracker.peak, run.saved)
                 tracker.relabel_all("temporary", "activations")
@@ -416,12 +490,15 @@ class _Stage:
                 tracker.in_backward = True
                 self._backward(arguments, exits, tracker, comm)
                 tracker.in_backward = False
-                room.flush()
+                room.flush(last[0])
                 if last[0]:
                     room.finish()
                 kind = "B last" if last[0] else "B" if index else "B first"
                 run.peaks[kind] = dict(tracker.peak)
                 del arguments, exits
+                if index < 0:
+                    run.peaks.clear()
+                    _forget_gradients(template)
         run.peaks.setdefault("B first", run.peaks["B last"])
         run.peaks.setdefault("B", run.peaks["B last" if alike else "B first"])
         run.peaks.setdefault("F later", run.peaks["F"])
@@ -433,7 +510,7 @@ class _Stage:
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             if room.takes(name, last[0]):
-                room.fill(name)
+                room.fill(name, last[0])
                 parameter.grad = None
             elif stored_in_parts or (last[0] and name in self.flat):
                 parameter.grad = None  # copied into the bucket, or summed into the part, which is counted already
@@ -445,7 +522,7 @@ class _Stage:
     def _template(self) -> list[Any]:
         out: list[Any] = [None] * len(self.program.slots)
         for position, slot in enumerate(self.program.slots):
-            x = torch.empty(self._local(slot), dtype=slot.type.dtype, device="meta")
+            x = torch.empty(self._local(slot), dtype=self._leaf_type(slot).dtype, device="meta")
             if slot.kind == "parameter":
                 out[position] = nn.Parameter(x, requires_grad=slot.requires_grad)
             elif slot.kind in ("buffer", "constant"):
@@ -459,9 +536,7 @@ class _Stage:
             shape[slot.batch_dim] *= min(2, self.plan.microbatches)
         return torch.empty(shape, dtype=slot.type.dtype, device="meta")
 
-    def _forward(
-        self, forward: Any, template: list[Any], batches: Mapping[str, torch.Tensor], tracker: Tracker
-    ) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
+    def _arguments(self, template: list[Any], batches: Mapping[str, torch.Tensor], tracker: Tracker) -> list[Any]:
         arguments = template.copy()
         for position, slot in enumerate(self.program.slots):
             if slot.kind == "input":
@@ -472,7 +547,7 @@ class _Stage:
             elif slot.kind == "receive":
                 x = torch.empty(self._local(slot), dtype=slot.type.dtype, device="meta")
                 arguments[position] = x.requires_grad_() if slot.node in self.grad else x
-        return arguments, forward(*arguments)
+        return arguments
 
     def _backward(
         self, arguments: list[Any], exits: tuple[torch.Tensor, ...], tracker: Tracker, comm: AbstractComm
@@ -543,6 +618,12 @@ class _Together:
                 flying[k] += 1
             elif action.kind != "I":
                 flying[k], backwards[k] = flying[k] - 1, backwards[k] + 1
+
+
+def _forget_gradients(arguments: Sequence[Any]) -> None:
+    for leaf in arguments:
+        if isinstance(leaf, nn.Parameter):
+            leaf.grad = None
 
 
 def _with_saved(peak: Bytes, saved: int) -> Bytes:

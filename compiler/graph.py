@@ -151,6 +151,11 @@ class Graph:
             self._ops = [node for node in self if node.op == "call_function"]
         return list(self._ops)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether it is computed in 16 bits with fp32 master weights and sums of gradients (``precision``)."""
+        return self.precision != "model"
+
     def __len__(self) -> int:
         return sum(1 for _ in self)
 

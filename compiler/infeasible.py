@@ -145,7 +145,7 @@ def _causes(search: Search, miss: Miss) -> dict[str, float]:
     first, end, _, offset = miss.why.choice
     labels, _, _ = miss.row.composer.choices(miss.row.row, first, end)
     nodes = search.graph.by_name()
-    pricer = MeshPricer(search.cluster, offset, miss.row.submesh.shape, search.optimizer)
+    pricer = MeshPricer(search.cluster, offset, miss.row.submesh.shape, search.optimizer, mixed=search.graph.mixed)
     bill = dict.fromkeys(CAUSES.values(), 0.0)
     for name, text in labels.items():
         node = nodes[name]

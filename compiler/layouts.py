@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from . import local_ops
-from .context import Context, use
+from .context import Context, Here, use
 from .graph import Graph, op_name, types_of
 from .rules import rule_for
 
@@ -95,6 +96,14 @@ class OneDevice:
     def start_send(self, x: Tensor, axis: int, to: int, source: int) -> Callable[[], Tensor]:
         """What is sent comes back."""
         return x.contiguous().clone
+
+    def start_all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Here:
+        """``x`` repeated."""
+        return Here(x.expand(prod(map(self.size, axes)), -1).contiguous())
+
+    def start_reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Here:
+        """This device's row."""
+        return Here(x[0])
 
 
 # ---- layouts as values

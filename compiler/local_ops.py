@@ -13,7 +13,7 @@ cut; they are filled in by the rules' ``localize``, and the function then talks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -67,27 +67,45 @@ def _stream(*counters: int) -> int:
     return key
 
 
+def mask_key(op_index: int) -> int:
+    """The int64 that all masks of an op hash, in the bound microbatch."""
+    context = current()
+    return _signed(_stream(context.seed, context.step, context.microbatch, op_index))
+
+
+def mask_place(cuts: Cuts, comm: Comm) -> dict[int, tuple[int, int]]:
+    """Cut dim → (the block that this device holds, number of blocks)."""
+    place = {}
+    for dim in dict.fromkeys(dim for _, dim in cuts):
+        axes = [axis for axis, d in cuts if d == dim]
+        place[dim] = block_index(axes, comm), prod(comm.size(axis) for axis in axes)
+    return place
+
+
 def keep_mask(shape: Sequence[int], p: float, op_index: int, cuts: Cuts, device: torch.device) -> Tensor:
     """bool[shape], true with probability 1 - p (to within 2^-17): this device's part of the mask of the uncut tensor.
 
     Four neighbours along the last dim share a hash, 16 bits each. Blocks of the last dim may begin anywhere: the groups
     that they touch are hashed whole.
     """
-    context = current()
+    return keep_mask_at(shape, p, mask_key(op_index), mask_place(cuts, current().comm), device)
+
+
+def keep_mask_at(
+    shape: Sequence[int], p: float, key: int, place: Mapping[int, tuple[int, int]], device: torch.device
+) -> Tensor:
+    """``keep_mask`` by its key (``mask_key``) and place (``mask_place``)."""
     starts, whole = [0] * len(shape), list(shape)
-    for dim in {dim for _, dim in cuts}:
-        axes = [axis for axis, d in cuts if d == dim]
-        starts[dim] = block_index(axes, context.comm) * shape[dim]
-        whole[dim] = shape[dim] * prod(context.comm.size(axis) for axis in axes)
+    for dim, (index, count) in place.items():
+        starts[dim], whole[dim] = index * shape[dim], shape[dim] * count
     if not shape:
-        return keep_mask((1,), p, op_index, (), device)[0]
+        return keep_mask_at((1,), p, key, {}, device)[0]
     first, skipped = divmod(starts[-1], _PER_HASH)
     groups = -(-(starts[-1] + shape[-1]) // _PER_HASH) - first
     starts[-1], whole[-1] = first, -(-whole[-1] // _PER_HASH)
     counts = [*shape[:-1], groups]
     # the counter of every group, in units of the golden ratio, is a sum of one term per dim: only the last covers all
-    key = _stream(context.seed, context.step, context.microbatch, op_index)
-    x = torch.full((), _signed(key), dtype=torch.int64, device=device)
+    x = torch.full((), key, dtype=torch.int64, device=device)
     for dim, (start, count) in enumerate(zip(starts, counts)):
         stride = prod(whole[dim + 1 :])
         term = torch.arange(start, start + count, dtype=torch.int64, device=device).mul_(_signed(stride * _GOLDEN))
@@ -212,12 +230,13 @@ class _SyncBatchNorm(torch.autograd.Function):
         total, squares = _reduce(torch.stack([mean, var + mean * mean]) * local, axes, comm).unbind(0)
         mean = total / n
         var = squares / n - mean * mean
-        kind = x.dtype if weight is None else weight.dtype
+        kind = torch.promote_types(x.dtype, torch.float32)
         mean, biased, unbiased = mean.to(kind), var.to(kind), (var * (n / max(n - 1, 1))).to(kind)
         ctx.save_for_backward(x, weight, mean, biased)
         ctx.comm, ctx.axes, ctx.eps, ctx.n = comm, axes, eps, n
         ctx.mark_non_differentiable(mean, unbiased)
-        return F.batch_norm(x, mean, biased, weight, bias, False, 0.0, eps), mean, unbiased
+        scale, shift = (one if one is None else one.to(kind) for one in (weight, bias))
+        return F.batch_norm(x, mean, biased, scale, shift, False, 0.0, eps), mean, unbiased
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -229,7 +248,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         )
         all_xhat, all_one = _reduce(torch.stack([by_xhat, by_one]), ctx.axes, ctx.comm).div_(ctx.n).unbind(0)
         inverse = (var + ctx.eps).rsqrt()
-        gain = inverse if weight is None else inverse * weight
+        gain = inverse if weight is None else inverse * weight.to(inverse.dtype)
         # dx = gain * (dy - mean(dy) - xhat * mean(dy * xhat)); x is centred first, for its mean may dwarf its deviation
         shape = [1, -1] + [1] * (x.dim() - 2)
         slope = -gain * all_xhat * inverse
@@ -243,14 +262,15 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch_axes: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, var): ``x`` [N, C, ...] normalized per channel over all other dims, and the statistics [C] that running
-    averages take (var unbiased; neither has a gradient).
+    averages take (var unbiased; neither has a gradient; of at least fp32).
 
     With ``batch_axes`` the dims other than C are cut into equal blocks along these axes, and the statistics are those
     of the whole: one all-reduce of 2C doubles in the forward, one of 2C values in the backward.
     """
     if batch_axes:
         return _SyncBatchNorm.apply(x, weight, bias, eps, tuple(batch_axes))
-    kind = x.dtype if weight is None else weight.dtype
+    kind = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (one if one is None else one.to(kind) for one in (weight, bias))
     mean, var = torch.zeros(2, x.shape[1], dtype=kind, device=x.device).unbind(0)
     mean, var = mean.clone(), var.clone()
     # momentum 1 makes the fused op write the statistics of this batch, the variance unbiased, into the "running" ones

@@ -2,7 +2,8 @@
 
 One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
 conjugate, which is what the search priced. The program names mesh axes, not ranks: every device of a stage runs the
-same module. Its nodes say in ``meta`` which "tensor" of the graph they hold and in which "pair"; an op, its "operands".
+same module. Its nodes say in ``meta`` which "tensor" of the graph they hold and in which "pair"; an op, its "operands"
+and the mesh axes that it sends "over" by itself.
 Layers that the plan recomputes are named beside it (``ChunkProgram.segments``).
 """
 
@@ -68,6 +69,7 @@ def lower_chunk(
 class _Lowering:
     def __init__(self, graph: Graph, part: Chunk, mesh_shape: tuple[int, ...], layer_of: Mapping[str, int]) -> None:
         self.layer_of, self.gathered = layer_of, set[int]()  # layers whose weights are there
+        self.gathers = 0  # so far
         self.blocks: dict[str, tuple[Node, Slot]] = {}  # parameters of which slots have blocks
         self.graph, self.part, self.mesh = graph, part, mesh_shape
         self.nodes = graph.by_name()
@@ -150,19 +152,21 @@ class _Lowering:
             _, slot = self.blocks[name]
             cuts[name] = Cut.between(name, self.part.parameters[slot.name].compute.value, slot.pair.value, self.mesh)
             groups.setdefault((cuts[name].axes, slot.type.dtype, slot.requires_grad), []).append(name)
-        for (axes, _, trained), names in groups.items():
+        for (_, dtype, trained), names in groups.items():
             literal = tuple((cuts[name].axes, cuts[name].dims, cuts[name].sizes) for name in names)
-            made = self.out.call_function(gather_blocks, ([self.blocks[name][0] for name in names], literal))
+            blocks = [self.blocks[name][0] for name in names]
+            made = self.out.call_function(gather_blocks, (blocks, literal, self.gathers, dtype))
+            self.gathers += 1
             made.meta.update(tensor=names[0], layer=layer)
             for index, name in enumerate(names):
                 whole = self.out.call_function(operator.getitem, (made, index))
                 self._made(name, whole, self.part.parameters[self.blocks[name][1].name].compute)
                 whole.meta.update(layer=layer)
                 self.converted = {key: value for key, value in self.converted.items() if key[0] != name}
-            self.collectives["forward all_gather"] += len(axes)
-            self.collectives["backward all_gather"] += len(axes)
+            self.collectives["forward all_gather"] += 1
+            self.collectives["backward all_gather"] += 1
             if trained:
-                self.collectives["backward reduce_scatter"] += len(axes)
+                self.collectives["backward reduce_scatter"] += 1
 
     def _op(self, node: Node) -> None:
         self._gather(self.layer_of.get(node.name, 0))
@@ -181,10 +185,11 @@ class _Lowering:
         args = torch.fx.map_arg(args, lambda _: next(given))
         kwargs = torch.fx.map_arg(kwargs, lambda _: next(given))
         new = self.out.create_node("call_function", target, args, kwargs, name=node.name)
-        new.meta.update(tensor=node.name, operands=operands)
+        new.meta.update(tensor=node.name, operands=operands, over=set())
         for axis, message in choice.internal:
             if message.is_sent(node, self.grad):
                 self.collectives[f"{message.phase} {message.kind}"] += message.count
+                new.meta["over"].add(axis)
             assert self.mesh[axis] > 1
         if not isinstance(node.meta["type"], tuple):
             self._made(node.name, new, choice.outputs[0])
@@ -211,7 +216,7 @@ class _Lowering:
         if key not in self.converted:
             literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
             self.converted[key] = self.out.call_function(run_steps, (self.here[name], *literal))
-            self.converted[key].meta.update(tensor=name, pair=target)
+            self.converted[key].meta.update(tensor=name, pair=target, numel=self.nodes[name].meta["type"].numel)
             for phase, steps in (("forward", forward), ("backward", backward)):
                 for step in steps:
                     if step.kind not in FREE:

@@ -28,6 +28,7 @@ from math import inf
 
 import numpy as np
 
+from .asynchronous import PIPEDREAM
 from .chunk_bounds import chunk_bound
 from .exposure import lowered, raised
 from .pipeline_chunks import at_most, chunked, least_sums
@@ -75,7 +76,8 @@ def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
     """Which one to take: the fastest, or of those as good the one of the simplest family."""
     least = min(steps_s)
     near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE)]
-    return min(near, key=lambda index: (SCHEDULES.index(schedules[index]), steps_s[index]))
+    ranks = [*SCHEDULES, PIPEDREAM]
+    return min(near, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
 
 
 # ---- candidates
@@ -285,6 +287,8 @@ def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> 
     """A bound of one family that takes longer than ``family_bounds``."""
     tables = search.tables
     assert tables is not None
+    if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
+        return {name: 0.0}
     if name in CHUNKED:
         return {name: chunk_bound(floors, m, name, _chunks(search, name), at_most(m, tables.cuts), most)}
     return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}

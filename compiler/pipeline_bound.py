@@ -61,6 +61,7 @@ from math import ceil, inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
+from .asynchronous import PIPEDREAM
 from .pipeline_arcs import Rows, Search
 from .pipeline_prices import turn_lines
 from .pipeline_search import WIDER, Mode, gather, minimise, solved
@@ -246,6 +247,8 @@ def candidate_makespan(
 ) -> Makespan:
     """The figures of one pipeline. Lists have one entry per stage: pace_s all its actions of a microbatch, of which
     forward_s and input_s (backward of inputs) are parts; messages_s across the border behind it, there and back."""
+    if schedule == PIPEDREAM:
+        return _steady(m, pace_s, messages_s, step_s, in_flight)
     p, first_step = len(pace_s), step_s[0]
     split = schedule.startswith("zb")
     fills = [f + max(0.0, i - (t - f - i)) if split else t for t, f, i in zip(pace_s, forward_s, input_s)]
@@ -270,3 +273,16 @@ def candidate_makespan(
         floor = max(floor, longest + sum(messages) + first_step)
     latency = sum(fills) + sum(messages) + max(m * t - fill for t, fill in zip(pace_s, fills))
     return Makespan(path + first_step, latency + first_step, floor)
+
+
+def _steady(
+    m: int, pace_s: Sequence[float], messages_s: Sequence[float], step_s: Sequence[float], in_flight: Sequence[int]
+) -> Makespan:
+    """A step of a pipeline that never drains: its slowest stage, or its slowest way there and back, on which there are
+    as many microbatches as the stage where it begins may have in flight."""
+    work = max(m * t + once for t, once in zip(pace_s, step_s))
+    around, turn = 0.0, 0.0
+    for t, x, q in reversed(list(zip(pace_s, [*messages_s[: len(pace_s) - 1], 0.0], in_flight))):
+        around += t + x
+        turn = max(turn, m * around / q)
+    return Makespan(work, work, max(work, turn))

@@ -6,9 +6,10 @@ pipeline repeats itself, and the rest takes as long per microbatch as the last p
 
 from __future__ import annotations
 
+from .asynchronous import PIPEDREAM
 from .pipeline_table import Pipeline, PipelineTable, StageChoice
 from .schedule import generate, virtual_order
-from .simulate import simulate
+from .simulate import simulate, steady
 
 __all__ = ["clock_seconds"]
 
@@ -42,6 +43,9 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
         if home[k] == home[k + 1]:
             ahead[k, k + 1] = back[k, k + 1] = 0.0
     step = [sum(float(table.step_s[one]) for one, s in zip(at, home) if s == stage) for stage in range(p)]
+
+    if schedule == PIPEDREAM:
+        return steady(m, forward, [t - f for t, f in zip(pace, forward)], ahead, step, back).makespan_s
 
     def played(count: int) -> float:
         return simulate(

@@ -28,6 +28,9 @@ by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
 the pipeline at c has slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b]
 takes at least V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
 
+A pipeline that never drains (``asynchronous``) has no fill: its W is the slowest stage's m t_k + σ_k, by which it is
+ranked, and its estimate is no less than its slowest way there and back, by the microbatches in flight on it.
+
 Infeasible. The same recurrence on bytes over the limit, as heads, finds the pipeline that misses by least.
 """
 
@@ -39,6 +42,7 @@ from math import inf, isfinite
 
 import numpy as np
 
+from .asynchronous import PIPEDREAM
 from .pipeline_arcs import Rows, Search
 from .pipeline_bound import TRIALS, LowerBound, candidate_makespan
 from .pipeline_prices import Prices
@@ -80,7 +84,8 @@ def solve(
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
     lower = LowerBound(table, m, schedule, of, constraints)
-    bound = lower.seconds(most, 0) if isfinite(most) else 0.0
+    draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
+    bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
     if bound >= most:
         return Infeasible(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
@@ -89,7 +94,7 @@ def solve(
     else:
         pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
     upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
-    if trials or not isfinite(most):
+    if draining and (trials or not isfinite(most)):
         bound = max(bound, lower.seconds(upper, trials))
     if pipelines:
         return Solution(tuple(pipelines), least, bound, complete)
@@ -115,7 +120,7 @@ def _by_estimate(
     shapes = [table.options[option].shape for option in rows.option]
     search = Search(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
-        turns=prices.turns, parts=prices.parts,
+        turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
     found = minimise(search, of, keep=slack, most=most)
     least = inf if found is None else found.best
@@ -131,8 +136,8 @@ def _by_estimate(
 
 def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[float, Pipeline]:
     pipeline = describe_pipeline(table, prices.m, prices.schedule, stages)
-    split = prices.schedule.startswith("zb")
-    return pipeline.path_s if split else pipeline.estimate_s, pipeline
+    by_path = prices.schedule.startswith("zb") or prices.schedule == PIPEDREAM
+    return pipeline.path_s if by_path else pipeline.estimate_s, pipeline
 
 
 def _by_path(

@@ -12,6 +12,7 @@ from math import ceil, inf
 import numpy as np
 from numpy.typing import NDArray
 
+from .asynchronous import PIPEDREAM
 from .pipeline_arcs import Rows
 from .pipeline_table import Floats, Ints, PipelineTable
 
@@ -58,6 +59,8 @@ class Prices:
         self.rows, self.m, self.schedule = rows, m, schedule
         self._way = through, fill - once, np.broadcast_to(once, fill.shape)
         self._path = m * self.pace + once, fill
+        if schedule == PIPEDREAM:  # no fill: the slowest stage is all
+            self._path = m * self.pace + rows.packed(table.step_s), np.zeros_like(fill)
         self._latency = m * self.pace - through, fill
         self.base, self.saved = rows.packed(table.resident) + rows.packed(table.transient), rows.packed(table.saved)
         self.limit = np.broadcast_to(rows.limit[:, None], self.base.shape)

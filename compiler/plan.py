@@ -24,6 +24,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +180,16 @@ class Wire:
     compressor: str = "none"
     bytes: float = 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the library does it by itself, exactly."""
+        return (self.algorithm, self.compressor) == ("backend", "none")
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether only what goes between hosts is coded."""
+        return self.algorithm == "hierarchical" and self.compressor != "none"
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -188,6 +200,11 @@ class Stage:
     mesh_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     wire: tuple[Wire, ...] = ()
+
+    @cached_property
+    def homes(self) -> dict[str, Residency]:
+        """Parameter → how the stage keeps it: as the first of its chunks that reads it."""
+        return {name: home for chunk in reversed(self.chunks) for name, home in chunk.parameters.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -314,6 +331,12 @@ class Plan:
     def chunks_asked(self) -> int | None:
         """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
         return self.num_chunks if self.num_chunks > 1 else None
+
+    def host_of(self, device: int) -> int:
+        """Position of the host that this device is in."""
+        alike = [(int(host.get("count", 1)), int(host["num_devices"])) for host in self.cluster["hosts"]]
+        ends = accumulate(size for count, size in alike for _ in range(count))
+        return next(index for index, end in enumerate(ends) if device < end)
 
     def stage_of(self, device: int) -> int | None:
         """The stage that runs on this device (or rank); None if it is idle."""

@@ -19,7 +19,7 @@ from ..costmodel.collectives import mesh_prices, p2p_seconds
 from .assemble import Assembled
 from .graph import Graph, TensorType
 from .plan import Stage, StagePrediction, Transfer, Wire, parameter_stages
-from .pricing import MeshPricer
+from .pricing import MeshPricer, gradient_type
 from .simulate import simulate_stages
 from .spec import Spec, local_shape, without_partials
 
@@ -221,13 +221,14 @@ def _tied(
         pricer = MeshPricer(cluster, stages[owner].devices[0], stages[owner].mesh_shape, optimizer)
         for other in others:
             away = (stages[other], _spec(stages[other], source.name))
-            up, down = _message(cluster, kind, away, home), _message(cluster, kind, home, away)
+            sums = gradient_type(kind, graph.mixed)
+            up, down = _message(cluster, sums, away, home), _message(cluster, kind, home, away)
             there = MeshPricer(cluster, stages[other].devices[0], stages[other].mesh_shape, optimizer)
             copy_s = 2 * there.local_bytes(kind, away[1]) / there.device.memory_bytes_per_s
-            once[owner]["tied"] += up + pricer.add_seconds(kind, home[1]) + down
+            once[owner]["tied"] += up + pricer.add_seconds(sums, home[1]) + down
             once[other]["tied"] += up + down + copy_s
     return once
 
 
 def _spec(stage: Stage, name: str) -> Spec:
-    return next(chunk.parameters[name].compute.value for chunk in stage.chunks if name in chunk.parameters)
+    return stage.homes[name].compute.value

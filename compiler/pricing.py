@@ -7,6 +7,7 @@ tensor with n consumers gets n cotangents, which are added: each consumer pays f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -26,7 +27,7 @@ from .signature import signature, sum_signature
 from .spec import P, Pair, Spec, local_shape
 from .wires import EXACT, Communication, Way, offered_ways
 
-__all__ = ["Facts", "MeshPricer", "OpPrice", "facts_of", "partial_axes"]
+__all__ = ["Facts", "MeshPricer", "OpPrice", "facts_of", "gradient_type", "partial_axes"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ def nbytes(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> float:
 
 @dataclass
 class MeshPricer:
-    """Prices on the submesh of ``cluster`` that starts at ``offset`` and has ``mesh_shape``."""
+    """Prices on the submesh of ``cluster`` that starts at ``offset`` and has ``mesh_shape``. mixed: whether parameters
+    of 16 bits have master weights in fp32 and sums of gradients too (``precision``); states are fp32 in any case."""
 
     cluster: Cluster
     offset: int
     mesh_shape: tuple[int, ...]
     optimizer: str = "AdamW"
     communication: Communication = EXACT  # how gradients may travel
+    mixed: bool = False
     ways: dict[tuple[tuple[int, ...], int], tuple[Way, ...]] = field(default_factory=dict, repr=False)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _known: dict[Node, Facts] = field(default_factory=dict)
@@ -240,7 +243,8 @@ class MeshPricer:
         if not trainable:
             return {"parameters": elements * kind.dtype.itemsize, "gradients": 0.0, "optimizer": 0.0}
         half = kind.dtype.itemsize == 2
-        bill = parameter_bytes(elements, kind.dtype, self.optimizer, mixed_precision=half)
+        summed = gradient_type(kind, self.mixed).dtype
+        bill = parameter_bytes(elements, kind.dtype, self.optimizer, half, summed)
         return {"parameters": bill.parameter, "gradients": bill.gradient, "optimizer": bill.optimizer_state}
 
     def joint(self, axes: Sequence[int], algorithm: str = "backend") -> AxisPrice | None:
@@ -257,6 +261,23 @@ class MeshPricer:
                 found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
             self._joint[key] = found
         return self._joint[key]
+
+    def levels(self, axes: Sequence[int]) -> tuple[AxisPrice, AxisPrice] | None:
+        """Prices inside of hosts and between them, in the groups that several axes form together; None where these do
+        not lie alike on several hosts."""
+        if self.joint(axes) is None:
+            return None
+        first, last = axes[0], axes[-1]
+        size = prod(self.mesh_shape[axis] for axis in axes)
+        shape = (*self.mesh_shape[:first], size, *self.mesh_shape[last + 1 :])
+        members = set[int]()
+        for group in Mesh.of(self.cluster, self.offset, shape).groups(first):
+            members |= set(Counter(self.cluster.host_of(device) for device in group).values())
+        if len(members) > 1 or not 1 < (inside := members.pop()) < size:
+            return None
+        split = (*shape[:first], size // inside, inside, *shape[first + 1 :])
+        prices = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, split))
+        return prices[first + 1], prices[first]
 
     def reduce_seconds(self, size: float, axes: Sequence[int]) -> float:
         """Seconds to sum ``size`` bytes over the groups that these axes form together."""
@@ -276,6 +297,7 @@ class MeshPricer:
         axes = partial_axes(pair, self.mesh_shape)
         if not axes:
             return 0.0
+        kind = gradient_type(kind, self.mixed)
         size = self.local_bytes(kind, pair.value)
         full = max(size, BUCKET_BYTES)
         if self.communication != EXACT and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
@@ -285,7 +307,8 @@ class MeshPricer:
     def accumulate_seconds(self, kind: TensorType, pair: Pair, microbatches: int) -> float:
         """Seconds per step to add the gradients of all microbatches but the first, which becomes the sum's first
         addend."""
-        return (microbatches - 1) * self.add_seconds(kind, pair.value) if microbatches > 1 else 0.0
+        added = gradient_type(kind, self.mixed)
+        return (microbatches - 1) * self.add_seconds(added, pair.value) if microbatches > 1 else 0.0
 
     def optimizer_seconds(self, memory: dict[str, float]) -> float:
         """Seconds per step to update a parameter: the optimizer's measured rate, else memory traffic over parameter,
@@ -294,7 +317,7 @@ class MeshPricer:
             return 0.0
         rate = self.device.optimizer_rate(self.optimizer)
         if rate is not None:
-            return rate.alpha_s + rate.beta_s_per_byte * memory["parameters"]
+            return rate.alpha_s + rate.beta_s_per_byte * (memory["gradients"] if self.mixed else memory["parameters"])
         traffic = 2 * memory["parameters"] + 2 * memory["gradients"] + 2 * memory["optimizer"]
         return traffic / self.device.memory_bytes_per_s
 
@@ -304,6 +327,11 @@ def _slowest(cluster: Cluster, mesh: Mesh) -> Device:
     hosts = range(cluster.host_of(mesh.devices[0]), cluster.host_of(mesh.devices[-1]) + 1)
     devices = dict.fromkeys(cluster.hosts[host].device for host in hosts)
     return min(devices, key=lambda device: (device.peak("bfloat16"), device.memory_bytes_per_s))
+
+
+def gradient_type(kind: TensorType, mixed: bool) -> TensorType:
+    """The type in which gradients of a parameter are kept and summed: fp32 under mixed precision."""
+    return TensorType(kind.shape, torch.float32) if mixed and kind.is_float and kind.dtype.itemsize == 2 else kind
 
 
 def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:

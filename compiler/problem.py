@@ -27,7 +27,7 @@ from .recompute import NOTHING, Recompute
 from .residency import (
     accumulate_seconds,
     gathered_bytes,
-    residencies,
+    parameter_residencies,
     residency_bytes,
     residency_seconds,
     residency_text,
@@ -49,10 +49,10 @@ class Restriction:
 
     pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
     parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
-    residencies: patterns of ``residency.PATTERNS`` that a parameter may take; "replicated" it always may, and what it
-    is pinned to. replicated: parameter nodes that are whole on every device. split: op node → labels each of which some
-    axis must carry; where none can, the op is impossible. modes: class of a layer → the recompute modes that its layers
-    may take, where these are not all that the search has.
+    residencies: patterns of ``residency.PATTERNS`` that a parameter may take if it is not pinned; "replicated" it may
+    where it can take none of them. replicated: parameter nodes that are whole on every device. split: op node → labels
+    each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the recompute
+    modes that its layers may take, where these are not all that the search has.
     """
 
     roles: tuple[str | None, ...] = ()
@@ -416,7 +416,7 @@ class _Builder:
         """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
         kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
         allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
-        choices = [r for pair in pairs for _, r in residencies(kind, pair, self.mesh, trainable, allowed)]
+        choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         for i, residency in enumerate(choices):
             bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)

@@ -18,7 +18,8 @@ what is cut, and the frequency of the reduction which of zero1 and zero2 it is (
 
 Collectives run in the groups that A forms together and cost their share of a full bucket, as gradients do
 (``MeshPricer.gradient_seconds``). Gradients of later microbatches are added where the gradient is kept
-(``accumulate_seconds``).
+(``accumulate_seconds``). Under mixed precision gradients are kept and summed in fp32, and so is the n/d of a value in
+"zero3", which is the master.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from math import prod
 
 from .graph import TensorType
 from .plan import BUCKET_BYTES, Residency
-from .pricing import MeshPricer, partial_axes
-from .spec import Pair, R, S, Spec, without_partials
+from .pricing import MeshPricer, gradient_type, partial_axes
+from .spec import P, Pair, R, S, Spec, without_partials
 
 __all__ = [
     "PATTERNS",
     "ResidencyPrice",
     "accumulate_seconds",
     "gathered_bytes",
+    "parameter_residencies",
     "pattern_of",
     "residencies",
     "residency_bytes",
     "residency_seconds",
     "residency_text",
+    "summed",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -79,20 +82,38 @@ def residencies(
     trainable: bool,
     allowed: Collection[str] = PATTERNS,
 ) -> tuple[tuple[str, Residency], ...]:
-    """The residencies of a parameter that is computed with in ``pair``, by pattern: "replicated" first, whatever is
-    allowed, then those of ``allowed`` that its shape permits."""
+    """The residencies of a parameter that is computed with in ``pair``, by pattern: those of ``allowed`` that its shape
+    permits, in the order of ``PATTERNS``; "replicated" if there is none."""
     reduced = without_partials(pair.cotangent)
-    found = [("replicated", Residency(pair, pair.value, reduced, pair.value))]
+    replicated = "replicated", Residency(pair, pair.value, reduced, pair.value)
     wanted = [name for name in PATTERNS[1:] if name in allowed and (trainable or name == "zero3")]
     cut = _cut_further(kind, pair, mesh_shape, trainable) if wanted else None
     if cut is None:
-        return tuple(found)
+        return (replicated,)
+    found = [replicated] if "replicated" in allowed else []
     for name in wanted:
         stored = cut if name == "zero3" else pair.value
         gather = "microbatch" if name == "zero3" else "step"
         reduce = "microbatch" if name in ("zero2", "zero3") and trainable else "step"
         found.append((name, Residency(pair, stored, cut, cut, gather, reduce)))
     return tuple(found)
+
+
+def parameter_residencies(
+    kind: TensorType, pairs: Sequence[Pair], mesh_shape: Sequence[int], trainable: bool, allowed: Collection[str]
+) -> list[Residency]:
+    """The residencies of a parameter that may be computed with in each of ``pairs``. Where "replicated" is not allowed
+    no pair serves to evade what is: one that has nothing else is left out if its ``summed`` pair has."""
+    by_pair = {pair: residencies(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
+    stays = {pair for pair, found in by_pair.items() if found[0][0] == "replicated"}
+    if "replicated" not in allowed:
+        stays = {pair for pair in stays if summed(pair) not in by_pair or summed(pair) in stays}
+    return [r for pair, found in by_pair.items() if pair in stays or found[0][0] != "replicated" for _, r in found]
+
+
+def summed(pair: Pair) -> Pair:
+    """The pair of the same value whose gradient is a sum wherever the value is whole."""
+    return Pair(pair.value, tuple(P if v == R else c for v, c in zip(pair.value, pair.cotangent)))
 
 
 def _cut_further(kind: TensorType, pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> Spec | None:
@@ -134,6 +155,7 @@ def residency_seconds(
     apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step."""
     assert microbatches >= 1, microbatches
     size = pricer.local_bytes(kind, residency.compute.value)
+    sums = pricer.local_bytes(gradient_type(kind, pricer.mixed), residency.compute.value)
     axes, each = residency.scattered_axes, residency.gather == "microbatch"
     gather = _full_bucket(pricer, "all_gather", axes, size)
     if not trainable:
@@ -141,7 +163,7 @@ def residency_seconds(
     update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
     if not axes:
         return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
-    reduce = _full_bucket(pricer, "reduce_scatter", axes, size)
+    reduce = _full_bucket(pricer, "reduce_scatter", axes, sums)
     often = residency.reduce == "microbatch"
     return ResidencyPrice(
         reduce_microbatch_s=reduce if often else 0.0,
@@ -188,7 +210,12 @@ def residency_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, 
         return bill
     state = pricer.parameter_memory(kind, residency.optimizer, True)
     gradient = pricer.parameter_memory(kind, _gradient_spec(residency), True)
-    return {**bill, "gradients": gradient["gradients"], "optimizer": state["optimizer"]}
+    bill = {**bill, "gradients": gradient["gradients"], "optimizer": state["optimizer"]}
+    if residency.stored != residency.compute.value and gradient_type(kind, pricer.mixed) != kind:
+        # programs gather the master: there is no other value
+        master = pricer.local_bytes(gradient_type(kind, True), residency.stored)
+        bill |= {"parameters": master, "optimizer": bill["optimizer"] - master}
+    return bill
 
 
 def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency) -> float:

@@ -9,9 +9,11 @@ forward, backward of inputs and backward of weights (a chunk takes 1/v of each),
     interleaved  m (f+i+w) + (p−1)(f+i+w)/v         (p−1)/(v m)                (2(p−s−1) + (v−1) g + 1)/v on stage s
     zb-h1        m (f+i+w) + (p−1)(f+i−w)           (p−1)/(3 m)                p
     zb-v         m (f+i+w) + (p−1) f/2              (p−1)/(6 m)                p
+    pipedream    m (f+i+w), steady                  0                          p − s on stage s, also if m is less
 
-The last two need f = i = w to be exact in the order in which they are made here. What is idle under zb-v is the way of
-the first microbatch to the last stage alone: from m = 2p − 1 on no stage idles between its first and its last action.
+The zero-bubble ones need f = i = w to be exact in the order in which they are made here. What is idle under zb-v is the
+way of the first microbatch to the last stage alone: from m = 2p − 1 on no stage idles between its first and its last
+action.
 
 - *GPipe* (Huang et al. 2019): all forwards, then all backwards.
 - *1F1B* (PipeDream, Narayanan et al. 2019, with a flush): a backward as early as it can be.
@@ -21,6 +23,8 @@ the first microbatch to the last stage alone: from m = 2p − 1 on no stage idle
   for multiples of p the same schedule, and for every m ≥ p the same bubble.
 - *ZB-H1* (Qi et al. 2023): the backward is split. I goes on to the stage before, W waits for nobody: stage s puts off
   s of them, which lets it answer sooner and fills the end, until it holds p microbatches as stage 0 does anyway.
+- *PipeDream* (Harlap et al. 2018): 1F1B that goes on across the borders of steps (``asynchronous``). Made here are its
+  actions from one flush to the next, those of 1F1B; as it goes on nothing idles, and stage s holds p − s whatever m is.
 - *ZB-V* (Qi et al. 2024): two chunks per stage that lie in a V, so that the loss is on stage 0, whose backward can
   begin early; W fills what is left.
 """
@@ -28,11 +32,12 @@ the first microbatch to the last stage alone: from m = 2p − 1 on no stage idle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain as chained
 
 from .actions import Action, Place, Schedule, placed
+from .asynchronous import PIPEDREAM
 
 __all__ = [
     "generate",
@@ -225,6 +230,7 @@ _FAMILIES = {
     ),
     "zb-h1": _Family(lambda p, m, v: zb_h1(p, m), lambda s, p, m, v: min(m, p)),
     "zb-v": _Family(lambda p, m, v: zb_v(p, m), lambda s, p, m, v: 2 * min(m, p), 2, placement="vee"),
+    PIPEDREAM: _Family(lambda p, m, v: replace(one_f_one_b(p, m), name=PIPEDREAM), lambda s, p, m, v: p - s),
 }
 
 
@@ -269,7 +275,8 @@ def in_flight_formula(name: str, stage: int, num_stages: int, num_microbatches: 
     """``in_flight(generate(name, p, m, chunks))[stage]`` without generating: chunks of microbatches held at most.
 
     For "gpipe", "1f1b" and "interleaved" it depends on the stage only through p − stage (and, interleaved, on p through
-    the size of a group); "zb-h1" and "zb-v" hold the same on all stages, by p.
+    the size of a group); "zb-h1" and "zb-v" hold the same on all stages, by p. "pipedream" never drains: what it holds
+    is that of m ≥ p.
     """
     assert 0 <= stage < num_stages, (stage, num_stages)
     family, chunks = _family(name, chunks)

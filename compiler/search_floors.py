@@ -293,7 +293,7 @@ class SearchFloors:
     def _copies(self) -> np.ndarray:
         """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
         search, found = self.search, np.zeros(self._shape)
-        pricer = MeshPricer(search.cluster, 0, (), search.optimizer)
+        pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
         first, end = np.indices(self._shape)
         for node, layers in search.layering.shared_weights(search.graph):
             trained = node.meta["source"].requires_grad

@@ -19,14 +19,16 @@ from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
 
+from .asynchronous import PIPEDREAM
 from .schedule import Action, Edge, Schedule, ScheduleError, chain, checked_edges, generate
 
 if TYPE_CHECKING:
     from .plan import Plan, Stage, StagePrediction, Transfer
 
-__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan", "simulate_stages", "weight_seconds"]
+__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_plan", "simulate_stages", "steady", "weight_seconds"]
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
+_STRETCH = (6, 8)  # microbatches per stage of the two pipelines whose difference is what the others add
 _IDLE, _END, _ELSEWHERE = "·", "=", " "  # nothing to do, end-of-step work, busy with another chunk
 
 
@@ -188,6 +190,37 @@ def _clock(
     return starts, ends
 
 
+def steady(
+    microbatches: int,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfers_s: Mapping[Edge, float],
+    end_of_step_s: Sequence[float],
+    backward_transfers_s: Mapping[Edge, float],
+) -> Simulation:
+    """One step of 1F1B that has gone on for long and goes on: a stretch of a long pipeline, as long as m more
+    microbatches take. A stage's end-of-step work is spread over its backwards. Actions at the ends are cut."""
+    p, m = len(forward_s), microbatches
+    backward = [b + once / m for b, once in zip(backward_s, end_of_step_s)]
+    first, last = (generate(PIPEDREAM, p, count * p) for count in _STRETCH)
+    runs = [
+        simulate(one, forward_s, backward, transfers_s or None, None, backward_transfers_s or None)
+        for one in (first, last)
+    ]
+    step_s = (runs[1].makespan_s - runs[0].makespan_s) / (last.num_microbatches - first.num_microbatches) * m
+    begin_s = next(start for start, _, action in runs[1].timeline[0] if action.microbatch == 2 * p)
+    rows = tuple(
+        tuple(
+            (max(start - begin_s, 0.0), min(end - begin_s, step_s), replace(action, microbatch=action.microbatch % m))
+            for start, end, action in row
+            if start < begin_s + step_s and end > begin_s
+        )
+        for row in runs[1].timeline
+    )
+    busy = tuple(sum(end - start for start, end, _ in row) for row in rows)
+    return Simulation(step_s, rows, busy, (step_s,) * p)
+
+
 def simulate_plan(plan: Plan) -> Simulation:
     """The schedule on the clock with the plan's own predicted seconds."""
     stages = plan.prediction.stages
@@ -232,6 +265,9 @@ def simulate_stages(
         back[edge] = back.get(edge, 0.0) + transfer.backward_s
     seconds = [(one.chunk_s or [(one.forward_s, one.backward_s, weight_seconds(one))]) for one in predictions]
     each = [seconds[s][c] for s, c in places]
+    if schedule == PIPEDREAM:
+        forward, backward = [f for f, _, _ in each], [b for _, b, _ in each]
+        return steady(microbatches, forward, backward, ahead, [stage.step_s for stage in predictions], back)
     return simulate(
         made,
         [forward for forward, _, _ in each],

@@ -23,6 +23,7 @@ from math import prod
 
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import FRAMEWORK_BYTES
+from .asynchronous import PIPEDREAM
 from .plan import RECOMPUTE_MODES
 from .recompute import ALIASES
 from .residency import PATTERNS
@@ -109,10 +110,17 @@ class Space:
         if "auto" not in modes:
             space = replace(space, recompute=tuple(mode for mode in space.recompute if mode in modes))
         if zero != "auto":
-            levels = [str(PATTERNS.index(name)) for name in PATTERNS]
+            levels = [str(level) for level in range(len(PATTERNS))]
             level = int(_one_of("zero", str(zero), levels, executable))
             space = replace(space, residencies=(PATTERNS[level],))
-        return replace(space, sequence=sequence, communication=Communication.asked(communication, executable))
+        if space.schedules == (PIPEDREAM,):  # it keeps versions of whole parameters
+            if zero not in ("auto", 0, "0"):
+                raise ValueError(
+                    f"schedule {PIPEDREAM} keeps versions of whole parameters, but got zero={zero!r}; use zero=0, or "
+                    "another schedule"
+                )
+            space = replace(space, residencies=PATTERNS[:1])
+        return replace(space, sequence=sequence, communication=Communication.asked(communication))
 
 
 def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> str:

@@ -26,14 +26,14 @@ from .graph import Graph, tensor_operands
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
 from .plan import Residency, Wire
-from .pricing import MeshPricer, partial_axes
+from .pricing import MeshPricer, gradient_type, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .residency import ResidencyPrice, accumulate_seconds, residency_seconds
 from .rules import MeshChoice
 from .spec import Pair
-from .wires import bucket_seconds, choose_ways, way_source
+from .wires import bucket_seconds, choose_ways, coding_source, way_source
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
@@ -154,7 +154,7 @@ class _Pricing:
         added_s = accumulate_seconds(pricer, kind, residency, self.m)
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m
-        self.sources[pricer.add_source(kind, residency.compute.value)] += added_s
+        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), residency.compute.value)] += added_s
 
     def _scattered(self, price: ResidencyPrice, source_of: Callable[[str], str]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
@@ -216,7 +216,7 @@ class _Pricing:
         stretch = self.backward / total if total else 1.0  # reshards and the like, evenly
         for name in sorted((name for name in trained if name in order), key=order.__getitem__):
             node, pair = trained[name]
-            kind = node.meta["type"]
+            kind = gradient_type(node.meta["type"], pricer.mixed)
             nbytes = pricer.local_bytes(kind, pair.value)
             gradients.append(Gradient(name, partial_axes(pair, pricer.mesh_shape), nbytes, kind.dtype))
             ready[name] = done[order[name]] * stretch
@@ -235,11 +235,13 @@ class _Pricing:
         prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
         total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
-        beside_s = copied / pricer.device.memory_bytes_per_s + sum(coding for coding, _ in prices.values())
+        copied_s = copied / pricer.device.memory_bytes_per_s
+        beside_s = copied_s + sum(coding for coding, _ in prices.values())
         self.once += total_s - hidden + beside_s
         self.seconds["gradient"] += total_s - hidden + beside_s
         self.seconds["overlapped"] = hidden
-        self.sources["analytic"] += beside_s
+        self.sources["analytic"] += copied_s
         for bucket in buckets:
             share = prices[id(bucket)][1] / total_s if total_s else 0.0
             self.sources[way_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
+            self.sources[coding_source(pricer, self.ways[bucket.axes])] += prices[id(bucket)][0]

@@ -16,6 +16,7 @@ from torch.fx import Node
 from ..costmodel.cluster import Cluster
 from .graph import Graph, op_name
 from .plan import Chunk, Plan
+from .precision import in_precision
 from .rules import pairs_choice
 
 __all__ = ["check_plan", "cluster_faults", "model_faults", "require"]
@@ -55,6 +56,11 @@ def model_faults(plan: Plan, graph: Graph) -> list[str]:
     """Where the plan and the graph disagree: another model, ops and parameters that do not exist or are missing, labels
     that no rule offers."""
     faults = _other_model(plan, graph)
+    if plan.precision != graph.precision:
+        try:
+            graph = in_precision(graph, plan.precision)
+        except ValueError as error:
+            return [*faults, str(error)]
     faults += _limited(_unknown_names(plan, graph))
     if not faults:
         faults += _limited(_broken_flow(plan, graph))

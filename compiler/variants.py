@@ -166,7 +166,7 @@ class Variants:
         key = case.mesh_shape, case.offset
         if key not in self._pricers:
             self._pricers[key] = MeshPricer(
-                self.cluster, case.offset, case.mesh_shape, self.optimizer, self.communication
+                self.cluster, case.offset, case.mesh_shape, self.optimizer, self.communication, mixed=self.graph.mixed
             )
         return self._pricers[key]
 

@@ -192,7 +192,9 @@ class _Question:
         chunk = next(c for c in where.chunks if c.layers[0] <= layer < c.layers[1])
         modes = modes_in(self.plan.stages) | ({} if mode is None else {layer: mode})
         ways = Communication.of(where)
-        pricer = MeshPricer(self.cluster, where.devices[0], where.mesh_shape, self.plan.optimizer, ways)
+        pricer = MeshPricer(
+            self.cluster, where.devices[0], where.mesh_shape, self.plan.optimizer, ways, mixed=self.graph.mixed
+        )
         first, end = chunk.layers
         whole = Pair((R,) * len(where.mesh_shape), (R,) * len(where.mesh_shape))
         into: State = tuple(chunk.receives.get(name, whole) for name in self.layering.crossing[first])

@@ -1,10 +1,11 @@
 """By which algorithm and in which code gradients are summed: what is offered, what it costs, and what is chosen.
 
 A *way* is an all-reduce's algorithm (``collectives.REDUCTIONS``, or "backend": what the library runs by itself) and a
-compressor (``codecs.CODECS``, or "none"). Codes that do not all-reduce run by the backend's own algorithms. To sum n
+compressor (``codecs.CODECS``, or "none"). Codes that do not all-reduce run by the backend's own algorithms, or
+hierarchically: exact inside of hosts, in code between them. To sum n
 bytes over a group of p devices takes
 
-    coding · n + sending(n),    sending(n) = Σ over the code's messages of min over its offers of a + b · share · n
+    start + coding · n + sending(n),    sending(n) = Σ over the code's messages of min over offers of a + b · share · n
 
 Coding keeps the device busy and hides behind nothing; sending overlaps as any reduction does (``overlap``). Both parts
 of a step that grow with a bucket's seconds never shrink with them, so of two ways of which one takes no longer for any
@@ -12,7 +13,8 @@ bucket the other need not be looked at; of what is left (a few per group of axes
 
 Searches price a gradient by its cheapest way as its share of a full bucket, which no choice for whole stages undercuts,
 so bounds hold as they are. Ways are chosen per stage and group of mesh axes once a stage is assembled. Where the
-backend was measured, algorithms that were not are left out: an assumed rate would win against a measured one.
+backend was measured, algorithms that were not are left out, and where codes were, those that were not: an assumed rate
+would win against a measured one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..costmodel.codecs import CODECS, coded_messages, coding_seconds
+from ..costmodel.codecs import CODECS, Codec, Factors, coded_messages, coding_seconds
 from ..costmodel.collectives import REDUCTIONS, AxisPrice
 from .overlap import Bucket
 from .plan import Stage, Wire
@@ -40,6 +42,7 @@ __all__ = [
     "bucket_seconds",
     "cheapest_offers",
     "choose_ways",
+    "coding_source",
     "lossy_notes",
     "offered_ways",
     "way_of",
@@ -58,19 +61,16 @@ class Communication:
     compressors: tuple[str, ...] = ("none",)
 
     @classmethod
-    def asked(cls, asked: str | Sequence[str] | None, executable: bool = False) -> Communication:
-        """None or "exact": as the backend does it; "auto": any exact algorithm; "lossy": any algorithm and code; or the
-        names of those that are allowed beside the backend's plain sum, as a sequence or with commas between them.
-        Raises ValueError for others, and for all but "exact" where plans are to be ``executable``."""
+    def asked(cls, asked: str | Sequence[str] | None) -> Communication:
+        """None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
+        code that needs no other optimizer or learning rate; or the names of those that are allowed beside the backend's
+        plain sum, as a sequence or with commas between them. Raises ValueError for others."""
         every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
-        modes = {"exact": cls(), "auto": cls(every), "lossy": cls(every, codes)}
-        if asked is None or asked == "exact":
+        drop_in = tuple(name for name, codec in CODECS.items() if codec.drop_in)
+        modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in)}
+        if asked is None:
             return modes["exact"]
-        known = f"exact, auto, lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
-        if executable:
-            raise ValueError(
-                f"communication is exact where plans are to be executable, but got {asked!r}; leave it out"
-            )
+        known = f"exact, auto, auto-lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
         if isinstance(asked, str) and asked in modes:
             return modes[asked]
         names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
@@ -98,6 +98,7 @@ class Way:
 
     algorithm: str
     compressor: str
+    coding_s: float
     coding_s_per_byte: float
     messages: tuple[tuple[Offer, ...], ...]
     source: str
@@ -108,7 +109,7 @@ class Way:
 
     def coding(self, nbytes: float) -> float:
         """Seconds to encode and decode it."""
-        return self.coding_s_per_byte * nbytes
+        return self.coding_s + self.coding_s_per_byte * nbytes if nbytes else 0.0
 
     def seconds(self, nbytes: float) -> float:
         """Both."""
@@ -117,7 +118,7 @@ class Way:
     @property
     def offers(self) -> tuple[Offer, ...]:
         """``seconds`` as ``AxisPrice.pieces_of`` has it: the cheapest offer counts."""
-        coding: Offer = ((0.0, 0.0, self.coding_s_per_byte),)
+        coding: Offer = ((0.0, self.coding_s, self.coding_s_per_byte),)
         found: list[Offer] = []
         for combination in product(*self.messages):
             total = coding
@@ -159,7 +160,8 @@ def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: st
         raise ValueError(
             f"gradients over mesh axes {list(axes)} of {list(pricer.mesh_shape)} have no sum by {algorithm!r} in code "
             f"{compressor!r}; algorithms are backend (with every code), {', '.join(REDUCTIONS)} (with codes that "
-            f"all-reduce; hierarchical: over several hosts of equally many devices); codes are {', '.join(CODECS)}"
+            f"all-reduce; hierarchical: over several hosts of equally many devices, with codes of elements); codes are "
+            f"{', '.join(CODECS)}"
         )
     return way
 
@@ -168,19 +170,37 @@ def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm:
     codec = CODECS.get(compressor)
     if codec is None or algorithm not in ("backend", *REDUCTIONS):
         return None
+    if compressor != "none" and itemsize > 4:  # nobody sums fp64 to send a byte of it
+        return None
+    if algorithm == "hierarchical" and compressor != "none":
+        return _outer(pricer, axes, itemsize, codec)
     price = pricer.joint(axes, algorithm)
     if price is None or (algorithm != "backend" and codec.pattern != "all_reduce"):
         return None
-    messages = coded_messages(codec, price.size, itemsize)
+    messages, coding = coded_messages(codec, price.size, itemsize), coding_seconds(codec, pricer.device, price.size)
     if any(kind not in price.pieces for kind, _ in messages):
         return None
     return Way(
         algorithm,
         compressor,
-        coding_seconds(codec, pricer.device, price.size) / itemsize,
+        coding[0],
+        coding[1] / itemsize,
         tuple(_scaled(price, kind, share) for kind, share in messages),
         price.source(messages[0][0]),
     )
+
+
+def _outer(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> Way | None:
+    """Exact inside of hosts, where a rank sums one part; that part in code between them."""
+    levels = pricer.levels(axes)
+    if levels is None or isinstance(codec.payload, Factors):  # parts cut through matrices
+        return None
+    inner, outer = levels
+    share = 1 / inner.size
+    messages = [_scaled(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
+    messages += [_scaled(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
+    once, each = coding_seconds(codec, pricer.device, outer.size)
+    return Way("hierarchical", codec.name, once, each / itemsize * share, tuple(messages), outer.source("all_gather"))
 
 
 def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[Way, ...]:
@@ -193,7 +213,9 @@ def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tupl
         found = []
         for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
             way = _possible(pricer, axes, itemsize, algorithm, compressor)
-            if way is not None and not (measured and algorithm != "backend" and way.source == "analytic"):
+            if way is None or (measured and algorithm != "backend" and way.source == "analytic"):
+                continue
+            if compressor == "none" or not pricer.device.codings or pricer.device.coding_rate(compressor):
                 found.append(way)
         pricer.ways[key] = tuple(found)
     return pricer.ways[key]
@@ -262,6 +284,11 @@ def way_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
     if way == ("backend", "none"):
         return pricer.reduce_source(bucket.axes)
     return way_of(pricer, bucket.axes, itemsize_of(bucket), *way).source
+
+
+def coding_source(pricer: MeshPricer, way: tuple[str, str]) -> str:
+    """Where the seconds to encode and decode come from: "measured" or "analytic"."""
+    return "measured" if pricer.device.coding_rate(way[1]) else "analytic"
 
 
 def itemsize_of(bucket: Bucket) -> int:

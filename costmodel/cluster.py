@@ -247,6 +247,7 @@ class Cluster(HashedOnce):
             "op curves": sum(len(device.curves) + len(device.surfaces) for device in devices),
             "exact ops": sum(len(device.op_times) for device in devices),
             "optimizers": sum(len(device.optimizers) for device in devices),
+            "codes": sum(len(device.codings) for device in devices),
         }
         found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         where = dict(self.provenance)

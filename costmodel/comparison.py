@@ -34,7 +34,8 @@ _NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One price before and after; ``section``: "device", "wires", "curves", "ops" or "optimizers"."""
+    """One price before and after; ``section``: "device", "wires", "curves", "ops", "optimizers" or
+    "codes"."""
 
     section: str
     name: str
@@ -94,7 +95,7 @@ def _curve_prices(device: Device) -> dict[str, tuple[tuple[tuple[float, ...], fl
 
 def changes(before: Cluster, after: Cluster) -> list[Change]:
     """Every measured price that both clusters have: wires at three sizes, curves and surfaces at the points they
-    share, op times, optimizers (a million elements of fp32), rates of the devices of the same name."""
+    share, op times, optimizers and codes (a million elements of fp32), rates of the devices of the same name."""
     found: list[Change] = []
     ours, theirs = _devices(before), _devices(after)
     for name in ours:
@@ -136,6 +137,10 @@ def _device_changes(a: Device, b: Device) -> Iterable[Change]:
         if later := b.optimizer_rate(optimizer.name):
             old_s, new_s = (rate.alpha_s + 4e6 * rate.beta_s_per_byte for rate in (optimizer, later))
             yield Change("optimizers", f"{optimizer.name}, a tensor of 4 MB", old_s, new_s)
+    for coding in a.codings:
+        if recent := b.coding_rate(coding.name):
+            old_s, new_s = (rate.alpha_s + 1e6 * rate.beta_s_per_element for rate in (coding, recent))
+            yield Change("codes", f"code {coding.name}, a bucket of 4 MB", old_s, new_s)
 
 
 def compare(before: Cluster, after: Cluster, at_least: float = 0.02) -> str:
@@ -150,6 +155,7 @@ def compare(before: Cluster, after: Cluster, at_least: float = 0.02) -> str:
             lines.append(f"  {key}: {old.get(key, 'not stated')} → {new.get(key, 'not stated')}")
     every = changes(before, after)
     titles = {"device": "devices", "wires": "wires", "curves": "curves", "ops": "op times", "optimizers": "optimizers"}
+    titles["codes"] = "codes"
     for section, title in titles.items():
         own = [change for change in every if change.section == section]
         moved = sorted((c for c in own if abs(c.ratio - 1) > at_least), key=_size, reverse=True)
@@ -176,6 +182,7 @@ def _names(cluster: Cluster) -> set[str]:
         names |= {f"{name}: {curve}" for curve in _curve_prices(device)}
         names |= {f"{name}: {time.signature}" for time in device.op_times}
         names |= {f"{name}: {rate.name}" for rate in device.optimizers}
+        names |= {f"{name}: code {rate.name}" for rate in device.codings}
     return names
 
 
@@ -213,13 +220,14 @@ def merged(first: Cluster, second: Cluster) -> Cluster:
 
 
 def _both(a: Device, b: Device) -> Device:
-    base = b if b.curves or b.surfaces or b.op_times or b.optimizers else a
+    base = b if b.curves or b.surfaces or b.op_times or b.optimizers or b.codings else a
     return replace(
         base,
         curves=_union(a.curves, b.curves, lambda curve: (curve.kind, curve.dtype, curve.direction)),
         surfaces=_union(a.surfaces, b.surfaces, lambda surface: (surface.kind, surface.dtype, surface.direction)),
         op_times=_union(a.op_times, b.op_times, lambda time: time.signature),
         optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.name),
+        codings=_union(a.codings, b.codings, lambda rate: rate.name),
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .curves import curve_from, surface_from
 from .files import parse_document
 from .hardware import Device, Host, Link
-from .measured import OpTime, OptimizerRate, Piece, Wire
+from .measured import CodingRate, OpTime, OptimizerRate, Piece, Wire
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -72,6 +72,7 @@ def _device(entry: Mapping[str, Any]) -> Device:
     fields["surfaces"] = tuple(surface_from(surface) for surface in fields.get("surfaces", ()))
     fields["op_times"] = tuple(OpTime(**time) for time in fields.get("op_times", ()))
     fields["optimizers"] = tuple(OptimizerRate(**rate) for rate in fields.get("optimizers", ()))
+    fields["codings"] = tuple(CodingRate(**rate) for rate in fields.get("codings", ()))
     for key in ("flops_per_s", "efficiency"):
         fields[key] = tuple((str(name), float(value)) for name, value in fields.get(key, ()))
     return Device(**fields)

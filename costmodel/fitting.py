@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from statistics import median
 
-from .measured import OptimizerRate, Piece, Wire
+from .measured import CodingRate, OptimizerRate, Piece, Wire
 
 __all__ = ["TOLERANCE", "fit_optimizer", "fit_pieces", "fit_wire", "rising", "two_rates"]
 
@@ -192,3 +192,12 @@ def fit_optimizer(name: str, rows: Sequence[tuple[float, float, float]], samples
     alpha, beta = two_rates(rows)
     residual = median(abs(alpha * x + beta * y - t) / t for x, y, t in rows)
     return OptimizerRate(name, alpha, beta, residual, samples)
+
+
+def fit_coding(name: str, rows: Sequence[tuple[float, float]], samples: int) -> CodingRate:
+    """The CodingRate from (elements, seconds of one sum) rows; ValueError on fewer than two of them."""
+    if len(rows) < 2:
+        raise ValueError(f"the rate of code {name} needs two measurements, but got {len(rows)}; measure more")
+    alpha, beta = two_rates([(1.0, n, seconds) for n, seconds in rows])
+    residual = median(abs(alpha + beta * n - t) / t for n, t in rows)
+    return CodingRate(name, alpha, beta, residual, samples)

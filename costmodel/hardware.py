@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from .curves import Curve, Surface
-from .measured import OpTime, OptimizerRate
+from .measured import CodingRate, OpTime, OptimizerRate
 from .presets import OVERLAP, Constant, DeviceSheet, LinkSheet
 
 __all__ = ["LINK_KINDS", "Device", "HashedOnce", "Host", "Link", "device_of", "link_behind", "link_of", "positive"]
@@ -50,9 +50,10 @@ class Device(HashedOnce):
     share of the peak) pairs; ``view_s``: cost of an op that moves no data; ``kind``: "cuda" or "cpu".
 
     Measured, if at all: ``curves`` and ``surfaces`` of op times by kind, ``op_times`` by exact signature,
-    ``optimizers`` by name; ``overlap``: the share of a collective that hides behind compute beside it, (t_compute +
-    t_collective − t_both) / min(t_compute, t_collective); ``action_s``: host time of one pipeline action beyond its
-    ops; ``post_s`` and ``post_s_per_byte``: for how long starting a message between stages keeps its ends."""
+    ``optimizers`` and ``codings`` by name; ``overlap``: the share of a collective that hides behind compute beside it,
+    (t_compute + t_collective − t_both) / min(t_compute, t_collective); ``action_s``: host time of one pipeline action
+    beyond its ops; ``post_s`` and ``post_s_per_byte``: for how long starting a message between stages keeps its
+    ends."""
 
     name: str
     memory_bytes: int
@@ -71,6 +72,7 @@ class Device(HashedOnce):
     post_s: float = 0.0
     post_s_per_byte: float = 0.0
     surfaces: tuple[Surface, ...] = ()
+    codings: tuple[CodingRate, ...] = ()
 
     def __post_init__(self) -> None:
         positive(f"device {self.name}", self, "memory_bytes", "memory_bytes_per_s")
@@ -102,6 +104,10 @@ class Device(HashedOnce):
     def optimizer_rate(self, name: str) -> OptimizerRate | None:
         """The measured rate of the optimizer with this name ("AdamW", "SGD", "SGD+momentum", …), if there is one."""
         return next((rate for rate in self.optimizers if rate.name == name), None)
+
+    def coding_rate(self, name: str) -> CodingRate | None:
+        """The measured rate of the code with this name (``codecs.CODECS``), if there is one."""
+        return next((rate for rate in self.codings if rate.name == name), None)
 
     def post_seconds(self, nbytes: float) -> float:
         """For how long starting a message of ``nbytes`` to another stage keeps its ends."""

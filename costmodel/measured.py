@@ -1,8 +1,9 @@
-"""Values that a measurement leaves behind: op times by signature, collectives by group, rates of the optimizer.
+"""Values that a measurement leaves behind: op times by signature, collectives by group, rates of the optimizer and of
+codes.
 
 Grammar of a cluster's measurements::
 
-    device    ::= curves, op times, optimizer rates, overlap, action          (what one rank does alone)
+    device    ::= curves, op times, optimizer and coding rates, overlap, action   (what one rank does alone)
     cluster   ::= wires                                                       (what ranks do together)
     wire      ::= kind, algorithm, size, members, groups, pieces, points      (one collective on one kind of group)
     piece     ::= seconds = alpha_s + beta_s_per_byte · bytes, from ``from_bytes`` bytes on
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
-__all__ = ["OpTime", "OptimizerRate", "Piece", "Wire"]
+__all__ = ["CodingRate", "OpTime", "OptimizerRate", "Piece", "Wire"]
 
 
 def _not_negative(where: str, **values: float) -> None:
@@ -65,6 +66,21 @@ class OptimizerRate:
 
     def __post_init__(self) -> None:
         _not_negative(f"optimizer {self.name}", alpha_s=self.alpha_s, beta_s_per_byte=self.beta_s_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class CodingRate:
+    """One sum over a group of one rank in a code, which encodes, decodes, and sends nothing: ``alpha_s``, and
+    ``beta_s_per_element`` of the gradient. name: of the code (``codecs.CODECS``)."""
+
+    name: str
+    alpha_s: float
+    beta_s_per_element: float
+    residual: float
+    samples: int
+
+    def __post_init__(self) -> None:
+        _not_negative(f"code {self.name}", alpha_s=self.alpha_s, beta_s_per_element=self.beta_s_per_element)
 
 
 @dataclass(frozen=True, slots=True)

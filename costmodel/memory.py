@@ -2,7 +2,8 @@
 fixed overheads.
 
 Mixed precision is the 2 + 2 + 12 bytes per element of fp16 Adam: half-precision weight and gradient, and in fp32 the
-master weight beside the optimizer's own state tensors (Rajbhandari et al. 2020, section 3.1)."""
+master weight beside the optimizer's own state tensors (Rajbhandari et al. 2020, section 3.1). Where gradients are kept
+and summed in fp32 (``summed``), they are 2 + 4 + 12."""
 
 from __future__ import annotations
 
@@ -70,9 +71,14 @@ def state_tensors(optimizer: str) -> tuple[int, str]:
 
 
 def parameter_bytes(
-    numel: int, dtype: torch.dtype, optimizer: str | float = "AdamW", mixed_precision: bool = False
+    numel: int,
+    dtype: torch.dtype,
+    optimizer: str | float = "AdamW",
+    mixed_precision: bool = False,
+    summed: torch.dtype | None = None,
 ) -> ParameterBytes:
-    """Bytes of a trained parameter of ``numel`` elements whose weight and gradient are ``dtype``.
+    """Bytes of a trained parameter of ``numel`` elements whose weight and gradient are ``dtype``, but the gradient
+    ``summed`` if that is given.
 
     optimizer: a class name of ``OPTIMIZER_STATE``, or the number of state tensors (a fraction for factored states).
     Without mixed precision the states have the parameter's dtype; with it they are fp32 and a fp32 master weight joins
@@ -80,11 +86,11 @@ def parameter_bytes(
     count, assumed = state_tensors(optimizer) if isinstance(optimizer, str) else (optimizer, "")
     if numel < 0 or count < 0:
         raise ValueError(f"sizes and state counts are never negative, but got {numel} and {count}; check the parameter")
-    weight = numel * dtype.itemsize
+    weight, gradient = numel * dtype.itemsize, numel * (summed or dtype).itemsize
     if not mixed_precision:
-        return ParameterBytes(weight, weight, round(count * weight), assumed)
+        return ParameterBytes(weight, gradient, round(count * weight), assumed)
     master = numel * 4 if dtype.itemsize < 4 else 0
-    return ParameterBytes(weight, weight, round(count * numel * max(4, dtype.itemsize)) + master, assumed)
+    return ParameterBytes(weight, gradient, round(count * numel * max(4, dtype.itemsize)) + master, assumed)
 
 
 def measured_state(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]) -> float:

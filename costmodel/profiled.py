@@ -3,7 +3,9 @@
 Keys of the state::
 
     fact/… , op/… , optimizer/… , probe/<signature>     what one rank does alone      (``op_grid``, ``fact/overlap``)
+    coding/<code>/<elements>                            also alone: to encode and decode
     wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together       (``measured.Wire``)
+         a kind may be "all_reduce:<algorithm>", where it is not the backend's
 
 Times of ops are those of at most one rank per core; where more ranks share the cores, every rate is divided by their
 ratio (``slowdown``), as ``Cluster.local`` does. Collectives are measured with all ranks, so theirs stay as they are.
@@ -14,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .fitting import fit_optimizer, fit_wire, two_rates
+from .fitting import fit_coding, fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
-from .measured import OpTime, OptimizerRate, Wire
+from .measured import CodingRate, OpTime, OptimizerRate, Wire
 from .op_grid import GridOp, curves_of, surfaces_of
 from .op_timing import ENTRY, stream_bytes_per_s, without_entry
 from .presets import LOOPBACK, OVERLAP
@@ -85,6 +87,7 @@ def measured_device(
         post_s=post_s,
         post_s_per_byte=post_s_per_byte,
         surfaces=tuple(surfaces_of(ops, state, slowdown)),
+        codings=_codings(state, slowdown),
     )
 
 
@@ -110,13 +113,15 @@ def with_overlap(device: Device, state: State) -> Device:
 
 
 def extended_device(device: Device, state: State, slowdown: float) -> Device:
-    """The device with the exact ops and the optimizers that the state has besides; a new op time replaces an old."""
-    ops, rates = op_times_of(state, slowdown), _optimizers(state, slowdown)
-    fresh, known = {time.signature for time in ops}, {rate.name for rate in device.optimizers}
+    """The device with the exact ops, optimizers and codes that the state has besides; a new op time replaces an old."""
+    ops, rates, codings = op_times_of(state, slowdown), _optimizers(state, slowdown), _codings(state, slowdown)
+    fresh = {time.signature for time in ops}
+    known = {rate.name for rate in device.optimizers} | {coding.name for coding in device.codings}
     return replace(
         device,
         op_times=tuple(time for time in device.op_times if time.signature not in fresh) + ops,
         optimizers=device.optimizers + tuple(rate for rate in rates if rate.name not in known),
+        codings=device.codings + tuple(rate for rate in codings if rate.name not in known),
     )
 
 
@@ -153,8 +158,20 @@ def _optimizers(state: State, slowdown: float) -> tuple[OptimizerRate, ...]:
     return tuple(fit_optimizer(name, found, samples[name]) for name, found in rows.items() if len(found) > 1)
 
 
+def _codings(state: State, slowdown: float) -> tuple[CodingRate, ...]:
+    """coding/<code>/<elements>."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    samples: dict[str, int] = {}
+    for key, record in state.records.items():
+        if key.startswith("coding/") and record.visits:
+            _, name, elements = key.split("/")
+            rows.setdefault(name, []).append((float(elements), record.medians()[0] * slowdown))
+            samples[name] = samples.get(name, 0) + record.samples
+    return tuple(fit_coding(name, found, samples[name]) for name, found in rows.items() if len(found) > 1)
+
+
 def wires_of(state: State) -> tuple[Wire, ...]:
-    """One Wire for each kind and form that was measured at two sizes or more."""
+    """One Wire for each kind, algorithm and form that was measured at two sizes or more."""
     points: dict[tuple[str, int, int, int], dict[float, float]] = {}
     samples: dict[tuple[str, int, int, int], int] = {}
     for key, record in state.records.items():
@@ -163,7 +180,12 @@ def wires_of(state: State) -> tuple[Wire, ...]:
             form = (kind, int(size), int(members), int(groups))
             points.setdefault(form, {})[float(nbytes)] = record.medians()[0]
             samples[form] = samples.get(form, 0) + record.samples
-    return tuple(fit_wire(*form, found, samples[form], "backend") for form, found in points.items() if len(found) > 1)
+    wires = []
+    for form, found in points.items():
+        if len(found) > 1:
+            kind, _, algorithm = form[0].partition(":")
+            wires.append(fit_wire(kind, *form[1:], found, samples[form], algorithm or "backend"))
+    return tuple(wires)
 
 
 def inner_link(kind: str, wires: Sequence[Wire], slowdown: float) -> Link:

@@ -109,6 +109,9 @@ def _device(device: Device, forward: float, backward: float, optimizer: float, a
             replace(o, alpha_s=o.alpha_s * optimizer, beta_s_per_byte=o.beta_s_per_byte * optimizer)
             for o in device.optimizers
         ),
+        codings=tuple(
+            replace(c, alpha_s=c.alpha_s * both, beta_s_per_element=c.beta_s_per_element * both) for c in device.codings
+        ),
         action_s=max(0.0, device.action_s + action_s),
     )
 

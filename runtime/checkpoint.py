@@ -1,33 +1,47 @@
 """Checkpoints through torch.distributed.checkpoint: written by one plan, read by any other.
 
-Keys: ``model.<name>`` (a tied weight once, under its first name), ``optimizer.<name>.<key>`` for each tensor of a
-parameter's optimizer state, and ``session``: the step and the hyperparameters of the optimizer's groups, with the names
-in each. State tensors of a parameter's shape lie as what the optimizer updates of it; others (a step count) are whole
-on every rank that has them.
+Keys: ``model.<name>`` (a tied weight once, under its first name; the fp32 master under mixed precision),
+``optimizer.<name>.<key>`` for each tensor of a parameter's optimizer state, ``outer.<name>.<key>`` for that of the
+optimizer that averages replicas, ``wire.<rank>.<sum>.<name>`` for what a rank's sums of gradients carry (only the same
+plan takes it up again: another starts without), and ``session``: the step and the hyperparameters of the optimizer's
+groups, with the names in each. State tensors of a parameter's shape lie as what the optimizer updates of it; others (a
+step count) are whole on every rank that has them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from .agreement import agree
+from .loss_scale import LossScale
 from .stage import Session
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
-def _whole_key(name: str, key: str) -> str:
-    return f"optimizer.{name}.{key}"
+def _optimizers(session: Session) -> list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]]:
+    """(prefix of its keys, optimizer, its parameters by name), the one that averages replicas last."""
+    found: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
+    if session.optimizer is not None:
+        found.append(("optimizer", session.optimizer, session.owned))
+    if session.loosely is not None and (outer := session.loosely.outer) is not None:
+        anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned.items() if id(leaf) in outer[1]}
+        found.append(("outer", outer[0], anchors))
+    return found
 
 
 def _encode(value: Mapping[str, Any]) -> torch.Tensor:
@@ -47,20 +61,22 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _session_facts(session: Session) -> dict[str, Any]:
     groups = session.optimizer.param_groups if session.optimizer is not None else []
-    return {"step": session.step, "groups": [_hyperparameters(group) for group in groups]}
+    scaling = {} if session.loss_scale is None else {"loss_scale": asdict(session.loss_scale)}
+    return {"step": session.step, "groups": [_hyperparameters(group) for group in groups], **scaling}
 
 
 def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     """Write weights, buffers and optimizer state into the folder ``path``. Collective; ValueError if it cannot be
     written."""
+    session.require_drained("a checkpoint")
     values: dict[str, Any] = {}
     own = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
     for name, value in session.state.state_dict(owned_only=True).items():
         if name in own or name in session.state.unplaced:  # first names only
             values[f"model.{name}"] = value
-    if session.optimizer is not None:
-        for name, leaf in session.owned.items():
-            for key, value in session.optimizer.state.get(leaf, {}).items():
+    for prefix, optimizer, leaves in _optimizers(session):
+        for name, leaf in leaves.items():
+            for key, value in optimizer.state.get(leaf, {}).items():
                 if isinstance(value, torch.Tensor):
                     same = value.shape == leaf.shape and value.ndim > 0
                     shape = session.state.info.parameters[name].type.shape
@@ -69,9 +85,10 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
                         if same
                         else value.detach().cpu()
                     )
-                    values[_whole_key(name, key)] = stored
+                    values[f"{prefix}.{name}.{key}"] = stored
                 elif isinstance(value, bool | int | float):
-                    values[_whole_key(name, key)] = torch.tensor(value)
+                    values[f"{prefix}.{name}.{key}"] = torch.tensor(value)
+    values |= _carried(session)
     if session.rank == 0:
         values["session"] = _encode(_session_facts(session))
     fault: Exception | None = None
@@ -93,6 +110,7 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     Raises ValueError on every rank if the folder has no checkpoint of this model. Optimizer groups are matched by
     position.
     """
+    session.require_drained("loading a checkpoint")
     reader = FileSystemReader(os.fspath(path))
     try:
         stored = reader.read_metadata().state_dict_metadata
@@ -106,9 +124,15 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
         for name in mine:
             if name in current:
                 values[f"model.{name}"] = current[name]
-        states = _state_targets(session, stored)
-        for name, keys in states.items():
-            values.update({_whole_key(name, key): target for key, target in keys.items()})
+        loaded = [
+            (prefix, optimizer, leaves, _state_targets(session, stored, prefix, optimizer, leaves))
+            for prefix, optimizer, leaves in _optimizers(session)
+        ]
+        for prefix, _, _, states in loaded:
+            for name, keys in states.items():
+                values.update({f"{prefix}.{name}.{key}": target for key, target in keys.items()})
+        carried = {key: x for key, x in _carried(session).items() if _alike(stored.get(key), x)}
+        values |= carried
         facts = stored["session"]
         assert isinstance(facts, TensorStorageMetadata)
         values["session"] = torch.zeros(facts.size, dtype=torch.uint8)
@@ -116,18 +140,44 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
             values, checkpoint_id=os.fspath(path)
         )
     session.values.refresh()
+    if session.loosely is not None:
+        session.loosely.renew()
     told = json.loads(bytes(values["session"].tolist()).decode())
     session.step = int(told["step"])
+    _carry_on(session, carried)
+    if session.loss_scale is not None and "loss_scale" in told:
+        session.loss_scale = LossScale(**told["loss_scale"])
+    for _, optimizer, leaves, states in loaded:
+        for name, keys in states.items():
+            optimizer.state[leaves[name]] = {
+                key: value.to_local() if isinstance(value, DTensor) else value for key, value in keys.items()
+            }
     if session.optimizer is None:
         return
-    for name, keys in states.items():
-        leaf = session.owned[name]
-        session.optimizer.state[leaf] = {
-            key: value.to_local() if isinstance(value, DTensor) else value for key, value in keys.items()
-        }
     for group, saved in zip(session.optimizer.param_groups, told["groups"], strict=False):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _carried(session: Session) -> dict[str, torch.Tensor]:
+    return {f"wire.{session.rank}.{name}": x for name, x in session.sums.state_dict().items()}
+
+
+def _alike(entry: Any, x: torch.Tensor) -> bool:
+    return isinstance(entry, TensorStorageMetadata) and entry.size == x.shape and entry.properties.dtype == x.dtype
+
+
+def _carry_on(session: Session, carried: Mapping[str, torch.Tensor]) -> None:
+    """Sums go on, or on all ranks start anew. Collective where there are any."""
+    mine = session.sums.state_dict()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (len(mine), len(carried)))
+    if all(wanted == found for wanted, found in everyone):
+        session.sums.load_state_dict({k.removeprefix(f"wire.{session.rank}."): x for k, x in carried.items()})
+    elif session.rank == 0:
+        warnings.warn(
+            "the checkpoint was written under another plan: what compressed gradients still owed is lost", stacklevel=3
+        )
 
 
 def _check_model(session: Session, stored: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -150,21 +200,25 @@ def _check_model(session: Session, stored: Mapping[str, Any], path: str | os.Pat
             )
 
 
-def _state_targets(session: Session, stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Empty tensors for the optimizer state of the parameters that this rank owns: name → key → DTensor or whole
+def _state_targets(
+    session: Session,
+    stored: Mapping[str, Any],
+    prefix: str,
+    optimizer: torch.optim.Optimizer,
+    leaves: Mapping[str, nn.Parameter],
+) -> dict[str, dict[str, Any]]:
+    """Empty tensors for an optimizer's state of the parameters that this rank owns: name → key → DTensor or whole
     tensor."""
     found: dict[str, dict[str, Any]] = {}
-    if session.optimizer is None:
-        return found
-    trained = {id(leaf) for group in session.optimizer.param_groups for leaf in group["params"]}
-    for name, leaf in session.owned.items():
+    trained = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    for name, leaf in leaves.items():
         if id(leaf) not in trained:
             continue
-        prefix = _whole_key(name, "")
+        start = f"{prefix}.{name}."
         shape = session.state.info.parameters[name].type.shape
         for full, entry in stored.items():
-            key = full.removeprefix(prefix)
-            if not full.startswith(prefix) or "." in key or not isinstance(entry, TensorStorageMetadata):
+            key = full.removeprefix(start)
+            if not full.startswith(start) or "." in key or not isinstance(entry, TensorStorageMetadata):
                 continue
             dtype = entry.properties.dtype
             if tuple(entry.size) == shape and shape:

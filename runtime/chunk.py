@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from ..compiler.context import Comm
+from ..compiler.gathers import Gathers
 from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram, Slot
 from ..compiler.reshard import Steps, apply_steps, run_steps, steps_between
 from ..compiler.schedule import Place
 from ..compiler.segments import repeating
-from ..compiler.spec import Pair, Spec, without_partials
+from ..compiler.spec import Spec, without_partials
+from .compiled import Compiler
 from .crossmesh import Layout, Port, tiles
 from .facts import Facts, Link
 from .feeding import Feeder
@@ -61,18 +63,22 @@ class Inside:
 class BoundChunk:
     """The program of one chunk with everything that a microbatch needs from this rank.
 
-    halved: backwards come in two halves, I and W; see ``split_backward``.
+    halved: backwards come in two halves, I and W; see ``split_backward``. compiler: of its ops.
     """
 
     def __init__(
         self, plan: Plan, place: Place, program: ChunkProgram, comm: Comm, state: State, feeder: Feeder,
-        training: bool, halved: bool,
+        training: bool, halved: bool, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.place, self.program, self.comm = plan, place, program, comm
         self.state, self.feeder, self.training = state, feeder, training
         self.halves: Halves | None = halve(program) if halved else None
         module = program.module if self.halves is None else self.halves.module
-        self.forward: Callable[..., tuple[torch.Tensor, ...]] = repeating(module, program.segments).forward
+        self.gathers = Gathers(module.graph)
+        segments = program.segments
+        if compiler is not None:
+            module, segments = compiler.compiled(program, module, () if self.halves is None else self.halves.late)
+        self.forward: Callable[..., tuple[torch.Tensor, ...]] = repeating(module, segments).forward
         self.template: list[Any] = [None] * len(program.slots)
         self.buffer_slots: list[tuple[int, str, Steps]] = []
         self.derived: list[tuple[int, torch.Tensor, Steps, Steps]] = []  # parameters that it reads in another placement
@@ -116,10 +122,10 @@ class BoundChunk:
             self.buffer_slots.append((position, name, ()))  # borrowed
             return
         steps = steps_between(self.state.layout(name, self.place[0]).spec, slot.pair.value)
-        if leaf is None or (steps and not self.training):
+        if leaf is None or (not self.training and (steps or leaf.dtype != slot.type.dtype)):
             self.buffer_slots.append((position, name, steps))
             return
-        kept = _kept(self.plan, self.place[0], name)
+        kept = self.plan.stages[self.place[0]].homes[name].leaf
         back = steps_between(slot.pair.cotangent, kept.cotangent) if slot.requires_grad and self.training else ()
         if steps or back:
             self.derived.append((position, leaf, steps, back))
@@ -135,6 +141,7 @@ class BoundChunk:
             if value is None:
                 leaf = self.state.parameters.get(name)
                 value = borrowed[name] if leaf is None else leaf.detach()
+                value = value.to(self.program.slots[position].type.dtype)
             self.template[position] = apply_steps(value, steps, self.comm) if steps else value
 
     def run(
@@ -156,7 +163,8 @@ class BoundChunk:
             arguments[position] = run_steps(leaf, ahead, back)
         if self.halves is not None:
             self.halves.begin(microbatch)
-        return arguments, self.forward(*arguments)
+        with self.gathers.forward(arguments):
+            return arguments, self.forward(*arguments)
 
     def send_values(self, exits: tuple[torch.Tensor, ...], microbatch: int) -> Sends:
         """Start the messages of a forward, and lay down what other chunks of this rank read."""
@@ -214,11 +222,6 @@ class BoundChunk:
 
 def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _kept(plan: Plan, stage: int, name: str) -> Pair:
-    """How a stage keeps a parameter: as the first of its chunks reads it."""
-    return next(chunk.parameters[name].leaf for chunk in plan.stages[stage].chunks if name in chunk.parameters)
 
 
 # ---- messages

@@ -19,11 +19,13 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from ..compiler.schedule import Action, Place, generate, validate
 from .chunk import BoundChunk, Groups, Sends, bind_links
+from .compiled import Compiler
 from .crossmesh import Incoming, Port
 from .facts import Facts, differentiable_links, links_of, places_of, settled
 from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import DistributedComm
+from .replicas import Alone
 from .state import State
 from .trace import TimedComm, Trace
 
@@ -44,8 +46,8 @@ class Executor:
     """Runs one rank's programs, one per chunk of its stage, by the plan's schedule. An idle rank has none and does
     nothing in ``run``.
 
-    training=False: forwards only, without autograd, one microbatch. groups: see ``chunk.Groups``. Raises ScheduleError
-    for a schedule that cannot run over the plan's edges.
+    training=False: forwards only, without autograd, one microbatch. alone: the axes over which replicas step by
+    themselves. groups: see ``chunk.Groups``. Raises ScheduleError for a schedule that cannot run over the plan's edges.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Executor:
         seed: int = 0,
         training: bool = True,
         trace: Trace | None = None,
+        compiler: Compiler | None = None,
+        alone: Sequence[int] = (),
     ) -> None:
         self.plan, self.programs, self.comm, self.state, self.feeder = plan, programs, comm, state, feeder
         self.reducer, self.training = reducer, training
@@ -73,20 +77,23 @@ class Executor:
         links, places = links_of(plan, facts), places_of(plan)
         back = differentiable_links(links, facts) if training else set()
         schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked) if training else None
+        number = {place: index for index, place in enumerate(places)}
+        self.links, self.back = links, back
+        self.edges = sorted({(number[link.source], number[link.target]) for link in links})
         if schedule is not None:
-            number = {place: index for index, place in enumerate(places)}
-            validate(schedule, sorted({(number[link.source], number[link.target]) for link in links}))
+            validate(schedule, self.edges)
         if not programs or comm is None:
             return
         assert state.stage is not None
         self.stage = state.stage
-        self.context = Context(TimedComm(comm, self.trace), seed, repeating=self.trace.repeating)
+        timed = Alone(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
+        self.context = Context(timed, seed, repeating=self.trace.repeating)
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
-            BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved)
+            BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
             for chunk, program in enumerate(programs)
         ]
-        bind_links(self.parts, plan, facts, links, back, groups, self.microbatches)
+        bind_links(self.parts, plan, facts, links, back, groups, self.window)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
             return
@@ -113,12 +120,24 @@ class Executor:
             for index in set(whole.values())
         }
 
+    @property
+    def window(self) -> int:
+        """Microbatches whose messages have tags of their own."""
+        return self.microbatches
+
     # ---- running
 
     def run(
-        self, inputs: Mapping[str, torch.Tensor], *, step: int = 0, first_microbatch: int = 0, scale: float = 1.0
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        step: int = 0,
+        first_microbatch: int = 0,
+        scale: float = 1.0,
+        loss_scale: float = 1.0,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """One accumulation over all microbatches, gradients left in the leaves and summed over partial axes.
+        """One accumulation over all microbatches, gradients left in the leaves and summed over partial axes. scale:
+        multiplies gradients; loss_scale: too, but only until they are fp32.
 
         Returns (the mean loss on ranks of the loss stage else None, the outputs of an evaluation on ranks of their
         stages).
@@ -126,11 +145,11 @@ class Executor:
         if not self.works:
             return None, {}
         assert self.comm is not None
-        self.context.step = step
+        self.context.step, self.context.unscale = step, 1 / loss_scale
         mark, comm, reducer = self.trace.mark, self.comm, self.reducer if self.training else None
         self._refresh()
         if reducer is not None:
-            reducer.begin()
+            reducer.begin(1 / loss_scale)
         losses: list[torch.Tensor] = []
         outputs: dict[str, torch.Tensor] = {}
         held: dict[int, Sends] = {}
@@ -175,7 +194,7 @@ class Executor:
                         worked = mark()
                     else:
                         arguments, exits = saved.pop((action.chunk, microbatch))
-                        part.backward(exits, arrived, microbatch, scale / self.microbatches)
+                        part.backward(exits, arrived, microbatch, scale * loss_scale / self.microbatches)
                         del exits
                         worked = mark()
                         sends = part.send_cotangents(arguments, microbatch)

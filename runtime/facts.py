@@ -24,7 +24,10 @@ from ..compiler.schedule import Action, Place, virtual_order
 from ..compiler.spec import Pair, Spec
 from .feeding import InputUse
 
-__all__ = ["Facts", "Link", "differentiable_links", "exchange", "facts_of", "links_of", "places_of", "settled"]
+__all__ = [
+    "Facts", "Link", "differentiable_links", "exchange", "facts_of", "links_of", "own_facts", "places_of",
+    "programs_of", "settled",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -206,3 +209,19 @@ def settled(
         if taken := others(action, takers):
             waiting[index] = taken
     return out
+
+
+def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> tuple[ChunkProgram, ...]:
+    """A rank's programs; ValueError unless there is one for each chunk of its stage (None: an idle rank)."""
+    wanted = 0 if stage is None else len(plan.stages[stage].chunks)
+    if len(programs) != wanted:
+        raise ValueError(
+            f"a rank needs one program per chunk of its stage, but got {len(programs)} for {wanted} chunks of stage "
+            f"{stage}; lower every chunk"
+        )
+    return tuple(programs)
+
+
+def own_facts(programs: Sequence[ChunkProgram], stage: int | None) -> list[Facts]:
+    """Of a rank's programs."""
+    return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

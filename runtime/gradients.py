@@ -4,8 +4,9 @@ A gradient whose cotangent is P on some axes is summed over exactly those: in fl
 hooks during a backward as soon as it is full, so communication hides behind computation. Whole sums are made once per
 step, in the last microbatch's backward. Where the optimizer has only a block of a parameter (``owned``), each rank
 gets the sum of its block, in the last backward (ZeRO-1) or in every one (ZeRO-2), and lets go of the whole gradient;
-blocks add up in ``Owned.parameter.grad``. The loss is already the mean over the whole batch, so sums are all there is;
-nothing is divided.
+blocks add up in ``Owned.parameter.grad``. Under mixed precision every backward's 16-bit gradients are added to what
+will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is already the mean
+over the whole batch, so sums are all there is; nothing is divided.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from torch import nn
 
 from ..compiler.buckets import gradient_buckets
 from ..compiler.plan import BUCKET_BYTES
+from .collectives.protocol import Sum
+from .compression.summing import NonFiniteGradient
 from .groups import DistributedComm, Pending
 from .owned import Bundle, Owned
+from .sums import Sums
 from .trace import Trace
 
 __all__ = ["GradientReducer"]
@@ -30,6 +34,8 @@ class _Bucket:
     """Gradients that travel in one message, the parameters' last use first."""
 
     often = False  # whether every microbatch reduces them, or only the last
+    sum: Sum | None = None  # by which the bucket's ranks sum it; None: as the backend does
+    eager = False  # whether every microbatch brings its gradients, or the last one those of all
 
     def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
         self.parameters = list(leaves)
@@ -58,6 +64,10 @@ class _Bucket:
     def begin(self) -> None:
         """Before the first backward of a batch."""
         self.arm()
+
+    def bind(self, sums: Sums) -> None:
+        """Get the sum that the plan asks for."""
+        raise NotImplementedError
 
     def launch(self, comm: DistributedComm) -> None:
         """Start the reduction."""
@@ -118,21 +128,26 @@ class _Summed(_Bucket):
     def _any(self) -> bool:
         return any(leaf.grad is not None for leaf in self.parameters)
 
+    def bind(self, sums: Sums) -> None:
+        """The sum over its axes."""
+        first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
+        self.sum = sums.make(self.axes, sum(map(torch.Size.numel, shapes)), first.dtype, shapes, first.device)
+
     def launch(self, comm: DistributedComm) -> None:
         """Start the sum, in place."""
         self.launched = True
         wire = self.wire if self.flat is None else self.flat
         assert wire is not None
-        self.work = comm.start_all_reduce(wire, self.axes)
+        self.work = comm.start_all_reduce(wire, self.axes) if self.sum is None else self.sum.start(wire.view(-1))
 
     def settle(self, comm: DistributedComm) -> None:
         """The sums become the leaves' gradients, if they are not already."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        if self.wire is not None and self.flat is None:
-            self.parameters[0].grad = self.wire
-        self.wire = None
+        work, wire = self.work, self.wire
+        self.work = self.wire = None  # whatever comes of it
+        if work is not None:
+            work.wait()
+        if wire is not None and self.flat is None:
+            self.parameters[0].grad = wire
 
     def finish(self) -> None:
         """Add what was put aside."""
@@ -144,9 +159,12 @@ class _Summed(_Bucket):
 class _Scattered(_Bucket):
     """Gradients of which each rank keeps a block: what the optimizer updates. The leaves' own are let go."""
 
+    unscale = 1.0
+
     def __init__(self, owned: Sequence[Owned]) -> None:
         self.bundle = Bundle(owned)
         self.often = owned[0].often
+        self.eager = self.often or owned[0].mixed
         self.wire: torch.Tensor | None = None
         self.work: Pending | None = None
         super().__init__([one.leaf for one in owned])
@@ -156,19 +174,28 @@ class _Scattered(_Bucket):
         super().arm()
         self.there = [False] * len(self.parameters)
 
+    def bind(self, sums: Sums) -> None:
+        """The sum of all ranks' blocks over all of its axes: what is sent is less than what is not needed."""
+        first, parts = self.bundle.members[0].parameter, [owned.parameter.shape for owned in self.bundle.members]
+        axes, size = tuple(sorted((*self.bundle.axes, *self.bundle.rest))), self.bundle.rows * self.bundle.starts[-1]
+        self.sum = sums.make(axes, size, first.dtype, parts * self.bundle.rows, first.device)
+
     @torch.no_grad()
     def _take(self, index: int, grad: torch.Tensor | None) -> None:
         if self.wire is None:
             self.wire = self.bundle.wire()
         here = self.bundle.place(self.wire, index)
         if grad is None:
-            here.zero_()
+            if not self.there[index]:
+                here.zero_()
             return
         blocks = self.bundle.members[index].cut.blocks(grad)
-        if self.there[index]:  # of a microbatch whose other gradients are still to come
-            here.add_(blocks)
+        if self.there[index]:  # of an earlier microbatch
+            here.add_(blocks, alpha=self.unscale)
         else:
             here.copy_(blocks)
+            if self.unscale != 1.0:
+                here.mul_(self.unscale)
         self.there[index], self.parameters[index].grad = True, None
 
     def _any(self) -> bool:
@@ -177,10 +204,18 @@ class _Scattered(_Bucket):
         return any(self.there)
 
     def launch(self, comm: DistributedComm) -> None:
-        """Start the sum of blocks; where every microbatch does, the next one's gradients may come."""
+        """Start the sum of blocks; where every microbatch does, the next one's gradients may come. Blocks that are all
+        of their parameters are summed in place."""
         assert self.wire is not None
-        self.work, self.wire = comm.start_reduce_scatter(self.wire, self.bundle.axes), None
-        self.arrives = self.there
+        if self.sum is not None:
+            mine = self.wire[comm.joint_index(self.bundle.axes)]
+            self.work = Pending(self.sum.start(self.wire.view(-1)), mine, self.wire, torch.clone)
+        elif self.bundle.axes:
+            self.work = comm.start_reduce_scatter(self.wire, self.bundle.axes)
+        else:
+            started = comm.start_all_reduce(self.wire, self.bundle.rest) if self.bundle.rest else None
+            self.work = Pending(started, self.wire.view(-1), self.wire)
+        self.wire, self.arrives = None, self.there
         if self.often:
             self.arm()
         else:
@@ -191,9 +226,12 @@ class _Scattered(_Bucket):
         """This rank's blocks join the gradients of its parameters."""
         if self.work is None:
             return
-        row, self.work = self.work.wait(), None
-        if self.bundle.rest and (work := comm.start_all_reduce(row, self.bundle.rest)) is not None:
-            work.wait()
+        work, self.work = self.work, None  # whatever comes of it
+        row = work.wait()
+        if self.sum is None and self.bundle.axes and self.bundle.rest:
+            rest = comm.start_all_reduce(row, self.bundle.rest)
+            if rest is not None:
+                rest.wait()
         for owned, piece, there in zip(self.bundle.members, self.bundle.split(row), self.arrives, strict=True):
             parameter = owned.parameter
             if there and parameter.grad is None:
@@ -207,8 +245,9 @@ class GradientReducer:
 
     parameters: (leaf, axes over which its gradient is partial, chunk) in program order; those without axes are left
     alone, and those of several chunks, whose last backwards end one after the other, share no bucket.
-    owned: of those leaves of which the optimizer has a block. Time in which a backward waits for an earlier reduction
-    is noted in ``trace``.
+    owned: of those leaves of which the optimizer has a block. sums: how they travel, if not as the backend does it.
+    Time in which a backward waits for an earlier reduction is noted in ``trace``. fault: what the last batch's
+    gradients had that no code can send.
     """
 
     def __init__(
@@ -218,21 +257,27 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
         owned: Sequence[Owned] = (),
         trace: Trace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         self.comm, self.trace = comm, trace
+        self.fault: NonFiniteGradient | None = None
         self.buckets = _buckets(parameters, {id(one.leaf): one for one in owned}, bucket_bytes)
         self.armed: frozenset[int] = frozenset()  # ids of the leaves whose next gradient is the whole one
         self.lasting = [bucket for bucket in self.buckets if not bucket.often]
         self.next = 0  # of those
         self.flying: _Scattered | None = None
         for bucket in self.buckets:
+            if sums is not None:
+                bucket.bind(sums)
             for index, leaf in enumerate(bucket.parameters):
                 leaf.register_post_accumulate_grad_hook(_hook(weakref.ref(self), weakref.ref(bucket), index))
 
-    def begin(self) -> None:
-        """Before the first backward of a batch."""
-        self.armed, self.next = frozenset(), 0
+    def begin(self, unscale: float = 1.0) -> None:
+        """Before the first backward of a batch. unscale: what mixed gradients are multiplied with."""
+        self.armed, self.next, self.fault = frozenset(), 0, None
         for bucket in self.buckets:
+            if isinstance(bucket, _Scattered):
+                bucket.unscale = unscale
             bucket.begin()
 
     def arm(self, leaves: frozenset[int]) -> None:
@@ -249,8 +294,7 @@ class GradientReducer:
             if not started and bucket.fill_up():
                 self._launch(bucket)
         for bucket in self.buckets:
-            assert self.comm is not None
-            bucket.settle(self.comm)
+            self._settle(bucket)
             bucket.finish()
         self.flying = None
 
@@ -270,7 +314,8 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         assert self.comm is not None
         phase, self.comm.phase = self.comm.phase, "step"
-        if isinstance(bucket, _Scattered):  # a message and what arrives are held until then: one at a time
+        if isinstance(bucket, _Scattered) and bucket.bundle.axes:
+            # a message and what arrives are held until then: one at a time
             self._land()
             self.flying = bucket
         bucket.launch(self.comm)
@@ -279,11 +324,18 @@ class GradientReducer:
     def _land(self) -> None:
         flying, self.flying = self.flying, None
         if flying is not None:
-            assert self.comm is not None
             begin = None if self.trace is None else self.trace.mark()
-            flying.settle(self.comm)
+            self._settle(flying)
             if self.trace is not None:
                 self.trace.exchanged(begin)
+
+    def _settle(self, bucket: _Bucket) -> None:
+        """One that fails on all ranks of its group leaves the others to be waited for."""
+        assert self.comm is not None
+        try:
+            bucket.settle(self.comm)
+        except NonFiniteGradient as error:
+            self.fault = self.fault or error
 
 
 def _hook(
@@ -294,8 +346,12 @@ def _hook(
 
     def hook(parameter: torch.Tensor) -> None:
         mine, here = reducer(), bucket()
-        if mine is not None and here is not None and (here.often or id(parameter) in mine.armed):
+        if mine is None or here is None:
+            return
+        if here.often or id(parameter) in mine.armed:
             mine._fill(here, index, parameter.grad)
+        elif here.eager:
+            here._take(index, parameter.grad)
 
     return hook
 
@@ -308,7 +364,8 @@ def _buckets(
     for leaf, axes, chunk in parameters:
         part = owned.get(id(leaf))
         key = (axes, leaf.dtype, chunk) if part is None else (*part.key, chunk)
-        keys.append((key if (axes or part is not None) and leaf.requires_grad else None, leaf.nbytes))
+        size = leaf.nbytes if part is None else leaf.numel() * part.parameter.itemsize
+        keys.append((key if (axes or part is not None) and leaf.requires_grad else None, size))
     buckets: list[_Bucket] = []
     for group in gradient_buckets(keys, bucket_bytes):
         leaves, axes = [parameters[i][0] for i in group], parameters[group[0]][1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..compiler.plan import Plan, Stage
+from ..compiler.plan import Plan, Stage, Wire
 
 __all__ = ["Coordinates", "DistributedComm", "Pending", "bind", "bind_all", "coordinates", "joint_axes"]
 
@@ -47,13 +48,19 @@ class DistributedComm:
     """
 
     def __init__(
-        self, mesh_shape: Sequence[int], devices: Sequence[int], rank: int, groups: dict[tuple[int, ...], Group]
+        self,
+        mesh_shape: Sequence[int],
+        devices: Sequence[int],
+        rank: int,
+        groups: dict[tuple[int, ...], Group],
+        own_groups: dict[tuple[int, ...], tuple[Group, ...]] | None = None,
     ) -> None:
         self.mesh_shape = tuple(mesh_shape)
         self.devices = tuple(devices)
         self.position = self.devices.index(rank)
         self.coordinates = coordinates(self.position, self.mesh_shape)
         self.groups = groups
+        self.own_groups = own_groups or {}  # for sums that send from another thread
         self.native = dist.get_backend() == "nccl"
         self.phase = "forward"
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -181,6 +188,13 @@ class DistributedComm:
 
     # ---- beyond the protocol
 
+    def joint_index(self, axes: Sequence[int]) -> int:
+        """This device's place among those of the joint ``axes``, the first the major one."""
+        index = 0
+        for axis in axes:
+            index = index * self.mesh_shape[axis] + self.coordinates[axis]
+        return index
+
     def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> Any:
         """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single
         device)."""
@@ -212,7 +226,8 @@ class DistributedComm:
 
 
 class Pending:
-    """A collective on its way. out: what arrives; given: what leaves, kept alive until then."""
+    """A collective on its way (work: None if there is nothing to wait for). out: what arrives; given: what leaves, kept
+    alive until then."""
 
     def __init__(
         self,
@@ -225,7 +240,8 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Block until it is done; the result. Once only."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         out, last = self._out, self._last
         del self._work, self._out, self._given
         return out if last is None else last(out)
@@ -296,34 +312,67 @@ class _Maker:
         return self.made[ranks]
 
 
-def _bind(
-    meshes: Iterable[tuple[Sequence[int], Sequence[int], list[tuple[int, ...]]]],
-) -> DistributedComm | None:
+@dataclass(frozen=True)
+class _Mesh:
+    """shape, devices; axes: sets of them that need a group; wires: those that need groups of their own besides, between
+    hosts by ``host_of``."""
+
+    shape: Sequence[int]
+    devices: Sequence[int]
+    axes: Sequence[tuple[int, ...]]
+    wires: Sequence[Wire] = ()
+    host_of: Callable[[int], int] = lambda device: 0
+
+
+def _own_sets(wire: Wire, ranks: Sequence[int], host_of: Callable[[int], int]) -> list[list[tuple[int, ...]]]:
+    """The rank sets that sums of one group need: the group; or those inside of hosts, then those between."""
+    if not wire.is_outer:
+        return [[tuple(ranks)]]
+    hosts: dict[int, list[int]] = {}
+    for rank in ranks:
+        hosts.setdefault(host_of(rank), []).append(rank)
+    if len({len(members) for members in hosts.values()}) > 1:
+        raise ValueError(
+            f"a sum that is coded between hosts needs as many ranks on each, but got {list(hosts.values())}; edit the "
+            "plan's wire"
+        )
+    return [[tuple(members) for members in hosts.values()], list(zip(*hosts.values(), strict=True))]
+
+
+def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
     rank, maker, mine = dist.get_rank(), _Maker(), None
-    for mesh_shape, devices, axes_sets in meshes:
+    for mesh in meshes:
+        mesh_shape, devices = mesh.shape, mesh.devices
         if prod(mesh_shape) != len(devices):
             raise ValueError(
                 f"a mesh of shape {list(mesh_shape)} needs {prod(mesh_shape)} devices, but got {list(devices)}"
             )
         groups: dict[tuple[int, ...], Group] = {}
-        for axes in axes_sets:
+        for axes in mesh.axes:
             for ranks in _rank_sets(mesh_shape, devices, axes):
                 group = maker(ranks)
                 if rank in ranks:
                     groups[axes] = group
+        own_groups: dict[tuple[int, ...], tuple[Group, ...]] = {}
+        for wire in mesh.wires:
+            for ranks in _rank_sets(mesh_shape, devices, wire.axes):
+                for level in _own_sets(wire, ranks, mesh.host_of):
+                    made = [(dist.new_group(list(members)), members) for members in level]
+                    here = tuple(group for group, members in made if rank in members)
+                    own_groups[wire.axes] = own_groups.get(wire.axes, ()) + here
         if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
             group = maker(tuple(devices))
             if rank in devices:
                 groups[()] = group
         if rank in devices:
-            mine = DistributedComm(mesh_shape, devices, rank, groups)
+            mine = DistributedComm(mesh_shape, devices, rank, groups, own_groups)
     return mine
 
 
 def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm | None:
     """This rank's comm on one mesh; None if it is not in ``devices``. Collective over the world, members or not."""
     axes: list[tuple[int, ...]] = [(axis,) for axis, size in enumerate(mesh_shape) if size > 1]
-    return _bind([(mesh_shape, devices, axes)])
+    return _bind([_Mesh(mesh_shape, devices, axes)])
 
 
 def bind_all(plan: Plan) -> DistributedComm | None:
@@ -337,4 +386,7 @@ def bind_all(plan: Plan) -> DistributedComm | None:
             f"the plan is for {plan.num_devices} devices, but got a world of {world} ranks; "
             f"start {plan.num_devices} ranks or plan again for {world}"
         )
-    return _bind((stage.mesh_shape, stage.devices, joint_axes(stage)) for stage in plan.stages)
+    return _bind(
+        _Mesh(s.mesh_shape, s.devices, joint_axes(s), [w for w in s.wire if not w.is_plain], plan.host_of)
+        for s in plan.stages
+    )

@@ -81,11 +81,18 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
 
 
 def gradient_norm(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], rank: int, device: torch.device
+    parameters: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, Layout],
+    rank: int,
+    device: torch.device,
+    group: Any = None,
+    alone: bool = False,
 ) -> torch.Tensor:
-    """The 2-norm over all ranks' gradients in fp32 (0-d); every unique element counts once. Collective over the world.
+    """The 2-norm over all ranks' gradients in fp32 (0-d); every unique element counts once. Collective over the group,
+    by default the world.
 
-    parameters: those that this rank's stage owns (tied copies left out), with the layout of each.
+    parameters: those that this rank's stage owns (tied copies left out), with the layout of each. rank: the one whose
+    place in the layouts this rank has. alone: no other rank has any.
     """
     grads = [
         leaf.grad.float()
@@ -95,7 +102,8 @@ def gradient_norm(
     local = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
     # squared in double: the square of a large fp32 norm overflows
     total = local.to(device=device, dtype=torch.float64).square().reshape(1)
-    dist.all_reduce(total)
+    if not alone:
+        dist.all_reduce(total, group=group)
     return total.sqrt().float().reshape(())
 
 

@@ -1,4 +1,5 @@
-"""What the profiler measures over real ranks: collectives as the runtime runs them, transfers, overlap, and optimizers.
+"""What the profiler measures over real ranks: collectives as the runtime runs them, transfers, overlap, optimizers, and
+codes.
 
 A *form* is what the price of a collective depends on: how many devices a group has, how many of them on one host, and
 how many such groups do the same at once. ``forms`` lists every form that a plan for these ranks can ask about. One
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from math import isqrt
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,12 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .collectives.channel import Channel
+from .collectives.dense import DenseSum
+from .collectives.rounds import DEFINED
+from .compression.registry import make_sum
 from .crossmesh import Port, Tile
 from .groups import DistributedComm
 
 __all__ = [
-    "KINDS", "OPTIMIZED", "OPTIMIZERS", "PACE_S", "ROOTED", "Form", "Ranks", "forms", "optimizer_step", "overlap",
-    "send_forms",
+    "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "Form", "Ranks", "coded_sum", "forms",
+    "optimizer_step", "overlap", "send_forms",
 ]  # fmt: skip
 
 Visit = tuple[list[float], int]  # seconds (one or several figures), samples behind them
@@ -40,6 +46,8 @@ Agree = Callable[[Sequence[float]], Sequence[float]]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
+#: sums by algorithms of our own, where the backend has tagged messages
+OWN = tuple(f"all_reduce:{name}" for name in DEFINED["all_reduce"] if name not in ("sequential", "parameter_server"))
 _MOST_SAMPLES, _VISIT_S = 15, 0.03
 _PACED_SAMPLES, PACE_S = 12, 0.008  # about what a layer of a small model computes between two collectives
 _TAG = 1 << 29  # beyond the tags of any plan's transfers
@@ -123,6 +131,7 @@ class Ranks:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pace = pace or _matmuls(device, pace_s)
         self._made: dict[tuple[int, ...], Any] = {}
+        self._channels: dict[tuple[int, ...], Channel] = {}
         self.whole = self.group(tuple(range(self.world)))
 
     def group(self, ranks: tuple[int, ...]) -> Any:
@@ -136,7 +145,7 @@ class Ranks:
         for ranks, group in self._made.items():
             if self.rank in ranks:
                 dist.destroy_process_group(group)
-        self._made = {}
+        self._made, self._channels = {}, {}
 
     def agree(self, values: Sequence[float]) -> Sequence[float]:
         """The elementwise maximum over all ranks. Collective."""
@@ -155,19 +164,26 @@ class Ranks:
         return total / max(count, 1.0)
 
     def wire(self, kind: str, form: Form, nbytes: int) -> Callable[[], Visit]:
-        """What measures one collective (or "send") of ``nbytes`` on all groups of a form. Collective, as is the call
-        that it returns."""
+        """What measures one collective (a kind, one of ``OWN``, or "send") of ``nbytes`` on all groups of a form.
+        Collective, as is the call that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
         mine = next(((ranks, g) for ranks, g in zip(form.sets, groups) if self.rank in ranks), None)
         call: Callable[..., object] | None = None
         if mine is not None:
-            make = _CALLS.get(kind, partial(_rooted, kind))
-            call = make(*mine, self.rank, nbytes, self.device)
-        if kind in KINDS:
+            if kind in OWN:
+                call = self._own_sum(*mine, kind, nbytes)
+            else:
+                call = _CALLS.get(kind, partial(_rooted, kind))(*mine, self.rank, nbytes, self.device)
+        if kind in KINDS or kind in OWN:
             return partial(self._paced, call)
         if kind == "send":
             return partial(self._relayed, call)
         return partial(_sampled, call, form.size, self.agree, self.device)
+
+    def _own_sum(self, ranks: tuple[int, ...], group: Any, kind: str, nbytes: int) -> Callable[[], object]:
+        channel = self._channels.setdefault(ranks, Channel(group))
+        x = torch.ones(max(nbytes // 4, 1))
+        return partial(_sum_by, DenseSum(channel, x.numel(), x.dtype, kind.partition(":")[2]), x)
 
     def _relayed(self, turn: Callable[..., object] | None) -> Visit:
         """The mean seconds of a message from turns of a relay (``_relay``), half a turn without its own compute; and,
@@ -270,6 +286,10 @@ def _reduce_scatter(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, 
 
 def _all_to_all(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Any:
     return partial(_comm(ranks, group, rank).all_to_all, _elements(nbytes, len(ranks), device), 0, 0, 2)
+
+
+def _sum_by(algorithm: DenseSum, x: torch.Tensor) -> None:
+    algorithm.start(x).wait()
 
 
 def _relay(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Callable[..., object]:
@@ -423,5 +443,32 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
     def visit() -> Visit:
         step()  # the state is made at the first step
         return [median(step() for _ in range(3))], 3 * count
+
+    return visit
+
+
+# ---- codes
+
+CODED = (1 << 14, 1 << 20, 1 << 22)  # elements of a bucket; one that is small, then whole messages
+_CODED_SIDE = 1 << 10  # of the matrices in it, at the most
+_CODED_SAMPLES = 5
+
+
+def coded_sum(code: str, elements: int, device: torch.device) -> Callable[[], Visit]:
+    """What measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes. The bucket
+    holds square matrices of normal noise."""
+    side = min(_CODED_SIDE, isqrt(elements))
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(side, side, generator=generator).to(device).repeat(elements // side**2, 1).view(-1)
+    made = make_sum(code, elements, None, shapes=[(side, side)] * (elements // side**2), device=device)
+    x = torch.empty_like(gradient)
+
+    def once() -> float:
+        x.copy_(gradient)
+        return _seconds(lambda: made.start(x).wait(), device)
+
+    def visit() -> Visit:
+        once()
+        return [median(once() for _ in range(_CODED_SAMPLES))], _CODED_SAMPLES
 
     return visit

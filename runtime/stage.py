@@ -1,7 +1,7 @@
 """A session: one rank's stage of a plan, bound to real ranks, with everything that a training step needs.
 
-    construct   groups → facts of all stages → weights → executor → optimizer        (collective, in this order on every
-    rank) step        forward_backward (repeat to accumulate) → optimizer_step
+    construct   groups → facts of all stages → weights → executor → optimizer     (collective, in this order everywhere)
+    step        forward_backward (repeat to accumulate) → optimizer_step
 
 Nothing is planned after construction. An idle rank takes part in the collectives and owns nothing.
 """
@@ -18,22 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compiler.asynchronous import is_asynchronous
 from ..compiler.plan import BUCKET_BYTES, Plan
 from ..compiler.program import ChunkProgram
-from ..compiler.reshard import apply_steps, steps_between
 from ..compiler.schedule import Place
-from ..compiler.spec import R, Spec
+from ..compiler.spec import Spec
 from .agreement import alike
 from .chunk import Groups
-from .crossmesh import Layout, cut, wire
+from .compiled import Compiler
+from .compression.summing import NonFiniteGradient
+from .evaluation import Evaluation
 from .executor import Executor
-from .facts import Facts, exchange, facts_of, links_of
+from .facts import Facts, exchange, links_of, own_facts, programs_of
 from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import bind_all
+from .loosely import TIGHT, Loosely, Looseness
+from .loss_scale import LossScale
 from .optimizer import OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
+from .overlapping import Overlapping
 from .owned import ValueGatherer, own_parts
+from .pipedream import StashingExecutor
 from .state import Init, ModelInfo, State, Weights
+from .sums import Sums
 from .tied import TiedParameters, parameter_layout
 from .trace import Trace, peak_bytes
 
@@ -57,8 +64,9 @@ class Session:
     programs: of this rank's stage, one per chunk; empty on an idle rank. weights: a module or a state dict, rank 0's
     wins. init: for what ``weights`` lacks or has on the meta device (a function, or a state dict). optimizer: a
     function from local parameters to a torch optimizer. device: where this rank computes; by default its CUDA device
-    under NCCL, else the CPU. Raises ValueError, alike on every rank, for a plan that does not fit the world, weights
-    that are missing, and the like.
+    under NCCL, else the CPU. compiler: of what trains; evaluation runs as it is. looseness: how far replicas go by
+    themselves. Raises ValueError, alike on every rank, for a plan that does not fit the world, weights that are
+    missing, and the like.
     """
 
     def __init__(
@@ -75,16 +83,21 @@ class Session:
         data: str = "global",
         device: torch.device | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        compiler: Compiler | None = None,
+        looseness: Looseness = TIGHT,
     ) -> None:
         _check_plan(plan)
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, clip_grad_norm, seed, data
+        self.compiler = compiler
         self.rank = dist.get_rank()
         cuda = dist.get_backend() == "nccl"
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
         self.comm = bind_all(plan)
         self.stage = plan.stage_of(self.rank)
-        self.programs = _programs_of(plan, programs, self.stage)
-        self.facts = exchange(plan, _facts_of(self.programs, self.stage))
+        self.programs = programs_of(plan, programs, self.stage)
+        self.facts = exchange(plan, own_facts(self.programs, self.stage))
+        self.loosely = None if looseness.is_tight else Loosely(looseness, plan, self.programs, self.stage)
+        self.loose_axes = self.loosely.replicas.axes if self.loosely else ()
         self.groups = _groups(plan, self.facts) if cuda else lambda source, target: (None, None)
         writers = {name: place[0] for place, fact in self.facts.items() for name in fact.written}
         self.state = State(plan, model_info, self.comm, self.device, _buffers(plan, self.facts), writers)
@@ -98,9 +111,10 @@ class Session:
                 self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
         self.trace = Trace(self.device)
         with alike():  # one stage of an edited plan may be what cannot run
-            parts = own_parts(plan, self.stage, self.state.parameters, self.comm)
+            parts = own_parts(plan, self.stage, self.state.parameters, self.state.masters, self.comm, self.loose_axes)
             blocks = list(parts.values())
-            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace)
+            self.sums = Sums(plan, self.stage, self.comm, seed)
+            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace, self.sums)
         # what the optimizer updates, and where gradients are after the reduction
         self.held = self.state.parameters | {name: part.parameter for name, part in parts.items()}
         self.tied = TiedParameters(plan, self.state.parameters, self.held, types, self.rank, self.device, None)
@@ -108,26 +122,37 @@ class Session:
         self.layouts = {
             name: parameter_layout(plan, self.stage, name, "optimizer") for name in self.owned if self.stage is not None
         }
+        self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self.values = ValueGatherer(self.comm, [parts[name] for name in self.owned if name in parts], bucket_bytes)
         with alike():
             uses = [use for fact in self.facts.values() for use in fact.inputs]
             self.feeder = Feeder(plan, uses, self.comm, self.device, data)
-            self.executor = Executor(
+            self.executor = (StashingExecutor if is_asynchronous(plan) else Executor)(
                 plan, self.programs, self.comm, self.state, self.facts, self.feeder,
                 reducer=self.reducer, groups=self.groups, seed=seed, trace=self.trace,
+                compiler=compiler, alone=self.loose_axes,
             )  # fmt: skip
         self.loss_place = next((place for place, fact in self.facts.items() if fact.loss is not None), None)
         self.step = 0
+        self.loss_step: int | None = None  # of the loss that ``train_step`` returned last
         self._batches = 0  # forward_backward calls since the last optimizer step
         self._stepped = True  # whether the gradients in the leaves are those of a finished step
         self._norm: torch.Tensor | None = None
         self._seconds: dict[str, float] = {}
-        self._evaluators: list[tuple[Sequence[ChunkProgram], Executor, dict[Place, Facts]]] = []
+        self.evaluation = Evaluation(plan, self.comm, self.state, self.groups, seed)
         self.optimizer: torch.optim.Optimizer | None = None
+        trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
         if optimizer is not None:
-            trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
             with alike():  # a factory may fail on the parameters of one stage only
                 self.optimizer = make_optimizer(optimizer, trained, plan)
+        if self.loosely is not None:
+            with alike():
+                self.loosely.bind(self.executor, self.tied, trained, self.sums)
+        self.overlapping: Overlapping | None = None
+        if isinstance(self.executor, StashingExecutor):
+            loss = None if self.loss_place is None else (self.loss_place[0], self.facts[self.loss_place])
+            with alike():
+                self.overlapping = Overlapping(plan, self.executor, loss, self.optimizer, clip_grad_norm, self.device)
 
     def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
         """(leaf, axes over which its gradient is partial, the chunk that keeps it) of every parameter, by chunk and
@@ -145,24 +170,83 @@ class Session:
                         f"the gradient of {slot.name!r} must lie as its value or be partial, but got {slot.pair} on "
                         f"axis {axis}; plan again"
                     )
-            axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
-            out[slot.name] = (self.state.parameters[slot.name], axes, chunk)
+            axes = (a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
+            tight = tuple(axis for axis in axes if axis not in self.loose_axes)
+            out[slot.name] = (self.state.parameters[slot.name], tight, chunk)
         return list(out.values())
 
     # ---- training
 
-    def forward_backward(self, inputs: Mapping[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-        """Accumulate the gradients of one global batch; the mean loss over its microbatches (0-d) on every rank.
+    def train_step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Train on one global batch and return its loss (0-d), on every rank.
 
-        inputs: source name → tensor, the global batch or this rank's part (``data``). scale: multiplies the gradients,
-        not the loss. Call it again before ``optimizer_step`` to accumulate. Raises NonFiniteLoss on every rank.
+        Of an asynchronous pipeline: put the batch in and return the newest loss that is known without waiting, that of
+        step ``loss_step``; NaN while the pipeline fills. Raises NonFiniteLoss on every rank when a loss like that
+        arrives.
         """
+        if self.overlapping is None:
+            loss = self.forward_backward(inputs)
+            self.loss_step = self.step
+            self.optimizer_step()
+            return loss
         started = perf_counter()
+        self._require_loss()
+        self.feeder.check(inputs)
+        self.trace.begin()
+        with self.trace.call(batches=1):
+            taken = self.overlapping.step(inputs, self.step)
+        self.trace.close()
+        self.step += 1
+        self._seconds = {"forward_backward_s": perf_counter() - started, "optimizer_s": 0.0}
+        self._require_finite(taken)
+        self.loss_step, loss = taken[-1] if taken else (None, torch.full((), math.nan, device=self.device))
+        return loss
+
+    def flush(self) -> dict[int, torch.Tensor]:
+        """Finish the backwards and updates of everything in flight: step → loss of the batches whose loss no
+        ``train_step`` has returned. Nothing is in flight but in an asynchronous pipeline, and between replicas that
+        step by themselves, which are alike afterwards. Collective."""
+        if self.loosely is not None and self.optimizer is not None:
+            self.loosely.flush(self.optimizer)
+            self.values.run()
+            self.tied.publish_values()
+        taken = [] if self.overlapping is None else self.overlapping.flush()
+        self._require_finite(taken)
+        return dict(taken)
+
+    def require_drained(self, what: str) -> None:
+        """ValueError while batches are in flight, or replicas differ."""
+        if self.loosely is not None:
+            self.loosely.require_drained(what)
+        if self.overlapping is not None:
+            self.overlapping.require_drained(what)
+
+    def _require_loss(self) -> tuple[int, int]:
+        """Where the loss is; ValueError if nowhere."""
         if self.loss_place is None:
             raise ValueError(
                 "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns "
                 "its loss"
             )
+        return self.loss_place
+
+    def _require_finite(self, losses: Sequence[tuple[int, torch.Tensor]]) -> None:
+        stage = self._require_loss()[0] if losses else 0
+        for step, loss in losses:
+            if not math.isfinite(value := float(loss)):
+                raise NonFiniteLoss(value, self.plan.stages[stage].devices[0], stage, step)
+
+    def forward_backward(self, inputs: Mapping[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        """Accumulate the gradients of one global batch; the mean loss over its microbatches (0-d) on every rank.
+
+        inputs: source name → tensor, the global batch or this rank's part (``data``). scale: multiplies the gradients,
+        not the loss. Call it again before ``optimizer_step`` to accumulate. Raises NonFiniteLoss on every rank, and
+        NonFiniteGradient where gradients travel in a code.
+        """
+        started = perf_counter()
+        self._require_loss()
+        if self.overlapping is not None:
+            self.overlapping.refuse_halves()
         self.feeder.check(inputs)
         if self._stepped:
             self.trace.begin()
@@ -173,8 +257,10 @@ class Session:
                 self._stepped, self._batches = False, 0
             self._norm = None
             loss, _ = self.executor.run(
-                inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches, scale=scale
-            )
+                inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches,
+                scale=scale * (self.loosely.replicas.count if self.loosely else 1),
+                loss_scale=1.0 if self.loss_scale is None else self.loss_scale.scale,
+            )  # fmt: skip
             self._batches += 1
             with self.trace.span("tied"):
                 self.tied.gather_gradients()
@@ -183,15 +269,35 @@ class Session:
             value = float(loss)
         if not math.isfinite(value):
             self._stepped = True
-            stage = self.loss_place[0]
-            raise NonFiniteLoss(value, self.plan.stages[stage].devices[0], stage, self.step)
+            self._require_finite([(self.step, loss)])
+        if self.loosely is None:
+            self._check_gradients()
         self._seconds = {"forward_backward_s": perf_counter() - started}
         return loss
+
+    def _check_gradients(self) -> None:
+        """Raise on every rank if a code found gradients of this batch that are not finite on any; under a scaled loss
+        the step will be left out instead."""
+        fault = self.reducer.fault
+        if self.sums.told_apart:
+            told = torch.tensor(float(fault is not None), device=self.device)
+            dist.all_reduce(told, dist.ReduceOp.MAX)
+            if told and fault is None:
+                fault = NonFiniteGradient("of another group", None, self.step)
+        if fault is None:
+            return
+        if self.loss_scale is not None:
+            self._norm = torch.tensor(math.inf)
+            return
+        self._stepped = True
+        raise fault
 
     def _share_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
         assert self.loss_place is not None
         devices, kind = self.plan.stages[self.loss_place[0]].devices, self.facts[self.loss_place].loss
         assert kind is not None
+        if self.loosely is not None:
+            return self.loosely.share_loss(loss, self.loss_place[0], kind.dtype, self.device)
         if len(devices) == self.plan.num_devices:
             assert loss is not None
             return loss
@@ -201,21 +307,35 @@ class Session:
 
     def optimizer_step(self) -> None:
         """Clip if asked to, update what is owned, bring it to the leaves that ops read, make tied copies equal again.
-        Collective."""
+        With a scaled loss nothing is done where a gradient is not finite on any rank. Collective."""
         if self.optimizer is None:
             raise ValueError(
                 "optimizer_step needs an optimizer, but got none; pass optimizer=lambda ps: torch.optim.AdamW(ps)"
             )
+        if self.overlapping is not None:
+            self.overlapping.refuse_halves()
         started = perf_counter()
         with self.trace.call():
+            if self.loosely is not None:
+                with self.trace.span("gradient"):
+                    self.loosely.before_update()
+                self._norm = None
             with self.trace.span("optimizer"):
-                if self.clip_grad_norm is not None:
+                finite = self.loss_scale is None or bool(self.grad_norm.isfinite())  # the same on every rank
+                if finite and self.clip_grad_norm is not None:
                     clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
-                self.optimizer.step()
+                if finite:
+                    self.optimizer.step()
+                if self.loosely is not None:
+                    self.loosely.after_update()
             with self.trace.span("gather"):
-                self.values.run()
+                if finite:
+                    self.values.run()
             with self.trace.span("tied"):
-                self.tied.publish_values()
+                if finite:
+                    self.tied.publish_values()
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
         self.trace.close()
         self.step += 1
         self._stepped = True
@@ -223,94 +343,48 @@ class Session:
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The fp32 norm of the gradients of the last step, before clipping, each unique element once (0-d).
+        """The fp32 norm of the gradients of the last step, before clipping and not scaled, each unique element once
+        (0-d).
 
         Collective at its first reading after ``forward_backward`` unless ``clip_grad_norm`` is set: read it on every
         rank, before the next batch.
         """
+        if self.overlapping is not None:
+            self.overlapping.refuse_norm()
         if self._norm is None:
-            self._norm = gradient_norm(self.owned, self.layouts, self.rank, self.device)
+            norm = gradient_norm if self.loosely is None else self.loosely.gradient_norm
+            self._norm = norm(self.owned, self.layouts, self.rank, self.device)
         return self._norm
-
-    # ---- evaluation
 
     def forward(
         self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram]
     ) -> dict[str, torch.Tensor]:
-        """Run evaluation programs once, without autograd: exit name → whole output on every rank ("loss" too if they
-        have one).
-
-        plan: with this session's stages and meshes (ops and specs may differ); its microbatches are ignored, the
-        programs' own batch counts. programs: of this rank's stage; the same object on later calls reuses what the first
-        call bound. Collective.
-        """
-        executor, facts = self._evaluator(plan, programs)
-        executor.feeder.check(inputs)
-        self._lend(executor, facts)
-        loss, mine = executor.run(inputs, step=self.step)
-        out: dict[str, torch.Tensor] = {}
-        for (index, chunk), fact in facts.items():
-            here = self.plan.stages[index]
-            kinds = dict(fact.outputs)
-            if fact.loss is not None:
-                kinds["loss"] = fact.loss
-                mine = {**mine, "loss": loss} if loss is not None else mine
-            for name, kind in kinds.items():
-                whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
-                if index == self.stage and self.comm is not None:
-                    exits = executor.programs[chunk].exits
-                    pair = next(e.pair for e in exits if e.name == name or (name == "loss" == e.kind))
-                    steps = steps_between(pair.value, (R,) * len(pair.value))
-                    whole = apply_steps(mine[name], steps, self.comm).contiguous()
-                if len(here.devices) < self.plan.num_devices:
-                    dist.broadcast(wire(whole), here.devices[0])
-                out[name] = whole
-        return out
-
-    def _evaluator(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, Facts]]:
-        for known, executor, facts in self._evaluators:
-            if known is programs:
-                return executor, facts
-        if [(s.devices, s.mesh_shape) for s in plan.stages] != [(s.devices, s.mesh_shape) for s in self.plan.stages]:
-            raise ValueError(
-                "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
-            )
-        programs_here = _programs_of(plan, programs, self.stage)
-        facts = exchange(plan, _facts_of(programs_here, self.stage))
-        uses = [use for fact in facts.values() for use in fact.inputs]
-        feeder = Feeder(plan, uses, self.comm, self.device, microbatches=1)
-        executor = Executor(
-            plan, programs_here, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed,
-            training=False,
-        )  # fmt: skip
-        self._evaluators.append((programs, executor, facts))
-        return executor, facts
-
-    def _lend(self, executor: Executor, facts: Mapping[Place, Facts]) -> None:
-        """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
-        nothing to do."""
-        for (index, _), fact in facts.items():
-            here = self.plan.stages[index]
-            for name, spec in {**fact.parameters, **fact.buffers}.items():
-                if index not in self.state.homes.get(name, ()):
-                    whole = self.state.whole(name)
-                    if index == self.stage:
-                        box = Layout(here.devices, here.mesh_shape, spec).box(whole.shape, self.rank)
-                        executor.borrowed[name] = cut(whole, box).contiguous()
+        """Run evaluation programs once; see ``Evaluation.run``. Collective."""
+        self.require_drained("an evaluation")
+        return self.evaluation.run(inputs, plan, programs, self.step)
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         """Original names → DTensors of this rank's stage; see ``State.state_dict``."""
+        self.require_drained("a state dict")
         return self.state.state_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take values by original names; see ``State.load_state_dict``."""
+        self.require_drained("loading a state dict")
         self.state.load_state_dict(values)
         self.values.refresh()
+        if self.loosely is not None:
+            self.loosely.renew()
+
+    def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean of the replicas' losses where each has its own; else the loss. Collective."""
+        return loss if self.loosely is None else self.loosely.mean(loss)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors on rank 0, empty elsewhere. Collective."""
+        self.require_drained("a state dict")
         return self.state.full_state_dict()
 
     # ---- measurement
@@ -344,20 +418,6 @@ def _check_plan(plan: Plan) -> None:
     if faults := plan.check():
         raise ValueError(f"a plan must be consistent, but got {'; '.join(faults[:3])}; plan again")
     plan.require_executable()
-
-
-def _programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> tuple[ChunkProgram, ...]:
-    wanted = 0 if stage is None else len(plan.stages[stage].chunks)
-    if len(programs) != wanted:
-        raise ValueError(
-            f"a rank needs one program per chunk of its stage, but got {len(programs)} for {wanted} chunks of stage "
-            f"{stage}; lower every chunk"
-        )
-    return tuple(programs)
-
-
-def _facts_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[Facts]:
-    return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]
 
 
 def _buffers(plan: Plan, facts: Mapping[Place, Facts]) -> list[dict[str, Spec]]:

@@ -2,6 +2,10 @@
 
 Rank 0's values win, as in DDP: tensor by tensor they are broadcast and every rank keeps its block, so no rank ever
 holds more than its shards and one whole tensor besides what it was given. Tensors on the meta device take ``init``.
+
+Under mixed precision programs read 16 bits, and what the optimizer updates, an fp32 master, has storage of its own: the
+owner's stage keeps it, cut as the optimizer's state is. It is the parameter's value in state dicts. Frozen parameters
+and copies of tied ones have no master; where programs gather a parameter themselves, its master is what they gather.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan, parameter_stages
+from ..compiler.precision import PRECISIONS, computed_type
 from ..compiler.spec import Spec
 from .agreement import agree
 from .crossmesh import Layout, cut, transfer_now, wire
@@ -60,8 +65,9 @@ class ModelInfo:
 class State:
     """One rank's shards, and where every tensor of the model lives.
 
-    parameters: local leaves; buffers: local tensors (replaced, not written to, by the executor); unplaced: whole
-    tensors that no stage uses, kept on rank 0 for the state dict.
+    parameters: local leaves, as programs read them; masters: of those, what the optimizer updates where that is
+    another tensor already at the start (mixed precision); buffers: local tensors (replaced, not written to, by the
+    executor); unplaced: whole tensors that no stage uses, kept on rank 0 for the state dict.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class State:
         self.rank = dist.get_rank()
         self.stage = plan.stage_of(self.rank)
         self.parameters: dict[str, nn.Parameter] = {}
+        self.masters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, torch.Tensor] = {}
         self.unplaced: dict[str, torch.Tensor] = {}
         placed = parameter_stages(plan.stages)
@@ -99,6 +106,25 @@ class State:
             return parameter_layout(self.plan, stage, name)
         here = self.plan.stages[stage]
         return Layout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
+
+    def value_layout(self, name: str, stage: int) -> Layout:
+        """Where the value that state dicts show lives on a stage that holds it."""
+        mastered = name in self.info.parameters and self._has_master(name, stage)
+        return parameter_layout(self.plan, stage, name, "optimizer") if mastered else self.layout(name, stage)
+
+    def value(self, name: str) -> torch.Tensor | None:
+        """This rank's block of the parameter or buffer as state dicts show it; None if it holds none."""
+        held: Mapping[str, torch.Tensor] = self.masters
+        return held.get(name, self.parameters.get(name, self.buffers.get(name)))
+
+    def _has_master(self, name: str, stage: int) -> bool:
+        trained = self.plan.precision in PRECISIONS and self.info.parameters[name].requires_grad
+        return trained and stage == self.homes[name][0] and not self._is_gathered(name, stage)
+
+    def _is_gathered(self, name: str, stage: int) -> bool:
+        """Whether programs gather the parameter themselves."""
+        home = self.plan.stages[stage].homes[name]
+        return home.stored != home.compute.value
 
     def types(self) -> Iterator[tuple[str, TensorType]]:
         """Every tensor of the model and its global type, parameters first."""
@@ -164,18 +190,26 @@ class State:
             self.unplaced[name] = whole.cpu()
             return
         assert self.stage is not None
-        local = cut(whole, self.layout(name, self.stage).box(whole.shape, self.rank)).clone(
-            memory_format=torch.contiguous_format
-        )
-        if name in self.info.parameters:
-            if name in self.parameters:
+        if name not in self.info.parameters:
+            self.buffers[name] = self._block(whole, self.layout(name, self.stage), whole.dtype)
+            return
+        kind, trained = self.info.parameters[name].type, self.info.parameters[name].requires_grad
+        own = trained and self._is_gathered(name, self.stage)
+        dtype = kind.dtype if own else computed_type(kind, self.plan.precision).dtype
+        places = [(self.parameters, self.layout(name, self.stage), dtype)]
+        if self._has_master(name, self.stage):
+            places.append((self.masters, self.value_layout(name, self.stage), kind.dtype))
+        for held, layout, dtype in places:
+            local = self._block(whole, layout, dtype)
+            if name in held:
                 with torch.no_grad():
-                    self.parameters[name].copy_(local)
+                    held[name].copy_(local)
             else:
-                leaf = nn.Parameter(local, requires_grad=self.info.parameters[name].requires_grad)
-                self.parameters[name] = name_parameter(leaf, name, whole.shape)
-        else:
-            self.buffers[name] = local
+                held[name] = name_parameter(nn.Parameter(local, requires_grad=trained), name, whole.shape)
+
+    def _block(self, whole: torch.Tensor, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+        local = cut(whole, layout.box(whole.shape, self.rank))
+        return local.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
     # ---- state dicts
 
@@ -202,7 +236,7 @@ class State:
         """This rank's block of a tensor laid out like parameter or buffer ``name``, or as ``layout`` says, as a DTensor
         over the stage's mesh."""
         assert self.stage is not None
-        layout = layout or self.layout(name, self.stage)
+        layout = layout or self.value_layout(name, self.stage)
         wide = [p for p, size in zip(layout.spec, layout.mesh_shape, strict=True) if size > 1]
         placements = [Shard(p.dim) if p.is_shard else Replicate() for p in wide] or [Replicate()]
         stride = torch.empty(shape, device="meta").stride()
@@ -221,7 +255,7 @@ class State:
         for name, kind in self.types():
             if name in self.info.buffers and not self.info.buffers[name].persistent:
                 continue
-            local = self.parameters.get(name, self.buffers.get(name))
+            local = self.value(name)
             if owned_only and local is not None and self.homes[name][0] != self.stage:
                 continue
             value = self.unplaced.get(name) if local is None else self.as_dtensor(local, name, kind.shape)
@@ -235,7 +269,7 @@ class State:
 
         Raises ValueError for a name that is missing or a shape that differs; nothing is changed then.
         """
-        mine = {**self.parameters, **self.buffers, **self.unplaced}
+        mine = {**self.parameters, **self.masters, **self.buffers, **self.unplaced}
         chosen: dict[str, Any] = {}
         for name, kind in self.types():
             if name not in mine or (name in self.info.buffers and not self.info.buffers[name].persistent):
@@ -286,10 +320,10 @@ class State:
         if self.rank != 0 and self.stage != stages[0]:
             return None
         kind = dict(self.types())[name]
-        local = self.parameters.get(name, self.buffers.get(name)) if self.stage == stages[0] else None
-        local = None if local is None else local.detach()
+        local = self.value(name) if self.stage == stages[0] else None
+        local = None if local is None else local.detach().to(kind.dtype)
         return transfer_now(
-            local, kind.shape, kind.dtype, self.layout(name, stages[0]), Layout((0,), (), ()), self.device
+            local, kind.shape, kind.dtype, self.value_layout(name, stages[0]), Layout((0,), (), ()), self.device
         )
 
 

@@ -2,7 +2,8 @@
 
 Such a parameter has an owner, the first of its stages. The others send it their reduced gradient and get the updated
 value back, so all copies stay bit-equal. A gradient travels from where the copy's stage leaves it after the reduction
-to where the owner's does; a value from where the owner stores it to where the copy's stage does.
+to where the owner's does; a value from where the owner stores it to where the copy's stage does. Under mixed precision
+gradients travel in fp32, and values in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..compiler.graph import TensorType
 from ..compiler.plan import Plan, parameter_stages
+from ..compiler.precision import computed_type
 from ..compiler.spec import Spec
 from .crossmesh import Layout, Port, tiles
 
@@ -27,8 +29,7 @@ def parameter_layout(plan: Plan, stage: int, name: str, of: str = "stored") -> L
     """Where a parameter's value lives on that stage; ``of``: or its "gradient" after the reduction, or its "optimizer"
     state."""
     here = plan.stages[stage]
-    residency = next(chunk.parameters[name] for chunk in here.chunks if name in chunk.parameters)
-    spec: Spec = getattr(residency, of)
+    spec: Spec = getattr(here.homes[name], of)
     return Layout(here.devices, here.mesh_shape, spec)
 
 
@@ -67,7 +68,8 @@ class TiedParameters:
                     source, target = (parameter_layout(plan, at, name, of) for at in (source_stage, target_stage))
                     messages = tiles(types[name].shape, source, target)
                     shape = target.local_shape(types[name].shape)
-                    port = Port.make(messages, rank, tag, shape, types[name].dtype, device=device, group=group)
+                    kind = types[name] if of == "gradient" else computed_type(types[name], plan.precision)
+                    port = Port.make(messages, rank, tag, shape, kind.dtype, device=device, group=group)
                     tag += len(messages)
                     if mine in (owner, other):
                         ports.append((name, port, mine == owner))
@@ -96,7 +98,7 @@ class TiedParameters:
         started = []
         for name, port, owner in active:
             if owner:
-                started += port.send(self.local[name].detach(), 0)
+                started += port.send(self.local[name].detach().to(port.dtype), 0)
         for name, incoming in arriving:
             with torch.no_grad():
                 self.local[name].copy_(incoming.wait())

@@ -22,10 +22,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import mean
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +34,8 @@ from ..compiler.context import Comm
 from ..compiler.report import RankTimes
 
 __all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "meetings", "middle", "peak_bytes", "rank_times"]
+
+T = TypeVar("T")
 
 KEEP_STEPS = 64
 KEEP_STEPS_CUDA = 8  # events are kept until they are read
@@ -264,6 +267,11 @@ def _event() -> Mark:
     return event
 
 
+@dataclass(frozen=True)
+class _Timed:
+    wait: Callable[[], torch.Tensor]
+
+
 class TimedComm:
     """A ``Comm`` whose collectives are noted in a trace; everything else is the inner one's."""
 
@@ -280,58 +288,46 @@ class TimedComm:
 
     def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
         """The sum (or "max") over the axis, on every device of it."""
-        begin = self._trace.mark()
-        out = self._inner.all_reduce(x, axis, op)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.all_reduce, x, axis, op)
 
     def all_gather(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
         """The blocks of the axis concatenated along ``dim``."""
-        begin = self._trace.mark()
-        out = self._inner.all_gather(x, axis, dim)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.all_gather, x, axis, dim)
 
     def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
         """This device's block along ``dim`` of the sum over the axis; the extent divides evenly."""
-        begin = self._trace.mark()
-        out = self._inner.reduce_scatter(x, axis, dim)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.reduce_scatter, x, axis, dim)
 
     def all_to_all(self, x: torch.Tensor, axis: int, split_dim: int, concat_dim: int) -> torch.Tensor:
         """From sharded along ``concat_dim`` to sharded along ``split_dim``."""
-        begin = self._trace.mark()
-        out = self._inner.all_to_all(x, axis, split_dim, concat_dim)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.all_to_all, x, axis, split_dim, concat_dim)
 
     def all_to_all_uneven(
         self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
         """Rows in pieces of these counts to and from the devices of the axis."""
-        begin = self._trace.mark()
-        out = self._inner.all_to_all_uneven(x, axis, sent, received)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.all_to_all_uneven, x, axis, sent, received)
 
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the neighbours along the axis sent."""
-        begin = self._trace.mark()
-        out = self._inner.exchange(before, after, axis, cyclic)
-        self._trace.exchanged(begin)
-        return out
+        return self._timed(self._inner.exchange, before, after, axis, cyclic)
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
         """One message to a device of the axis and one from another; the wait for it is what counts."""
-        wait = self._inner.start_send(x, axis, to, source)
+        return partial(self._timed, self._inner.start_send(x, axis, to, source))
 
-        def waited() -> torch.Tensor:
-            begin = self._trace.mark()
-            out = wait()
-            self._trace.exchanged(begin)
-            return out
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Timed:
+        """Rows on their way; the wait for them is what counts."""
+        return _Timed(partial(self._timed, self._inner.start_all_gather(x, axes).wait))
 
-        return waited
+    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Timed:
+        """Sums on their way; the wait for them is what counts."""
+        return _Timed(partial(self._timed, self._inner.start_reduce_scatter(x, axes).wait))
+
+    def _timed(self, call: Callable[..., T], *arguments: Any) -> T:
+        begin = self._trace.mark()
+        out = call(*arguments)
+        self._trace.exchanged(begin)
+        return out

@@ -24,7 +24,7 @@ from meshwright.compiler.recompute import recompute_of
 from meshwright.compiler.residency import (
     accumulate_seconds,
     gathered_bytes,
-    residencies,
+    parameter_residencies,
     residency_bytes,
     residency_seconds,
 )
@@ -205,7 +205,7 @@ class StageDocuments:
         if source.kind != "parameter":
             return fitting
         allowed = self.of.space.residencies
-        return [r for p in fitting for _, r in residencies(tensor.kind, p, self.mesh.shape, trained, allowed)]
+        return parameter_residencies(tensor.kind, fitting, self.mesh.shape, trained, allowed)
 
     def _even(self, kind: Any, spec: Sequence[Any]) -> bool:
         cut = {p.dim: 1 for p in spec if p.is_shard}

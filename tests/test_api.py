@@ -134,13 +134,13 @@ def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the search was entered")
 
-    kept, parallel_module.make_plan = parallel_module.make_plan, refuse  # type: ignore[assignment]
+    kept, parallel_module.make_plans = parallel_module.make_plans, refuse  # type: ignore[assignment]
     try:
         plan = mw.Plan.load(path)
         parallel = mw.parallelize(net(), plan=plan, example_inputs=BATCHES[0], optimizer=sgd)
         losses = losses_of(parallel, BATCHES)
     finally:
-        parallel_module.make_plan = kept
+        parallel_module.make_plans = kept
     assert parallel.plan == plan
     program = next(iter(parallel.session.programs), None)
     return None if program is None else str(program.module.code), parallel.plan.model, losses

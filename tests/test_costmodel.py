@@ -18,288 +18,23 @@ from meshwright.costmodel.compute import op_price, op_seconds
 from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state, parameter_bytes
 from meshwright.costmodel.presets import PRESETS
 from meshwright.costmodel.tables import Curve, Fit, Table, fit_alpha_beta
+from meshwright.runtime.collectives.rounds import schedule_of
+from messages import counted
 
-# ---- a step-by-step message simulator: devices hold real numbers, rounds are lists of messages
-
-
-class Wire:
-    """Counts rounds, bytes over the busiest link direction, and messages; every payload element is one byte."""
-
-    def __init__(self, p):
-        self.p, self.rounds, self.sent, self.messages, self.incast, self.total = p, 0, 0, 0, 0, 0
-
-    def round(self, messages):
-        """messages: (source, destination, payload list); returns them after counting."""
-        messages = [m for m in messages if m[0] != m[1]]
-        assert messages, "a round without a message"
-        out, into, posts, takes = ([0] * self.p for _ in range(4))
-        for source, destination, payload in messages:
-            out[source] += len(payload)
-            into[destination] += len(payload)
-            posts[source] += 1
-            takes[destination] += 1
-        self.rounds += 1
-        self.sent += max(max(out), max(into))
-        self.messages += max(posts + takes)
-        self.incast = max(self.incast, max(takes))
-        self.total += len(messages)
-        return messages
-
-
-def added(a, b):
-    return [x + y for x, y in zip(a, b, strict=True)]
-
-
-def ring_reduce_scatter(wire, x):
-    """x[i]: device i's vector; device i ends with block (i + 1) mod p of the sum in place."""
-    p, n = wire.p, len(x[0]) // wire.p
-    for step in range(p - 1):
-        sends = []
-        for i in range(p):
-            block = (i - step) % p
-            sends.append((i, (i + 1) % p, (block, x[i][block * n : (block + 1) * n])))
-        wire.round([(s, d, payload) for s, d, (_, payload) in sends])
-        for _, d, (block, payload) in sends:
-            x[d][block * n : (block + 1) * n] = added(x[d][block * n : (block + 1) * n], payload)
-
-
-def ring_all_gather(wire, x, first):
-    """Device i holds block first(i); afterwards all."""
-    p, n = wire.p, len(x[0]) // wire.p
-    for step in range(p - 1):
-        sends = []
-        for i in range(p):
-            block = (first(i) - step) % p
-            sends.append((i, (i + 1) % p, (block, x[i][block * n : (block + 1) * n])))
-        wire.round([(s, d, payload) for s, d, (_, payload) in sends])
-        for _, d, (block, payload) in sends:
-            x[d][block * n : (block + 1) * n] = payload
-
-
-def exchange(wire, x, pairs, span):
-    """One round in which i sends x[i][span(i, j)] to j for every pair; returns [(j, start, payload)]."""
-    sends = []
-    for i, j in pairs:
-        a, b = span(i, j)
-        sends.append((i, j, a, x[i][a:b]))
-    wire.round([(i, j, payload) for i, j, _, payload in sends])
-    return [(j, a, payload) for _, j, a, payload in sends]
-
-
-def accumulate(x, arrivals, add=True):
-    for j, a, payload in arrivals:
-        here = x[j][a : a + len(payload)]
-        x[j][a : a + len(payload)] = added(here, payload) if add else payload
-
-
-def fold(wire, x):
-    """The devices beyond the largest power of two hand their vectors to a partner; returns that power."""
-    q, n = 1 << (wire.p.bit_length() - 1), len(x[0])
-    if q < wire.p:
-        accumulate(x, exchange(wire, x, [(i, i - q) for i in range(q, wire.p)], lambda i, j: (0, n)))
-    return q
-
-
-def unfold(wire, x, q):
-    if q < wire.p:
-        n = len(x[0])
-        accumulate(x, exchange(wire, x, [(i - q, i) for i in range(q, wire.p)], lambda i, j: (0, n)), add=False)
-
-
-def halving(wire, x, q):
-    """Device i < q ends with the sum's span that is returned for it."""
-    spans = [(0, len(x[0]))] * q
-    distance = q // 2
-    while distance:
-        wanted = []
-        for i in range(q):
-            a, b = spans[i]
-            middle = (a + b) // 2
-            wanted.append((middle, b) if i & distance else (a, middle))
-        accumulate(x, exchange(wire, x, [(i, i ^ distance) for i in range(q)], lambda i, j, w=wanted: w[j]))
-        spans, distance = wanted, distance // 2
-    return spans
-
-
-def doubling(wire, x, q, spans):
-    distance = 1
-    while distance < q:
-        arrivals = exchange(wire, x, [(i, i ^ distance) for i in range(q)], lambda i, j, s=spans: s[i])
-        accumulate(x, arrivals, add=False)
-        pairs = [(spans[i], spans[i ^ distance]) for i in range(q)]
-        spans, distance = [(min(a, c), max(b, d)) for (a, b), (c, d) in pairs], distance * 2
-
-
-def tree_broadcast(wire, x):
-    n, distance = len(x[0]), 1
-    while distance < wire.p:
-        pairs = [(i, i + distance) for i in range(distance) if i + distance < wire.p]
-        accumulate(x, exchange(wire, x, pairs, lambda i, j: (0, n)), add=False)
-        distance *= 2
-
-
-def tree_reduce(wire, x):
-    n = len(x[0])
-    for distance in reversed([1 << k for k in range((wire.p - 1).bit_length())]):
-        pairs = [(i + distance, i) for i in range(distance) if i + distance < wire.p]
-        accumulate(x, exchange(wire, x, pairs, lambda i, j: (0, n)))
-
-
-def chain(wire, x, order, add):
-    """p segments one after another along ``order``; with ``add`` each hop adds its own."""
-    p, n = wire.p, len(x[0]) // wire.p
-    for step in range(2 * (p - 1)):
-        hops = [(hop, step - hop) for hop in range(p - 1) if 0 <= step - hop < p]
-        sends = [(order[hop], order[hop + 1], segment * n) for hop, segment in hops]
-        spans = {(i, j): (a, a + n) for i, j, a in sends}
-        accumulate(x, exchange(wire, x, list(spans), lambda i, j, spans=spans: spans[i, j]), add=add)
-
-
-def scatter_blocks(wire, algorithm):
-    """Rounds of (source, destination, blocks) that deal out block i to device i from device 0; gathers run them
-    backwards."""
-    p = wire.p
-    if algorithm == "direct":
-        return [[(0, i, [i]) for i in range(1, p)]]
-    if algorithm == "ring":  # the farthest block first; all of them move on together
-        return [
-            [(i, i + 1, [p - 1 - step + i]) for i in range(p - 1) if i <= step and p - 1 - step + i >= i + 1]
-            for step in range(p - 1)
-        ]
-    rounds = []
-    for distance in reversed([1 << k for k in range((p - 1).bit_length())]):
-        holders = range(0, p, 2 * distance)
-        rounds.append([(i, i + distance, list(range(i + distance, min(i + 2 * distance, p)))) for i in holders])
-    return [[(i, j, blocks) for i, j, blocks in sends if j < p] for sends in rounds]
-
-
-def deal(wire, x, rounds, block):
-    """Run the rounds on sets of whole blocks: what a device sends it has, and ``block`` bytes each."""
-    held = x
-    for sends in rounds:
-        for i, _, blocks in sends:
-            assert set(blocks) <= held[i], "a device sends what it has not got"
-        wire.round([(i, j, [0] * (len(blocks) * block)) for i, j, blocks in sends])
-        for _, j, blocks in sends:
-            held[j] |= set(blocks)
-
-
-def direct(wire, x, add):
-    """Everyone sends block j to j (add) or its own block to everyone."""
-    p, n = wire.p, len(x[0]) // wire.p
-    pairs = [(i, j) for i in range(p) for j in range(p) if i != j]
-    block = (lambda i, j: (j * n, j * n + n)) if add else (lambda i, j: (i * n, i * n + n))
-    accumulate(x, exchange(wire, x, pairs, block), add=add)
-
-
-def simulate(kind, algorithm, p):
-    """(wire, d): run the algorithm on integers and check its result."""
-    wire, d = Wire(p), 8 * p
-    n = d // p
-    start = [[(i + 1) * (k + 3) for k in range(d)] for i in range(p)]
-    total = [sum(column) for column in zip(*start)]
-    x = [list(v) for v in start]
-    if kind == "all_gather":
-        x = [[v if i * n <= k < i * n + n else 0 for k, v in enumerate(total)] for i in range(p)]
-    if kind == "broadcast":
-        x = [total if i == 0 else [0] * d for i in range(p)]
-    key, q = (kind, algorithm), p
-    if key == ("all_reduce", "ring"):
-        ring_reduce_scatter(wire, x)
-        ring_all_gather(wire, x, lambda i: (i + 1) % p)
-    elif key == ("all_reduce", "recursive_halving_doubling"):
-        q = fold(wire, x)
-        doubling(wire, x, q, halving(wire, x, q))
-        unfold(wire, x, q)
-    elif key == ("all_reduce", "recursive_doubling"):
-        q = fold(wire, x)
-        for distance in (1 << k for k in range(q.bit_length() - 1)):
-            accumulate(x, exchange(wire, x, [(i, i ^ distance) for i in range(q)], lambda i, j: (0, d)))
-        unfold(wire, x, q)
-    elif key == ("all_reduce", "all_to_all"):
-        pairs = [(i, j) for i in range(p) for j in range(p) if i != j]
-        accumulate(x, exchange(wire, x, pairs, lambda i, j: (0, d)))
-    elif key == ("all_reduce", "two_step"):
-        direct(wire, x, add=True)
-        direct(wire, x, add=False)
-    elif key == ("all_reduce", "parameter_server"):
-        accumulate(x, exchange(wire, x, [(i, 0) for i in range(1, p)], lambda i, j: (0, d)))
-        accumulate(x, exchange(wire, x, [(0, i) for i in range(1, p)], lambda i, j: (0, d)), add=False)
-    elif key == ("all_reduce", "tree"):
-        tree_reduce(wire, x)
-        tree_broadcast(wire, x)
-    elif key == ("all_reduce", "sequential"):
-        for i in range(1, p):
-            accumulate(x, exchange(wire, x, [(i, 0)], lambda i, j: (0, d)))
-        for i in range(1, p):
-            accumulate(x, exchange(wire, x, [(0, i)], lambda i, j: (0, d)), add=False)
-    elif key == ("reduce", "tree"):
-        tree_reduce(wire, x)
-    elif key == ("reduce", "direct"):
-        accumulate(x, exchange(wire, x, [(i, 0) for i in range(1, p)], lambda i, j: (0, d)))
-    elif key == ("reduce", "ring"):
-        chain(wire, x, list(reversed(range(p))), add=True)
-    elif kind == "scatter":
-        held = [set(range(p)) if i == 0 else set() for i in range(p)]
-        deal(wire, held, scatter_blocks(wire, algorithm), n)
-        assert all(i in blocks for i, blocks in enumerate(held))
-    elif kind == "gather":
-        held = [{i} for i in range(p)]
-        rounds = [[(j, i, blocks) for i, j, blocks in sends] for sends in reversed(scatter_blocks(wire, algorithm))]
-        deal(wire, held, rounds, n)
-        assert held[0] == set(range(p))
-    elif key == ("all_gather", "ring"):
-        ring_all_gather(wire, x, lambda i: i)
-    elif key == ("all_gather", "recursive_doubling"):
-        doubling(wire, x, p, [(i * n, i * n + n) for i in range(p)])
-    elif key == ("all_gather", "all_to_all"):
-        direct(wire, x, add=False)
-    elif key == ("reduce_scatter", "ring"):
-        ring_reduce_scatter(wire, x)
-        for i in range(p):
-            block = (i + 1) % p * n
-            assert x[i][block : block + n] == total[block : block + n]
-    elif key == ("reduce_scatter", "recursive_halving"):
-        for i, (a, b) in enumerate(halving(wire, x, p)):
-            assert b - a == n
-            assert x[i][a:b] == total[a:b]
-    elif key == ("reduce_scatter", "all_to_all"):
-        direct(wire, x, add=True)
-        assert all(x[i][i * n : i * n + n] == total[i * n : i * n + n] for i in range(p))
-    elif kind == "all_to_all":
-        shifts = [range(1, p)] if algorithm == "all_to_all" else [[s] for s in range(1, p)]
-        got = [{i: start[i][i * n : i * n + n]} for i in range(p)]
-        for shift in shifts:
-            sends = [(i, (i + s) % p) for s in shift for i in range(p)]
-            for i, j, payload in wire.round([(i, j, start[i][j * n : j * n + n]) for i, j in sends]):
-                got[j][i] = payload
-        assert all(got[j] == {i: start[i][j * n : j * n + n] for i in range(p)} for j in range(p))
-    elif key == ("broadcast", "tree"):
-        tree_broadcast(wire, x)
-    elif key == ("broadcast", "parameter_server"):
-        accumulate(x, exchange(wire, x, [(0, i) for i in range(1, p)], lambda i, j: (0, d)), add=False)
-    elif key == ("broadcast", "ring"):
-        chain(wire, x, list(range(p)), add=False)
-    else:
-        raise AssertionError(key)
-    if kind == "reduce":
-        assert x[0] == total
-    if kind in ("all_reduce", "all_gather", "broadcast"):
-        assert all(v == total for v in x)
-    return wire, d
-
+# ---- the formulas against the rounds that really run, as tests/messages.py counts them
 
 ROWS = [(kind, algorithm) for kind, names in ALGORITHMS.items() if kind != "send" for algorithm in names]
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8, 16])
 @pytest.mark.parametrize(("kind", "algorithm"), ROWS)
-def test_steps_against_message_simulator(kind, algorithm, p):
+def test_steps_against_the_rounds(kind, algorithm, p):
     if kind != "all_reduce" and algorithm in ("recursive_doubling", "recursive_halving") and p & (p - 1):
         with pytest.raises(ValueError, match="powers of two"):
             steps_of(kind, algorithm, p)
         return
-    wire, d = simulate(kind, algorithm, p)
+    d = 8 * p
+    wire = counted(schedule_of(kind, algorithm, p), d)
     steps = steps_of(kind, algorithm, p)
     assert steps.rounds == wire.rounds
     assert steps.sent * d == pytest.approx(wire.sent, rel=1e-12)
@@ -307,89 +42,20 @@ def test_steps_against_message_simulator(kind, algorithm, p):
     assert steps.messages == wire.messages
 
 
-def simulate_levels(kind, between, hosts, m):
-    """(within, between, bytes over one host's adapter, d): three phases on real numbers, groups of a phase at once."""
-    d = 8 * hosts * m
-    x = [[(i + 1) * (k + 3) for k in range(d)] for i in range(hosts * m)]
-    total = [sum(column) for column in zip(*x)]
-    inner, outer, adapter = Wire(m), Wire(hosts), 0
-    local = [[x[h * m + i] for i in range(m)] for h in range(hosts)]  # the same lists
-    n = d // m
-
-    def phase(into, groups, run):
-        """All groups do the same at once, so one counts."""
-        wires = []
-        for number, rows in enumerate(groups):
-            wires.append(Wire(len(rows)))
-            if len(rows) > 1:
-                run(wires[-1], rows, number)
-        assert len({(w.rounds, w.sent, w.messages) for w in wires}) == 1
-        into.rounds, into.sent = into.rounds + wires[0].rounds, into.sent + wires[0].sent
-        into.messages += wires[0].messages
-        return sum(w.sent for w in wires)
-
-    def across(run, shift):
-        """Run on the block that each device has after the phase within hosts, for each of the m devices of a host."""
-        spans = [((i + shift) % m * n, (i + shift) % m * n + n) for i in range(m)]
-        slices = [[local[h][i][a:b] for h in range(hosts)] for i, (a, b) in enumerate(spans)]
-        sent = phase(outer, slices, run)
-        for i, (a, b) in enumerate(spans):
-            for h in range(hosts):
-                local[h][i][a:b] = slices[i][h]
-        return sent
-
-    def ring(wire, rows, _):
-        ring_reduce_scatter(wire, rows)
-        ring_all_gather(wire, rows, lambda i: (i + 1) % wire.p)
-
-    def halve(wire, rows, _):
-        q = fold(wire, rows)
-        doubling(wire, rows, q, halving(wire, rows, q))
-        unfold(wire, rows, q)
-
-    if kind == "all_reduce":
-        phase(inner, local, lambda w, rows, _: ring_reduce_scatter(w, rows))
-        adapter = across(ring if between == "ring" else halve, 1)
-        phase(inner, local, lambda w, rows, _: ring_all_gather(w, rows, lambda i: (i + 1) % m))
-        assert all(v == total for v in x)
-    elif kind == "reduce_scatter":
-        phase(inner, local, lambda w, rows, _: ring_reduce_scatter(w, rows))
-        adapter = across(lambda w, rows, _: ring_reduce_scatter(w, rows), 1)
-        for h in range(hosts):
-            for i in range(m):
-                a = (i + 1) % m * n + (h + 1) % hosts * 8
-                assert local[h][i][a : a + 8] == total[a : a + 8]
-    elif kind == "all_gather":
-        for h in range(hosts):
-            for i in range(m):
-                local[h][i][:] = [v if k // 8 == i * hosts + h else 0 for k, v in enumerate(total)]
-        adapter = across(lambda w, rows, _: ring_all_gather(w, rows, lambda i: i), 0)
-        phase(inner, local, lambda w, rows, _: ring_all_gather(w, rows, lambda i: i))
-        assert all(v == total for v in x)
-    else:
-        leaders = [[local[h][0] for h in range(hosts)]]
-        if kind == "broadcast":
-            x[0][:] = total
-            adapter = phase(outer, leaders, lambda w, rows, _: tree_broadcast(w, rows))
-            phase(inner, local, lambda w, rows, _: tree_broadcast(w, rows))
-            assert all(v == total for v in x)
-        else:
-            phase(inner, local, lambda w, rows, _: tree_reduce(w, rows))
-            adapter = phase(outer, leaders, lambda w, rows, _: tree_reduce(w, rows))
-            assert x[0] == total
-    return inner, outer, adapter, d
-
-
 @pytest.mark.parametrize(("hosts", "members"), [(2, 1), (2, 2), (3, 4), (4, 3), (5, 2), (8, 8)])
 @pytest.mark.parametrize(("kind", "between"), [(kind, name) for kind, names in HIERARCHICAL.items() for name in names])
-def test_hierarchical_steps_against_message_simulator(kind, between, hosts, members):
-    inner, outer, adapter, d = simulate_levels(kind, between, hosts, members)
+def test_hierarchical_steps_against_the_rounds(kind, between, hosts, members):
+    d = 8 * hosts * members
+    schedule = schedule_of(kind, "hierarchical", hosts * members, members=members, between=between)
+    inner = counted(schedule, d, lambda a, b: a // members == b // members)
+    outer = counted(schedule, d, lambda a, b: a // members != b // members)
+    adapter = counted(schedule, d, lambda a, b: a // members != b // members, per=members)
     levels = levels_of(kind, between, hosts, members)
     assert (levels.within.rounds, levels.within.messages) == (inner.rounds, inner.messages)
     assert (levels.between.rounds, levels.between.messages) == (outer.rounds, outer.messages)
     assert levels.within.sent * d == pytest.approx(inner.sent)
     assert levels.between.sent * d == pytest.approx(outer.sent)
-    assert levels.flows * levels.between.sent * d == pytest.approx(adapter)
+    assert levels.flows * levels.between.sent * d == pytest.approx(adapter.sent)
     with pytest.raises(ValueError, match="hierarchical are"):
         levels_of("all_to_all", between, hosts, members)
 
@@ -401,10 +67,11 @@ def test_formulas_of_the_literature(p):
     ring, halving_doubling = (steps_of("all_reduce", name, p) for name in ("ring", "recursive_halving_doubling"))
     assert (ring.rounds, ring.sent) == (2 * (p - 1), 2 * share)
     assert (halving_doubling.rounds, halving_doubling.sent) == (2 * log_p, 2 * share)
-    wire, _ = simulate("all_reduce", "all_to_all", p)
+    wire = counted(schedule_of("all_reduce", "all_to_all", p), 8 * p)
     assert (wire.rounds, wire.total) == (1, p * p - p)  # p² with those to oneself
     # a server of its own: p devices and one more, whose link takes p·d and sends p·d
-    served, d = simulate("all_reduce", "parameter_server", p + 1)
+    d = 8 * (p + 1)
+    served = counted(schedule_of("all_reduce", "parameter_server", p + 1), d)
     assert (served.rounds, served.sent) == (2, 2 * p * d)
     assert steps_of("all_reduce", "parameter_server", p + 1).incast == p
     naive = steps_of("all_reduce", "sequential", p)

@@ -4,6 +4,7 @@ parity of a run on two ranks with one device. The same checks pass where nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from meshwright.architectures import GPT, TransformerMoE
 from meshwright.compiler import local_ops, ring_attention
 from meshwright.compiler.capture import capture
-from meshwright.compiler.context import Context, current, use
+from meshwright.compiler.context import Context, Here, current, use
 from meshwright.compiler.rules.lockstep import LockstepComm
 from meshwright.runtime.feeding import Feeder
 from meshwright.runtime.gradients import GradientReducer
@@ -109,11 +110,10 @@ def missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def ungathered(patch: pytest.MonkeyPatch) -> None:
-    def own(self: Any, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
-        return original(self, x, axis, dim) if x.ndim > 1 else x.repeat(self.size(axis))
+    def own(self: Any, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
+        return Here(torch.stack([x] * math.prod(map(self.size, axes))))
 
-    original = LockstepComm.all_gather
-    patch.setattr(LockstepComm, "all_gather", own)
+    patch.setattr(LockstepComm, "start_all_gather", own)
 
 
 def wrong_peer(patch: pytest.MonkeyPatch) -> None:

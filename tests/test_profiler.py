@@ -347,6 +347,9 @@ def test_two_ranks_make_one_cluster(ranks: RankPool, tmp_path: Path) -> None:
     assert cluster.fingerprint() == Cluster.local(2).fingerprint()
     assert {wire.kind for wire in cluster.wires} >= {"send", "all_reduce", "all_gather", "all_to_all", "reduce_scatter"}
     assert all((wire.size, wire.members, wire.groups) == (2, 2, 1) for wire in cluster.wires)
+    algorithms = {wire.algorithm for wire in cluster.wires if wire.kind == "all_reduce"}
+    assert algorithms >= {"backend", "ring", "recursive_doubling", "two_step"}
+    assert {wire.algorithm for wire in cluster.wires if wire.kind != "all_reduce"} == {"backend"}
     device = cluster.device(0)
     assert {"matmul", "pointwise"} <= {curve.kind for curve in device.curves}
     assert 0 <= device.overlap <= 1

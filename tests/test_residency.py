@@ -19,6 +19,7 @@ from meshwright.compiler.residency import (
     PATTERNS,
     accumulate_seconds,
     gathered_bytes,
+    parameter_residencies,
     pattern_of,
     residencies,
     residency_bytes,
@@ -74,7 +75,12 @@ def test_the_patterns_cut_one_more_dim(shape, mesh, pair, cut):
 
 def test_only_what_is_allowed_and_frozen_parameters_have_no_gradient_to_cut():
     pair = parse_pair("R|P")
-    assert [n for n, _ in residencies(WEIGHT, pair, (4,), True, ("zero2",))] == ["replicated", "zero2"]
+    assert [n for n, _ in residencies(WEIGHT, pair, (4,), True, ("zero2",))] == ["zero2"]
+    pairs = [pair, parse_pair("R|R"), parse_pair("S0|S0")]  # a whole gradient has no axis to be cut by, and need not be
+    found = parameter_residencies(WEIGHT, pairs, (4,), True, ("zero3",))
+    assert [residency_text(r) for r in found] == ["R|P zero3", "S0|S0"]
+    assert len(parameter_residencies(WEIGHT, pairs, (4,), True, PATTERNS)) == 6
+    assert [n for n, _ in residencies(TensorType((3,), torch.float32), pair, (4,), True, ("zero3",))] == ["replicated"]
     frozen = dict(residencies(WEIGHT, parse_pair("R,S0|R,S0"), (4, 2), False))
     assert list(frozen) == ["replicated", "zero3"]
     assert pattern_of(frozen["zero3"]) == "zero3"

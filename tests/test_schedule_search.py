@@ -79,7 +79,7 @@ def test_every_family_gives_a_plan_by_name(graph, cluster, by_name, schedule, tm
 
 def test_the_best_of_all_is_no_slower_than_any(graph, cluster, by_name):
     plan = planned(graph, cluster, "auto")
-    steps = {name: one.prediction.step_s for name, one in by_name.items()}
+    steps = {name: by_name[name].prediction.step_s for name in SCHEDULES}  # those that optimise the same
     assert plan.prediction.step_s <= min(steps.values()) * (1 + TIE)
     assert plan.schedule != "1f1b"
     assert plan.prediction.step_s < 0.95 * steps["1f1b"]
@@ -120,7 +120,7 @@ def test_one_that_no_stages_have_room_for_is_refused_with_what_does(graph, clust
 
 
 def test_of_equally_fast_ones_the_simplest_is_taken():
-    assert set(SCHEDULES) == set(known_schedules())
+    assert {*SCHEDULES, "pipedream"} == set(known_schedules())
     assert simplest_first(["zb-v", "1f1b", "gpipe"], [1.0, 1.0005, 1.0]) == 1
     assert simplest_first(["zb-v", "1f1b", "gpipe"], [1.0, 1.01, 1.0]) == 2
     assert simplest_first(["zb-v", "1f1b"], [1.0, 1.01]) == 0

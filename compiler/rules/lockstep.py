@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..context import Context, use
+from ..context import Context, Here, use
 
 __all__ = ["LockstepComm", "LockstepGroup"]
 
@@ -149,6 +149,19 @@ class LockstepComm:
         """What the device at ``source`` sent, which is here at once."""
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
+
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
+        """The rows of all devices of the axes, which are here at once."""
+        rows = x.reshape(1, -1)
+        for axis in reversed(axes):
+            rows = self.all_gather(rows, axis, 0)
+        return Here(rows)
+
+    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
+        """This device's row of the sum."""
+        for axis in axes:
+            x = self.reduce_scatter(x, axis, 0)
+        return Here(x.view(-1))
 
     def _neighbour(self, x: torch.Tensor, axis: int, step: int, cyclic: bool) -> torch.Tensor:
         parts = self._exchange(x, "send", axis, (step, cyclic))

@@ -12,9 +12,10 @@ from ...compiler.graph import Graph
 from ...compiler.lower import lower
 from ...compiler.plan import Plan
 from ...compiler.program import ChunkProgram
-from ...compiler.schedule import Action, generate, run_order
+from ...compiler.schedule import Action, Place, generate, run_order
 from ...compiler.spec import Spec
 from ..crossmesh import Layout
+from ..facts import facts_of, links_of, places_of
 
 __all__ = ["Part", "actions_of", "parts_of", "shrunk"]
 
@@ -71,20 +72,17 @@ def shrunk(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
 
 def parts_of(plan: Plan, graph: Graph) -> list[Part]:
     """Every chunk lowered, in the order of the model. Raises ValueError for labels without a program."""
-    places = [(s, c) for s, stage in enumerate(plan.stages) for c in range(len(stage.chunks))]
-    places.sort(key=lambda place: (plan.stages[place[0]].chunks[place[1]].layers, place))
-    index = {place: i for i, place in enumerate(places)}
-    senders = {(t.node, t.target, t.target_chunk): index[t.source, t.source_chunk] for t in plan.transfers}
-    parts: list[Part] = []
-    for stage, chunk in places:
-        here = plan.stages[stage]
-        program, origins = lower(graph, plan, stage, chunk), {}
-        for slot in program.slots:
-            if slot.kind == "receive":
-                at_home = [index[stage, c] for c, other in enumerate(here.chunks) if slot.name in other.sends]
-                origins[slot.name] = senders[slot.name, stage, chunk] if not at_home else at_home[0]
-        parts.append(Part(len(parts), stage, chunk, here.devices, here.mesh_shape, program, origins))
-    return parts
+    places = places_of(plan)
+    programs = {place: lower(graph, plan, *place) for place in places}
+    links = links_of(plan, {place: facts_of(program, *place) for place, program in programs.items()})
+    origins: dict[Place, dict[str, int]] = {place: {} for place in places}
+    for link in links:
+        origins[link.target][link.node] = places.index(link.source)
+    return [
+        Part(index, place[0], place[1], plan.stages[place[0]].devices, plan.stages[place[0]].mesh_shape,
+             programs[place], origins[place])
+        for index, place in enumerate(places)
+    ]  # fmt: skip
 
 
 def actions_of(plan: Plan, parts: list[Part]) -> list[Action]:

@@ -1,0 +1,142 @@
+"""The sums by which gradients travel where a plan's wires say more than "as the backend does it by itself".
+
+A wire names mesh axes of a stage, an algorithm and a code (``plan.Wire``). Every bucket over these axes gets a
+persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets. They send over process groups
+that nothing else uses, from the communication thread::
+
+    code "none"               ``collectives.DenseSum`` by the algorithm
+    others                    ``compression.make_sum``; where it sums on the way, by the algorithm
+    others, "hierarchical"    ``OuterSum``: in the code between hosts only
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..compiler.plan import Plan, Wire
+from .collectives.channel import Channel
+from .collectives.dense import DenseSum
+from .collectives.engine import Exchange as Rounds
+from .collectives.protocol import Sum
+from .collectives.rounds import schedule_of
+from .compression.exchange import GroupExchange, Work
+from .compression.registry import make_sum
+from .groups import DistributedComm
+from .outer_sum import OuterSum, part_of
+
+__all__ = ["Sums"]
+
+
+class Sums:
+    """Makes the sums of one rank's buckets, and keeps what of them a checkpoint holds. seed: of codes that draw."""
+
+    def __init__(self, plan: Plan, stage: int | None, comm: DistributedComm | None, seed: int = 0) -> None:
+        self.seed = seed
+        self.made: list[Sum] = []
+        coded = [(s, wire) for s in plan.stages for wire in s.wire if wire.compressor != "none"]
+        # whether a rank may not know what the code of another one found
+        self.told_apart = any(
+            wire.algorithm == "hierarchical" or prod(s.mesh_shape[a] for a in wire.axes) < plan.num_devices
+            for s, wire in coded
+        )
+        self._hops: dict[tuple[int, ...], _Hop] = {}
+        self._wires: dict[tuple[int, ...], Wire] = {}
+        if stage is None or comm is None:
+            return
+        for wire in plan.stages[stage].wire:
+            if not wire.is_plain:
+                self._wires[wire.axes] = wire
+                self._hops[wire.axes] = _Hop(comm.own_groups[wire.axes], wire.algorithm, plan)
+
+    def make(
+        self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device
+    ) -> Sum | None:
+        """The sum of a flat bucket [n] over these axes, in which tensors of ``shapes`` lie one after another; None:
+        the backend's own."""
+        wire = self._wires.get(axes)
+        if wire is None:
+            return None
+        hop = self._hops[axes]
+        if wire.compressor == "none":
+            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members)
+        else:
+            inner, between = hop.levels
+            exchange = GroupExchange(between) if wire.algorithm in ("backend", "hierarchical") else _ByAlgorithm(hop)
+            size, tensors = (n, shapes) if inner is None else (part_of(n, hop.members), ())
+            coded = make_sum(
+                wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
+                device=device,
+            )  # fmt: skip
+            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded)
+        self.made.append(made)
+        return made
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """ "<number of the sum>.<name>" → what this rank's sums carry from step to step."""
+        return {f"{i}.{name}": x for i, made in enumerate(self.made) for name, x in made.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what ``state_dict`` gave to the same plan."""
+        for index, made in enumerate(self.made):
+            prefix = f"{index}."
+            made.load_state_dict({k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)})
+
+
+@dataclass
+class _Hop:
+    """The group that some axes form, used by sums alone. groups: it, or where only the part between hosts is coded,
+    the one inside the host and the one between; members: of its ranks on each host."""
+
+    groups: tuple[Any, ...]
+    algorithm: str
+    members: int
+
+    def __init__(self, groups: tuple[Any, ...], algorithm: str, plan: Plan) -> None:
+        self.groups, self.algorithm = groups, algorithm
+        hosts = Counter(plan.host_of(rank) for rank in dist.get_process_group_ranks(groups[0]))
+        self.members = next(iter(hosts.values())) if len(set(hosts.values())) == 1 else 1
+        self._channel: Channel | None = None
+
+    @property
+    def levels(self) -> tuple[Any, Any]:
+        """The group inside the host, None if there is no such level, and the other one."""
+        return (None, self.groups[0]) if len(self.groups) == 1 else (self.groups[0], self.groups[1])
+
+    @property
+    def channel(self) -> Channel:
+        """Messages of one's own over the group."""
+        if self._channel is None:
+            self._channel = Channel(self.groups[0])
+        return self._channel
+
+
+class _ByAlgorithm(GroupExchange):
+    """All-reduces by an algorithm of our own, to their ends: the communication thread runs them as it comes to them."""
+
+    def __init__(self, hop: _Hop) -> None:
+        super().__init__(hop.groups[0])
+        self.hop = hop
+        self.schedule = schedule_of("all_reduce", hop.algorithm, self.size, members=hop.members)
+        self.rounds: dict[tuple[int, torch.dtype], Rounds] = {}
+
+    def all_reduce(self, x: torch.Tensor) -> Work:
+        """Sum x in place."""
+        self.sent["all_reduce"] += x.nbytes
+        flat = x.view(-1)
+        key = (flat.numel(), flat.dtype)
+        if key not in self.rounds:
+            self.rounds[key] = Rounds(self.hop.channel, self.schedule, *key)
+        self.rounds[key].run(flat)
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is."""
