@@ -76,16 +76,16 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
 
     Everything else is searched unless given. microbatches; strategy: ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``,
     or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "gpipe", "1f1b",
-    "interleaved", "zb-h1" or "zb-v"; recompute: "none", "full" (keep only what crosses a border between layers, and run
-    each layer's forward again for its backward), "selective" (keep the outputs of its heavy ops as well), or a mode by
-    pattern of layer names, of which the last that fits counts ("none" where none does); zero: 0 to 3, what parameters
-    are sharded of over the devices that share them, where that is possible (0: nothing); sequence: whether sequences
-    and space may be cut. executable: only what ``parallelize`` can run (``Plan.not_executable`` lists what it could
-    not).
+    "interleaved", "zb-h1" or "zb-v" (or "pipedream", which changes the optimisation: docs/runtime.md); recompute:
+    "none", "full" (keep only what crosses a border between layers, and run each layer's forward again for its
+    backward), "selective" (keep the outputs of its heavy ops as well), or a mode by pattern of layer names, of which
+    the last that fits counts ("none" where none does); zero: 0 to 3, what parameters are sharded of over the devices
+    that share them, where that is possible (0: nothing); sequence: whether sequences and space may be cut. executable:
+    only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
 
     communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
-    ``costmodel.algorithms``; "lossy": compressed, too, by any code of ``costmodel.codecs``; or names of algorithms and
-    codes that are allowed besides. precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
+    ``costmodel.algorithms``; "auto-lossy": compressed, too, by codes of ``costmodel.codecs``; or names of those that
+    are allowed besides. precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
     gradients of two bytes, with fp32 master weights and optimizer states), or "auto": the faster of "model" and "bf16".
 
     constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
@@ -103,7 +103,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions, count = check_precision(precision, executable), 1 if top_k is None else top_k
+    precisions, count = check_precision(precision), 1 if top_k is None else top_k
     arguments = {**asked(space), "top_k": count}
 
     def find(kept: KeptRows | None = None) -> list[Plan]:
@@ -149,7 +149,7 @@ def pareto(
         strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions = check_precision(precision, executable)
+    precisions = check_precision(precision)
     fronts = searched(make_front, {**asked(space), "points": points}, precisions)
     return undominated([plan for front in fronts for plan in front])[:points]
 
@@ -214,6 +214,8 @@ def parallelize(
     recompute: str | Mapping[str, str] = "auto",
     zero: str | int = "auto",
     sequence: bool = True,
+    precision: str = "model",
+    communication: str | Sequence[str] | None = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     plan: Plan | None = None,
@@ -223,6 +225,10 @@ def parallelize(
     init: Init | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     seed: int = 0,
+    compile: bool | str = False,
+    delay: int = 0,
+    local_steps: int = 1,
+    outer_optimizer: OptimizerFactory | None = None,
 ) -> Parallel:
     """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
 
@@ -230,16 +236,32 @@ def parallelize(
     Cluster prices them too; by default the machine that the ranks are on. Without example inputs the plan is made at
     the first ``train_step``. ``plan`` takes a saved plan and solves nothing. optimizer: local parameters → a torch
     optimizer. data: "global" (every rank passes the whole batch) or "local" (its part: see ``Parallel.data_index``).
+    precision: "bf16" or "fp16" computes in 16 bits, with fp32 master weights, sums of gradients and optimizer states;
+    fp16 scales the loss (``Parallel.loss_scale``).
     Weights are rank 0's; for a meta-device model ``init`` (name, tensor) fills one whole tensor at a time, or
-    ``state_dict`` gives them (and ``init`` what it lacks). Other arguments as in ``plan(..., executable=True)``.
+    ``state_dict`` gives them (and ``init`` what it lacks). compile: whether stages train through torch.compile (True:
+    inductor; or the name of another backend); what that makes is kept under $MESHWRIGHT_CACHE_DIR for later runs.
+
+    delay, local_steps: replicas that step by themselves, which **changes the optimisation** (docs/runtime.md). delay:
+    the mean of a step's gradients is put in that many steps later, in place of the replica's own. local_steps > 1:
+    parameters are averaged every so many steps, by ``outer_optimizer`` (a function as ``optimizer``; by default they
+    become their mean); with delay, that average is waited for so many steps later. Plans with zero > 0 are refused,
+    and not searched. Other arguments as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
     from .parallel import Asked, Parallel
     from .runtime.launch import ensure_initialized
+    from .runtime.loosely import Looseness
 
+    looseness = Looseness(delay, local_steps, outer_optimizer)
+    if plan is None and zero == "auto" and not looseness.is_tight:
+        zero = 0  # every replica updates all that it has
     own = None if plan is not None and microbatches == plan.microbatches else microbatches
-    asked = Asked(own, strategy, schedule, recompute, zero, sequence, constraints, time_limit_s)
+    check_precision(precision)
+    asked = Asked(
+        own, strategy, schedule, recompute, zero, sequence, constraints, time_limit_s, precision, communication
+    )
     if plan is not None and (besides := asked.decisions()):
         raise ValueError(
             f"a given plan has decided everything (it has {plan.microbatches} microbatches), but got "
@@ -255,7 +277,7 @@ def parallelize(
     ensure_initialized()
     made = Parallel(
         model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
-        state_dict, seed,
+        state_dict, seed, compile, looseness,
     )  # fmt: skip
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))

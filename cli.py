@@ -151,7 +151,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_space(plan: argparse.ArgumentParser) -> None:
     """What the search may choose from."""
     plan.add_argument(
-        "--schedule", default="auto", metavar="NAME", help="auto, gpipe, 1f1b, interleaved, zb-h1 or zb-v (auto)"
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="auto, gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream (auto)",
     )
     plan.add_argument(
         "--recompute",
@@ -167,7 +170,7 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--communication",
         metavar="HOW",
-        help="of gradients: exact (default), auto (any exact algorithm), lossy (compressed, too), or names: ring,bf16",
+        help="of gradients: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: ring,bf16",
     )
     plan.add_argument(
         "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (model)"

@@ -144,7 +144,8 @@ def table(cluster: Cluster) -> str:
             rate = f"{1e-9 / last.beta_s_per_byte:.3g}" if last.beta_s_per_byte else "-"
             numbers = (wire.size, wire.members, wire.groups)
             fit = (f"{first.alpha_s * 1e6:.1f}", rate, len(wire.pieces), f"{wire.residual:.1%}", wire.samples)
-            rows.append((wire.kind, *map(str, numbers), *map(str, fit)))
+            kind = wire.kind if wire.algorithm == "backend" else f"{wire.kind} by {wire.algorithm}"
+            rows.append((kind, *map(str, numbers), *map(str, fit)))
         lines += ["", *_columns(rows)]
     for device in dict.fromkeys(host.device for host in cluster.hosts):
         lines += ["", *_device(device)]
@@ -179,6 +180,12 @@ def _device(device: Device) -> list[str]:
         rates.append((rate.name, f"{rate.alpha_s * 1e6:.2f}", speed, f"{rate.residual:.1%}", str(rate.samples)))
     if device.optimizers:
         lines += ["", *_columns(rates)]
+    if device.codings:
+        codes: list[Sequence[str]] = [("code", "µs per sum", "ns per element", "error", "samples")]
+        for code in device.codings:
+            fit = f"{code.alpha_s * 1e6:.0f}", f"{code.beta_s_per_element * 1e9:.2f}", f"{code.residual:.1%}"
+            codes.append((code.name, *fit, str(code.samples)))
+        lines += ["", *_columns(codes)]
     if device.op_times:
         lines += ["", f"{len(device.op_times)} exact ops"]
     return lines

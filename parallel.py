@@ -17,13 +17,16 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .compiler.capture import capture
-from .compiler.driver import make_plan
+from .compiler.driver import make_plans
 from .compiler.evaluation import plan_evaluation
 from .compiler.example import batch_dims_of, batch_extent, flat_inputs
+from .compiler.fastest import fastest, searched
 from .compiler.graph import Graph, Source, TensorType
 from .compiler.lower import lower
 from .compiler.plan import Plan
+from .compiler.precision import check_precision, in_precision
 from .compiler.program import ChunkProgram
+from .compiler.recompute import PlanLayers
 from .compiler.refit import Recalibration
 from .compiler.report import THRESHOLD, Report
 from .compiler.reprice import reprice
@@ -32,9 +35,12 @@ from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
 from .costmodel.cluster import Cluster
+from .costmodel.tables import cache_directory
 from .profiling import default_cluster
 from .runtime.agreement import alike, from_first
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
+from .runtime.compiled import Compiler, backend_of
+from .runtime.loosely import Looseness
 from .runtime.meter import live_bytes
 from .runtime.stage import Session
 from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
@@ -57,10 +63,12 @@ class Asked:
     sequence: bool = True
     constraints: Sequence[str] | str | None = None
     time_limit_s: float | None = None
+    precision: str = "model"
+    communication: str | Sequence[str] | None = None
 
     def space(self) -> Space:
         """The decisions that are open, of those that the runtime can run."""
-        return Space.asked(self.schedule, self.recompute, self.zero, self.sequence, executable=True)
+        return Space.asked(self.schedule, self.recompute, self.zero, self.sequence, True, self.communication)
 
     def decisions(self) -> list[str]:
         """The names of what a plan decides, where something is asked of it."""
@@ -86,11 +94,14 @@ class Parallel:
         init: Init | None,
         state_dict: Mapping[str, torch.Tensor] | None,
         seed: int,
+        compile: bool | str,
+        looseness: Looseness,
     ) -> None:
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
         self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
-        self._init, self._state, self._seed = init, state_dict, seed
+        self._init, self._state, self._seed, self._backend = init, state_dict, seed, backend_of(compile)
+        self._looseness = looseness
         self._session: Session | None = None
         self._graph: Graph | None = None
         self._training = True
@@ -117,14 +128,14 @@ class Parallel:
                     f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} "
                     "on rank 0; build it alike on all ranks"
                 )
-            small = graph.with_batch(decided.microbatch_size)
+            small = in_precision(graph, decided.precision).with_batch(decided.microbatch_size)
             stage = decided.stage_of(dist.get_rank())
             programs = (
                 []
                 if stage is None
                 else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
             )
-            weights = self._weights(graph)
+            weights, compiler = self._weights(graph), self._compiler(small, decided)
         self._session = Session(
             decided,
             programs,
@@ -135,17 +146,25 @@ class Parallel:
             seed=self._seed,
             clip_grad_norm=self._clip,
             data=self._data,
+            compiler=compiler,
+            looseness=self._looseness,
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = _without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
         self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
+    def _compiler(self, graph: Graph, plan: Plan) -> Compiler | None:
+        """Of this rank's programs. ValueError where the machine has none."""
+        if self._backend is None:
+            return None
+        return Compiler(self._backend, PlanLayers(graph, plan).layering.layer_of, cache_directory() / "inductor")
+
     def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         """Rank 0's plan, on every rank."""
         cluster = self._cluster
         if cluster is None and self._plan is None:
-            cluster = default_cluster()
+            cluster = default_cluster(self._space.communication.compressors)
         decided = Plan.from_json(from_first(lambda: self._decide(graph, cluster, capture_s, inputs).to_json()))
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
@@ -183,7 +202,12 @@ class Parallel:
         assert cluster is not None
         batch = self._global_batch or batch_extent(graph, inputs)
         name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
-        return make_plan(graph, cluster, batch, optimizer=name, capture_s=capture_s, **self._question())
+        return self._search(graph, cluster, batch, optimizer=name, capture_s=capture_s, **self._question())
+
+    def _search(self, graph: Graph, cluster: Cluster, batch: int, **question: Any) -> Plan:
+        """The fastest plan of the precisions that are open."""
+        arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **question}
+        return fastest(searched(make_plans, arguments, check_precision(self._asked.precision)), 1)[0]
 
     def _question(self) -> dict[str, Any]:
         """The arguments of ``make_plan`` that say what is asked for."""
@@ -207,21 +231,48 @@ class Parallel:
     # ---- training
 
     def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
-        """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank."""
-        loss = self.forward_backward(*inputs, targets=targets, **kwargs)
-        self.optimizer_step()
-        return loss
+        """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank; with ``delay`` or
+        ``local_steps`` that of this rank's replica.
+
+        Under schedule "pipedream" the batch is only put in, and the loss is that of step ``loss_step``: the newest that
+        is known without waiting, NaN while the pipeline fills. ``flush`` finishes what is in flight.
+        """
+        flat = self._flat(inputs, kwargs, targets)
+        return self.session.train_step(flat)
+
+    def flush(self) -> dict[int, torch.Tensor]:
+        """Finish what schedule "pipedream" has in flight: step → loss of the batches whose loss was not returned yet.
+        With ``delay`` or ``local_steps``: wait for what is on its way between replicas, and make them equal.
+
+        Evaluation, state dicts and checkpoints need it before them. Otherwise there is nothing to do. Collective.
+        """
+        return self.session.flush()
+
+    def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the replicas of the losses that ``train_step`` returned, where each has its own (``delay``,
+        ``local_steps``); else the loss. Collective."""
+        return self.session.mean_loss(loss)
+
+    @property
+    def loss_step(self) -> int | None:
+        """The step, counted from 0, whose loss ``train_step`` returned last; None where it returned none."""
+        return self.session.loss_step
 
     def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every
         rank."""
+        flat = self._flat(inputs, kwargs, targets)
+        return self.session.forward_backward(flat)
+
+    def _flat(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
+        """Source name → input. Where there were no examples, these are what is captured, before there is a session."""
         targets = targets if isinstance(targets, tuple) else (targets,)
         if self._session is None:
             self._first = True
             self.bind(inputs, kwargs, targets)
         flat = flat_inputs(inputs, kwargs, targets)
         self._check_names(flat)
-        return self.session.forward_backward(flat)
+        return flat
 
     def _check_names(self, flat: Mapping[str, Any]) -> None:
         """ValueError unless these are the inputs that were captured."""
@@ -254,6 +305,18 @@ class Parallel:
         return self.session.grad_norm
 
     @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied with in the next backward, under fp16; None where nothing is scaled."""
+        scale = self.session.loss_scale
+        return None if scale is None else scale.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """The optimizer steps that were left out so far because a gradient was not finite under fp16."""
+        scale = self.session.loss_scale
+        return 0 if scale is None else scale.skipped
+
+    @property
     def plan(self) -> Plan:
         """The plan that this model trains by."""
         assert self._plan is not None or self.session is not None
@@ -280,15 +343,20 @@ class Parallel:
         return gather_report(self.plan, self.session, threshold, self._live_bytes)
 
     def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
-        """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out."""
+        """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out.
+
+        Under schedule "pipedream" it is flushed within, and returns its own loss; nothing may be in flight before.
+        """
         if self._session is None:
             self._first = True
             self.bind(inputs, kwargs, targets if isinstance(targets, tuple) else (targets,))
+        self.session.require_drained("metered_step")
         trace = self.session.trace
         trace.enabled = False
         try:
             with live_bytes(self.session.device) as reading:
                 loss = self.train_step(*inputs, targets=targets, **kwargs)
+                loss = {self.session.step - 1: loss, **self.flush()}[self.session.step - 1]
         finally:
             trace.enabled = True
         if reading.peak_bytes is not None:
@@ -305,7 +373,7 @@ class Parallel:
         assert graph is not None
 
         def search(cluster: Cluster) -> Plan:
-            return make_plan(
+            return self._search(
                 graph, cluster, plan.global_batch, optimizer=plan.optimizer, alternatives=False,
                 **{**self._question(), "strategy": None},
             )  # fmt: skip
@@ -357,6 +425,7 @@ class Parallel:
         if key not in self._forwards:
             with alike():
                 captured = capture(self._model, args, kwargs, (), None, given, training=self._training, outputs=True)
+                captured = in_precision(captured, self.plan.precision)
             self._forwards[key] = (captured, {})
         graph, bound = self._forwards[key]
         batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)

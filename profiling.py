@@ -3,7 +3,7 @@
     roll call      every rank answers, or the missing ones are named
     collectives    all ranks together: every form of group that a plan can ask about            (``runtime.probes``)
     ops            at most one rank per core at a time, the others asleep: facts, grid, exact ops      (``op_grid``)
-    optimizers, overlap
+    codes, optimizers, overlap
     again          whatever time is left: further visits, finer sizes
     cluster        the same on every rank                                                    (``costmodel.profiled``)
 
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .compiler.signature import Probe
 from .costmodel.cluster import Cluster, Host, Mesh
+from .costmodel.codecs import CODECS
 from .costmodel.op_grid import coarse, grid, op_task
 from .costmodel.op_timing import fact_tasks, probe_task
 from .costmodel.profiled import extended_device, inner_link, measured_device, network_link, view, wires_of, with_overlap
@@ -37,7 +38,7 @@ from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
 from .runtime.agreement import agree, alike, from_first
 from .runtime.launch import ensure_initialized
-from .runtime.probes import KINDS, PACE_S, ROOTED, Form, Ranks
+from .runtime.probes import KINDS, OWN, PACE_S, ROOTED, Form, Ranks
 from .runtime.rollcall import AbsentRankError, call_roll, missing_ranks, world_store
 
 __all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
@@ -50,6 +51,7 @@ _COARSE = (KIB, 4 * MIB, 64 * KIB, 512 * KIB, 32 * MIB)
 _FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
 _QUICK = (KIB, MIB, 8 * MIB)
 _VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
+_CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
 _LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
 
@@ -65,6 +67,7 @@ def profile(
     resume: bool = True,
     timeout_s: float = 60.0,
     pace: Callable[[], object] | None = None,
+    codes: Sequence[str] | None = None,
 ) -> Cluster:
     """Measure the ranks of this job within about ``budget_s`` seconds; the same Cluster on every rank. Collective.
 
@@ -73,6 +76,7 @@ def profile(
     tables are kept; only what it lacks is measured. path: where rank 0 writes the result. resume: continue what an
     interrupted profile left. timeout_s: how long a rank may be silent. pace: what a rank does before and beside each
     collective that is measured; by default matmuls for some milliseconds, for that is how training meets collectives.
+    codes: compressors whose encoding and decoding is measured; by default those of "auto-lossy", none if quick.
 
     Raises ValueError for bad input and TimeoutError that names the ranks that cannot be reached.
     """
@@ -83,8 +87,9 @@ def profile(
     call_roll("profiling", timeout_s)
     try:
         return _Profile(
-            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace
-        ).run()
+            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace,
+            (() if quick else _CODES) if codes is None else codes,
+        ).run()  # fmt: skip
     except RuntimeError as error:
         rank, world = dist.get_rank(), dist.get_world_size()
         missing = missing_ranks("the end of profiling", min(timeout_s, 10.0), world_store(), rank, world)
@@ -97,8 +102,9 @@ def profile(
         raise
 
 
-def default_cluster() -> Cluster:
-    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one. Collective.
+def default_cluster(codes: Sequence[str] = ()) -> Cluster:
+    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one, with the rates
+    of ``codes``, which take less than a second. Collective.
 
     Ranks of one machine that share its cores are ``Cluster.local``: a few seconds of measurement would tell how the
     scheduler took turns just then.
@@ -108,7 +114,9 @@ def default_cluster() -> Cluster:
     dist.all_gather_object(machines, (socket.gethostname(), alone))
     if len(set(machines)) == 1 and alone:
         return from_first(lambda: Cluster.local(dist.get_world_size()))
-    return profile(quick=True)
+    found = profile(quick=True)
+    lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
+    return profile(quick=True, base=found, codes=lacking) if lacking else found
 
 
 def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
@@ -136,10 +144,12 @@ class _Profile:
         resume: bool,
         timeout_s: float,
         pace: Callable[[], object] | None,
+        codes: Sequence[str],
     ) -> None:
+        self.codes = codes
         self.budget_s, self.quick, self.probes, self.base, self.path = budget_s, quick, probes, base, path
         self.pace = pace
-        self.cacheable = quick and base is None and not probes and pace is None
+        self.cacheable = quick and base is None and not probes and pace is None and not codes
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -174,7 +184,7 @@ class _Profile:
         if known and self.probes:
             facts = fact_tasks(self.device)[-1:]  # what a backward is measured with
         ops = [] if known else [op_task(op, self.device, memory) for op in self.ops]
-        steps = self._optimizer_tasks()
+        steps, coded = self._optimizer_tasks(), self._coding_tasks()
         exact = [probe_task(f"probe/{probe.signature}", probe, self.device, memory) for probe in self.probes]
         shares = (0.3, 0.5, 0.6, 0.9) if exact else (0.5, 0.9, 1.0, 1.0) if self.quick else (0.4, 0.75, 0.9, 0.9)
         if not wires:
@@ -187,6 +197,7 @@ class _Profile:
             self._alone(facts, 1.0, "facts", 1)
             self._together(ranks, wires, shares[0], "collectives", visits)
             self._alone(ops, shares[1], "ops", visits)
+            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:
                 task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap, ranks), width=3)
@@ -271,6 +282,7 @@ class _Profile:
         return [
             *first, *tasks(KINDS, parts, coarse), *tasks(KINDS, whole, _FINE), *tasks(("send",), sends, _FINE),
             *tasks(ROOTED, whole, coarse), *tasks(KINDS, parts, _FINE), *tasks(ROOTED, parts, coarse),
+            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse[:3]),
         ]  # fmt: skip
 
     def _wire_task(self, ranks: Ranks, kind: str, form: Form, nbytes: int) -> Task:
@@ -286,6 +298,15 @@ class _Profile:
             Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
                  partial(over_ranks.optimizer_step, name, tensors, elements, self.device))
             for name in names if name not in known for tensors, elements in sizes
+        ]  # fmt: skip
+
+    def _coding_tasks(self) -> list[Task]:
+        known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()
+        sizes = over_ranks.CODED[:-1] if self.quick else over_ranks.CODED
+        return [
+            Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
+                 partial(over_ranks.coded_sum, name, elements, self.device))
+            for elements in sizes for name in self.codes if name not in known and name != "none"
         ]  # fmt: skip
 
     # ---- the result

@@ -84,6 +84,9 @@ CELLS = (
     _gpt("pp2-gpt", "GPT, 1F1B, 8 microbatches", "pipeline", 8, "1f1b", ["1f1b"], batch=16),
     _gpt("pp2-gpt-interleaved", "GPT, interleaved", "pipeline", 8, "interleaved", _LATE, batch=16),
     _gpt("pp2-gpt-zbv", "GPT, ZB-V", "pipeline", 8, "zb-v", ["zb-v"], batch=16),
+    Cell("one-gpt-compiled", "GPT, torch.compile, one rank", 1, "contest.real:compiled", ("gpt", _GPT),
+         ("gpt", _SMALL_GPT)),
+    _gpt("dp2-gpt-compiled", "GPT, torch.compile, data parallel", "compiled"),
     Cell("dp2-tiny", "tiny GPT, data parallel", 2, "contest.real:data_parallel", ("gpt", _TINY), ("gpt", _TINY)),
     Cell("tp2-tiny", "tiny GPT, tensor parallel", 2, "contest.real:tensor_parallel", ("gpt", _TINY), ("gpt", _TINY)),
     Cell(

@@ -59,9 +59,11 @@ def _stepper(model: nn.Module, *inputs: torch.Tensor) -> Callable[[], torch.Tens
     return step
 
 
-def eager(case: Case) -> Contender:
+def eager(case: Case, compiled: bool = False) -> Contender:
     """The loop that everybody writes, on one device."""
-    return Contender("eager", _stepper(copy.deepcopy(case.model), case.x, case.y), lambda loss: float(loss.detach()))
+    model = copy.deepcopy(case.model)
+    step = _stepper(torch.compile(model, dynamic=False) if compiled else model, case.x, case.y)  # type: ignore[arg-type]
+    return Contender("torch.compile" if compiled else "eager", step, lambda loss: float(loss.detach()))
 
 
 # ---- data parallel
@@ -77,10 +79,16 @@ def _part(x: torch.Tensor) -> torch.Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def ddp(case: Case, **options: Any) -> Contender:
-    """DistributedDataParallel; every rank computes on its part of the batch."""
-    model = DistributedDataParallel(copy.deepcopy(case.model), **options)
-    name = "DDP" + "".join(f", {key}" for key in options)
+def ddp(case: Case, compiled: str = "", **options: Any) -> Contender:
+    """DistributedDataParallel; every rank computes on its part of the batch. compiled: the model "inside" it, or the
+    "whole", which is compiled bucket by bucket."""
+    model = copy.deepcopy(case.model)
+    if compiled == "inside":
+        model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
+    model = DistributedDataParallel(model, **options)
+    if compiled == "whole":
+        model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
+    name = "DDP" + "".join(f", {key}" for key in options) + (f", compiled {compiled}" if compiled else "")
     return Contender(name, _stepper(model, _part(case.x), _part(case.y)), _mean_over_ranks)
 
 

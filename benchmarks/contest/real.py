@@ -15,18 +15,32 @@ from .measure import Build, Contender
 from .models import Case, make_convnet, make_gpt, make_mlp
 from .peers import ddp, dtensor, eager, even_cut, fsdp, make_optimizer, pipelining, planned_cut
 
-__all__ = ["automatic", "data_parallel", "ours", "pipeline", "planned", "sharded", "single", "tensor_parallel"]
+__all__ = [
+    "automatic",
+    "compiled",
+    "data_parallel",
+    "ours",
+    "pipeline",
+    "planned",
+    "sharded",
+    "single",
+    "tensor_parallel",
+]
 
 CASES: dict[str, Callable[..., Case]] = {"gpt": make_gpt, "mlp": make_mlp, "convnet": make_convnet}
 DTENSOR = [("each", "parallel"), ("once", "parallel"), ("once", "gathered"), ("once", "replicated")]
 DTENSOR.append(("sequence", "parallel"))
 
 
-def ours(case: Case, mesh: Any = None, **asked: Any) -> Contender:
-    """Our contender; asked: arguments of ``parallelize``."""
-    parallel = mw.parallelize(
+def _parallel(case: Case, mesh: Any, asked: dict[str, Any]) -> Any:
+    return mw.parallelize(
         copy.deepcopy(case.model), mesh, example_inputs=(case.x, case.y), optimizer=make_optimizer, **asked
     )
+
+
+def ours(case: Case, mesh: Any = None, **asked: Any) -> Contender:
+    """Our contender; asked: arguments of ``parallelize``."""
+    parallel = _parallel(case, mesh, asked)
     shape = " | ".join("×".join(map(str, stage.mesh_shape)) or "1" for stage in parallel.plan.stages)
     note = f"{parallel.plan.schedule}, microbatches: {parallel.plan.microbatches}, meshes: {shape}"
     return Contender("ours", lambda: parallel.train_step(case.x, case.y), float, note)
@@ -34,10 +48,7 @@ def ours(case: Case, mesh: Any = None, **asked: Any) -> Contender:
 
 def planned(case: Case, mesh: Any = None, **asked: Any) -> Plan:
     """The plan that ``ours`` trains by, alike on every rank."""
-    parallel = mw.parallelize(
-        copy.deepcopy(case.model), mesh, example_inputs=(case.x, case.y), optimizer=make_optimizer, **asked
-    )
-    return parallel.plan
+    return _parallel(case, mesh, asked).plan
 
 
 def single(name: str, size: dict[str, int]) -> list[Build]:
@@ -51,6 +62,17 @@ def data_parallel(name: str, size: dict[str, int]) -> list[Build]:
     case = CASES[name](**size)
     mine = partial(ours, case, strategy={"dp": dist.get_world_size()}, zero=0, recompute="none", microbatches=1)
     return [mine, partial(ddp, case), partial(ddp, case, gradient_as_bucket_view=True)]
+
+
+def compiled(name: str, size: dict[str, int]) -> list[Build]:
+    """Both through torch.compile: ours piece by piece, the model as a whole, on one rank or under
+    DistributedDataParallel."""
+    case, world = CASES[name](**size), dist.get_world_size()
+    asked: dict[str, Any] = {"strategy": {"dp": world}, "zero": 0, "recompute": "none", "microbatches": 1}
+    mine = partial(ours, case, compile=True, **asked)
+    if world == 1:
+        return [mine, partial(eager, case, compiled=True)]
+    return [mine, partial(ddp, case, compiled="inside"), partial(ddp, case, compiled="whole")]
 
 
 def sharded(name: str, size: dict[str, int]) -> list[Build]:

@@ -27,7 +27,7 @@ __all__ = ["Links", "missing"]
 
 _PREFIX = "mwlink"
 _RELAY_BITS_PER_S = 2e8  # what the relay in user space keeps up with
-_SOCKET_BYTES = 2**19  # that one connection may have under way: twice what 100 Mbit/s hold in a round trip of 20 ms
+_SOCKET_BYTES = 2**19  # that one connection may have under way, at least; or twice what the link holds in a round trip
 _BUNDLE_BYTES = 16384  # the largest bundle of segments: 1.3 ms at 100 Mbit/s; two may pass at once after a pause
 
 
@@ -107,6 +107,7 @@ class Links:
             self._relayed()
         else:
             self._bridged()
+        held = max(_SOCKET_BYTES, int(self.bits_per_s / 8 * 4 * self.delay_s))
         for index in range(self.count):
             space = self.namespace(index)
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -114,7 +115,7 @@ class Links:
             _run("ip", "-n", space, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
             # a step's pauses are no reason to start slowly again
             settings = ["net.ipv4.tcp_slow_start_after_idle=0", "net.ipv4.tcp_congestion_control=reno"]
-            settings += [f"net.ipv4.tcp_wmem=4096 16384 {_SOCKET_BYTES}", "net.ipv6.conf.all.disable_ipv6=1"]
+            settings += [f"net.ipv4.tcp_wmem=4096 16384 {held}", "net.ipv6.conf.all.disable_ipv6=1"]
             _run(*self.command(index, ["sysctl", "-qw", *settings]))
 
     def _bridged(self) -> None:

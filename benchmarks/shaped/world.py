@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,14 @@ from meshwright.runtime.launch import ensure_initialized, leave, resolve
 
 from .links import Links
 
-__all__ = ["LINKS", "run_over_links"]
+__all__ = ["EVERY_LINK", "FAR_LINKS", "LINKS", "run_over_links"]
 
 #: name → bits per second up and down, seconds of delay one way
 LINKS: dict[str, tuple[float, float]] = {"gigabit": (1e9, 0.0), "slow": (1e8, 0.010)}
+#: the same, of a wide area
+FAR_LINKS: dict[str, tuple[float, float]] = {"hundred": (1e8, 0.0), "far": (1e8, 0.050)}
+#: all of them, and "loopback": all ranks in one namespace, which nobody else uses
+EVERY_LINK: dict[str, tuple[float, float]] = {"loopback": (0.0, 0.0), **LINKS, **FAR_LINKS}
 
 
 def run_over_links(path: str, arguments: Sequence[Any], ranks: int, links: str, timeout_s: float) -> Any:
@@ -26,13 +31,20 @@ def run_over_links(path: str, arguments: Sequence[Any], ranks: int, links: str, 
 
     OSError where this machine cannot shape links, RuntimeError if a rank fails, TimeoutError.
     """
-    rate, delay_s = LINKS[links]
-    with tempfile.TemporaryDirectory(prefix="meshwright-links-") as folder, Links(ranks, rate, delay_s) as made:
+    rate, delay_s = EVERY_LINK[links]
+    alone = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
+    shaped = Links(ranks, rate, delay_s) if rate else Links(1, 1e9)
+    with tempfile.TemporaryDirectory(prefix="meshwright-links-") as folder, shaped as made:
         task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
         task.write_text(json.dumps({"path": path, "arguments": list(arguments)}))
         words = [sys.executable, "-P", "-m", "shaped.world", str(task), str(answer)]
         here = str(Path(__file__).parents[1])
-        processes = [made.start(rank, words, {"PYTHONPATH": here}) for rank in range(ranks)]
+        path_of = {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
+        if rate:
+            processes = [made.start(rank, words, path_of) for rank in range(ranks)]
+        else:
+            each = [{**path_of, **alone, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+            processes = [made.start(0, words, environment) for environment in each]
         try:
             _wait(processes, timeout_s)
         finally:
