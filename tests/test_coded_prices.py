@@ -10,6 +10,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
+from held_bytes import least_peak
 from meshwright.compiler.capture import capture
 from meshwright.compiler.footprint import with_footprints
 from meshwright.compiler.plan import Plan
@@ -23,9 +24,9 @@ from meshwright.costmodel.fitting import fit_coding
 from meshwright.costmodel.measured import CodingRate, OptimizerRate
 from meshwright.runtime.compression import Rehearsal, make_sum
 from meshwright.runtime.compression.dither import grid_tile
-from meshwright.runtime.meter import live_bytes, storages_alive
+from meshwright.runtime.meter import storages_alive
 from test_communication import rewired
-from test_memory import MEDIAN, MOST, _settled
+from test_memory import MEDIAN, MOST
 from test_parity import case
 from test_zero import forced
 
@@ -135,13 +136,9 @@ def train_and_measure(document: dict[str, Any], code: str) -> tuple[float, int]:
     )  # fmt: skip
     del model
     parallel.train_step(*args)
-    peaks: list[int] = []
-    while len(peaks) < 8 and not _settled(peaks):
-        with live_bytes() as reading:
-            parallel.train_step(*args)
-        peaks.append(reading.peak_bytes or 0)
+    peak = least_peak(lambda: parallel.train_step(*args))
     memory = parallel.plan.prediction.stages[0].memory_bytes
-    return sum(size for cause, size in memory.items() if cause != "framework"), min(peaks) - before
+    return sum(size for cause, size in memory.items() if cause != "framework"), peak - before
 
 
 def test_predicted_bytes_of_coded_gradients_are_those_measured(ranks):

@@ -14,6 +14,7 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from held_bytes import least_peak
 from meshwright.architectures import GPT
 from meshwright.compiler.abstract import Tracker
 from meshwright.compiler.attention_room import attention_of
@@ -188,24 +189,11 @@ def train_and_measure(
         microbatches=microbatches, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3), init=init,
     )  # fmt: skip
     parallel.train_step(*args, **kwargs)
-    peaks: list[int] = []
-    while len(peaks) < 8 and not _settled(peaks):
-        with live_bytes() as reading:
-            parallel.train_step(*args, **kwargs)
-        assert reading.peak_bytes is not None
-        peaks.append(reading.peak_bytes)
+    peak = least_peak(lambda: parallel.train_step(*args, **kwargs))
     stage = parallel.plan.stage_of(dist.get_rank())
     assert stage is not None
     memory = parallel.plan.prediction.stages[stage].memory_bytes
-    return sum(size for cause, size in memory.items() if cause != "framework"), min(peaks) - before
-
-
-def _settled(peaks: list[int]) -> bool:
-    """A thread of Gloo may let go of a message late, so the least peak counts, once every rank saw its own twice."""
-    mine = sum(peak <= 1.002 * min(peaks) for peak in peaks) >= 2
-    everywhere = torch.tensor(int(mine))
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere)
+    return sum(size for cause, size in memory.items() if cause != "framework"), peak - before
 
 
 def test_predicted_bytes_are_those_measured(ranks: RankPool) -> None:

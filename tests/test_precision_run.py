@@ -236,7 +236,7 @@ def test_bytes_are_those_predicted(ranks):
         document = forced("gpt", (pattern,), "dp2", 4, Cluster.local(2), precision="bf16")
         plan = Plan.from_json(document)
         bill = stage_memory(graph, plan, 0)
-        measured = min(ranks.run(2, "test_zero:measure", document, "gpt", {}, False))
+        measured = min(ranks.run(2, "test_zero:measure", document, "gpt", {}))
         assert measured == pytest.approx(sum(bill.values()), rel=0.05), pattern
         assert bill["parameters"] + bill["optimizer"] == pytest.approx(rule * elements, rel=0.01)
         assert bill["gradients"] == pytest.approx(4 * elements, rel=0.01)
