@@ -33,9 +33,11 @@ def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
     sys.path[:] = search_path
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open as long as the process lives
     import torch
+    from captures import keep_captures
     from meshwright.runtime.launch import join, leave, resolve
 
     torch.set_num_threads(1)
+    keep_captures()
     while True:
         try:
             task = pipe.recv()

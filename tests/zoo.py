@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -205,6 +206,18 @@ def _lm(make: Callable[[], nn.Module], batch: int, device: str) -> Case:
     return _build(make, device), (), {"input_ids": tokens, "labels": labels}
 
 
+def _named(make: Callable[..., Case]) -> Callable[..., Case]:
+    """The model says what it is, as ``model.zoo``."""
+
+    @wraps(make)
+    def named(*args: Any, **options: Any) -> Case:
+        model, *rest = make(*args, **options)
+        model.zoo = (make.__name__, args, tuple(sorted(options.items())))
+        return model, *rest
+
+    return named
+
+
 ZOO: dict[str, Callable[..., Case]] = {
-    f.__name__: f for f in (mlp, gpt, moe, convnet, gpt2, llama, bert, vit, t5, mixtral)
+    f.__name__: _named(f) for f in (mlp, gpt, moe, convnet, gpt2, llama, bert, vit, t5, mixtral)
 }

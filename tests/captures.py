@@ -1,0 +1,50 @@
+"""Captures of zoo models that ``parallelize`` made, kept by a rank: many tests train the same small models, and to
+trace one takes longer than its steps. What a capture is, tests of its own say; they do not come here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import meshwright.parallel
+import torch
+from meshwright.compiler.graph import Graph
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["keep_captures"]
+
+MOST = 32
+
+
+def keep_captures() -> None:
+    """From now on ``parallelize`` traces an equal zoo model once in this process."""
+    original, kept = meshwright.parallel.capture, dict[Hashable, Graph]()
+
+    def remembered(
+        model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, targets: Any = (),
+        loss_fn: Any = None, *rest: Any, **options: Any,
+    ) -> Graph:  # fmt: skip
+        if not hasattr(model, "zoo") or loss_fn is not None:
+            return original(model, args, kwargs, targets, loss_fn, *rest, **options)
+        key = (_structure(model), _kinds((args, dict(kwargs or {}), targets, rest, options)))
+        if key not in kept:
+            if len(kept) == MOST:
+                del kept[next(iter(kept))]
+            kept[key] = original(model, args, kwargs, targets, loss_fn, *rest, **options)
+        return kept[key]
+
+    meshwright.parallel.capture = remembered
+
+
+def _structure(model: nn.Module) -> Hashable:
+    """All that a capture may depend on of a model whose function and settings ``model.zoo`` names."""
+    number: dict[int, int] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    rows = [(n, x.shape, x.dtype, x.requires_grad, number.setdefault(id(x), len(number))) for n, x in tensors]
+    return model.zoo, repr(model), tuple(module.training for module in model.modules()), tuple(rows)
+
+
+def _kinds(values: Any) -> Hashable:
+    leaves, spec = pytree.tree_flatten(values)
+    return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
