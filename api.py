@@ -20,6 +20,7 @@ from .compiler.plan import Plan
 from .compiler.precision import check_precision
 from .compiler.space import Space
 from .compiler.strategy import Strategy, parse_strategy
+from .compiler.wires import AskedCommunication
 from .costmodel.cluster import Cluster, Mesh
 
 if TYPE_CHECKING:  # planning starts a second sooner without the runtime and torch.distributed.tensor
@@ -59,7 +60,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     zero: str | int = "auto",
     sequence: bool = True,
     executable: bool = False,
-    communication: str | Sequence[str] | None = None,
+    communication: AskedCommunication = None,
     precision: str = "model",
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
@@ -85,7 +86,9 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
 
     communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
     ``costmodel.algorithms``; "auto-lossy": compressed, too, by codes of ``costmodel.codecs``; or names of those that
-    are allowed besides. precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
+    are allowed besides. A mapping says that of "gradients", and in which code (``codecs.CARRIERS``: "bf16", "int8", …)
+    "activations" travel between stages, and "weights" under ZeRO-3: both are lossy, and only what is asked for.
+    precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
     gradients of two bytes, with fp32 master weights and optimizer states), or "auto": the faster of "model" and "bf16".
 
     constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
@@ -131,7 +134,7 @@ def pareto(
     zero: str | int = "auto",
     sequence: bool = True,
     executable: bool = False,
-    communication: str | Sequence[str] | None = None,
+    communication: AskedCommunication = None,
     precision: str = "model",
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
@@ -215,7 +218,7 @@ def parallelize(
     zero: str | int = "auto",
     sequence: bool = True,
     precision: str = "model",
-    communication: str | Sequence[str] | None = None,
+    communication: AskedCommunication = None,
     constraints: Sequence[str] | str | None = None,
     time_limit_s: float | None = None,
     plan: Plan | None = None,

@@ -170,7 +170,9 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--communication",
         metavar="HOW",
-        help="of gradients: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: ring,bf16",
+        type=_communication,
+        help="of gradients: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: ring,bf16; "
+        "codes of others with them: activations=int8,weights=int8",
     )
     plan.add_argument(
         "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (model)"
@@ -181,6 +183,14 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="such as 'stage boundary at blocks.4' or 'no tensor parallel' (docs/search.md); again for more",
     )
+
+
+def _communication(text: str) -> str | dict[str, str]:
+    """Names with commas between them; codes of other tensors become a mapping."""
+    parts = [part.strip() for part in text.split(",")]
+    codes = dict(part.split("=", 1) for part in parts if "=" in part)
+    gradients = ",".join(part for part in parts if "=" not in part)
+    return {**({"gradients": gradients} if gradients else {}), **codes} if codes else text
 
 
 def _positive(text: str) -> int:

@@ -34,6 +34,7 @@ from .compiler.space import Space
 from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
+from .compiler.wires import AskedCommunication
 from .costmodel.cluster import Cluster
 from .costmodel.tables import cache_directory
 from .profiling import default_cluster
@@ -64,7 +65,7 @@ class Asked:
     constraints: Sequence[str] | str | None = None
     time_limit_s: float | None = None
     precision: str = "model"
-    communication: str | Sequence[str] | None = None
+    communication: AskedCommunication = None
 
     def space(self) -> Space:
         """The decisions that are open, of those that the runtime can run."""
@@ -164,7 +165,7 @@ class Parallel:
         """Rank 0's plan, on every rank."""
         cluster = self._cluster
         if cluster is None and self._plan is None:
-            cluster = default_cluster(self._space.communication.compressors)
+            cluster = default_cluster(self._space.communication.every_code)
         decided = Plan.from_json(from_first(lambda: self._decide(graph, cluster, capture_s, inputs).to_json()))
         if decided.num_devices != dist.get_world_size():
             raise ValueError(

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..costmodel.codecs import carried_bytes
 from . import local_ops
 from .attention_room import attention_of
 from .convolution_room import room_of_convolution
@@ -343,16 +344,29 @@ class AbstractComm:
         came = torch.empty_like(x)
         return partial(_arrived, x, came)
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Underway:
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Underway:
         """What leaves and what arrives. Gloo gathers into room of its own first."""
-        out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
+        parts = prod(self.mesh_shape[axis] for axis in axes)
+        if _is_coded(code, x):
+            row = x.new_empty(carried_bytes(code, x.numel(), x.element_size()), dtype=torch.uint8)
+            came = row.new_empty((parts, len(row)))
+            held = [row, came] if self.native else [row, came, torch.empty_like(came)]
+            return _Underway(came, held, partial(_decoded, rows=parts, n=x.numel(), dtype=x.dtype))
+        out = x.new_empty((parts, x.numel()))
         return _Underway(out, [x] if self.native else [x, torch.empty_like(out)])
 
-    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Underway:
+    def start_reduce_scatter(
+        self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> _Underway:
         """What leaves, what arrives, and its sum."""
+        parts, n = x.shape
+        if _is_coded(code, x):
+            rows = x.new_empty((parts, carried_bytes(code, n, x.element_size())), dtype=torch.uint8)
+            came = torch.empty_like(rows)
+            return _Underway(came, [rows], lambda here: _summed(_decoded(here, parts, n, x.dtype)))
         if self.native:
-            return _Underway(x.new_empty(x.shape[1]), [x])
-        return _Underway(torch.empty_like(x), [x], summed=True)
+            return _Underway(x.new_empty(n), [x])
+        return _Underway(torch.empty_like(x), [x], _summed)
 
 
 @dataclass
@@ -361,14 +375,28 @@ class _Underway:
 
     out: torch.Tensor
     held: list[torch.Tensor]
-    summed: bool = False
+    last: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
         """What arrives."""
         self.held.clear()
         out = self.out
         del self.out
-        return out[0] + out[1] if self.summed else out
+        return out if self.last is None else self.last(out)
+
+
+def _is_coded(code: str, x: torch.Tensor) -> bool:
+    n = x.shape[-1]
+    return x.is_floating_point() and carried_bytes(code, n, x.element_size()) < n * x.element_size()
+
+
+def _summed(rows: torch.Tensor) -> torch.Tensor:
+    return rows[0] + rows[1]
+
+
+def _decoded(came: torch.Tensor, rows: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """One row after another, then all in one tensor."""
+    return torch.stack([came.new_empty(n, dtype=dtype) for _ in range(rows)])
 
 
 def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:

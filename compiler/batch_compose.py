@@ -28,6 +28,7 @@ from .batch_eliminate import in_chunks
 from .batch_runs import Composition, Row, Run, Taken, floors_of, runs_of
 from .batch_section import BatchSection, build_batch_section
 from .batch_tables import LayerTables, Level, Template, Weights
+from .carried import wire_share
 from .graph import op_name, tensor_operands, types_of
 from .kept_rows import KeptRows
 from .problem import Restriction
@@ -173,6 +174,7 @@ class BatchComposer:
         for t, name in enumerate(variants.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
             whole = variants.shapes(kind).prod(axis=1)[variants.extent_of] * float(kind.dtype.itemsize)
+            whole *= wire_share(variants.communication.activations, kind)
             for i, state in enumerate(states):
                 entry[i] += self._transfer(whole, state[t].value, True)
                 if name in grad:

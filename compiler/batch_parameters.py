@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .batch_pricing import BatchPricer
+from .carried import wire_share
 from .graph import TensorType
 from .plan import BUCKET_BYTES
 from .residency import PATTERNS, summed
@@ -136,7 +137,11 @@ class _Table:
         gathers per step, update)."""
         nothing = np.zeros(self.variants.num)
         size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
-        gather = self._bucket("all_gather", shared, size) if pattern != "replicated" else nothing
+        code = self.variants.communication.weights if pattern == "zero3" else "none"
+        gather = nothing
+        if pattern != "replicated":
+            gather = self._bucket("all_gather", shared, size * wire_share(code, self.kind))
+            gather = gather + (whole + part) * self.pricer.coder_seconds(code, self.kind)
         if not self.trainable:
             return gather, gather, nothing, nothing, nothing
         update = self.pricer.update_seconds(self.kind, part)
@@ -145,7 +150,8 @@ class _Table:
         if pattern == "replicated":
             partial = sum(1 << axis for axis, placement in enumerate(pair.cotangent) if placement == P)
             return nothing, added, added, self._bucket("all_reduce", partial, sums), update
-        reduce = self._bucket("reduce_scatter", shared, sums)
+        reduce = self._bucket("reduce_scatter", shared, sums * wire_share(code, self.sums))
+        reduce = reduce + 2 * whole * self.pricer.coder_seconds(code, self.sums)
         if pattern == "zero1":
             return nothing, added, added, reduce + gather, update
         if pattern == "zero2":

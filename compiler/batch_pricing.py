@@ -19,6 +19,7 @@ from ..costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ..costmodel.hardware import Device
 from ..costmodel.memory import parameter_bytes
 from .batch_messages import KINDS, Offers, Tariff, conversion_counts
+from .carried import coder_seconds
 from .graph import TensorType, tensor_operands, types_of
 from .op_choices import OpChoices
 from .pricing import Facts, facts_of, gradient_type
@@ -27,7 +28,7 @@ from .rules.base import times_sent
 from .signature import signature, sum_signature
 from .spec import Spec, local_shape
 from .variants import Variants, cut_mask
-from .wires import EXACT, cheapest_offers, offered_ways
+from .wires import cheapest_offers, offered_ways
 
 __all__ = ["BatchPricer", "OpPrices"]
 
@@ -88,7 +89,7 @@ class BatchPricer:
 
     def gradients(self, mask: int, itemsize: int) -> Tariff:
         """Prices of summing gradients of such elements in these groups, in the cheapest way."""
-        if self.variants.communication == EXACT:
+        if self.variants.communication.sums_exactly:
             return self.tariff(mask, "all_reduce")
         key = mask, f"gradients of {itemsize} bytes"
         if key not in self._tariffs:
@@ -254,6 +255,13 @@ class BatchPricer:
                         exact = device.op_time(sum_signature(local_shape(shape, spec, mesh), kind.dtype))
                         found[v, s] = found[v, s] if exact is None else exact.forward_s
         return found
+
+    def coder_seconds(self, code: str, kind: TensorType) -> np.ndarray:
+        """[num] seconds per element of a tensor to encode it, and as many to decode it."""
+        seconds = np.zeros(self.variants.num)
+        for device, rows in self.devices:
+            seconds[rows] = coder_seconds(code, kind, device)
+        return seconds
 
     def sum_seconds(self, kind: TensorType, local: np.ndarray) -> np.ndarray:
         """[num] seconds to add a tensor of local shapes [num, dims] into another."""

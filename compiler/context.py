@@ -92,14 +92,18 @@ class Comm(Protocol):
         """
         ...
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Arrival:
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:
         """Begin to gather the rows ``x`` [n] of the joint ``axes``: [devices of the axes, n], row-major in their
-        coordinates. Until it is there nobody may write to ``x``."""
+        coordinates. Until it is there nobody may write to ``x``. code: one of ``codecs.CARRIERS``, in which rows
+        travel; all devices get the same."""
         ...
 
-    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Arrival:
+    def start_reduce_scatter(
+        self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> Arrival:
         """Begin to sum ``x`` [devices of the joint ``axes``, n] over them: this device's row [n]. Until it is there
-        nobody may write to ``x``."""
+        nobody may write to ``x``. code: one of ``codecs.CARRIERS``, in which each row travels once; draw: of its random
+        numbers."""
         ...
 
 
@@ -121,7 +125,7 @@ class Context:
 
     repeating: entered by a backward around what it runs once more; unscale: what gradients are multiplied with where
     they become those of fp32 weights, one over the scale of the loss; ahead: who starts gathers of weights, if not
-    those who ask for them."""
+    those who ask for them; code: in which weights in blocks are gathered and their gradients scattered."""
 
     comm: Comm
     seed: int = 0
@@ -130,6 +134,7 @@ class Context:
     unscale: float = 1.0
     repeating: Callable[[], AbstractContextManager[None]] = nullcontext
     ahead: GathersAhead | None = None
+    code: str = "none"
 
 
 _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")

@@ -399,7 +399,7 @@ def _notes(search: Search, plan: Plan) -> list[str]:
     )
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
-    notes += [*precision_notes(plan), *lossy_notes(plan.stages), *asynchronous_notes(plan)]
+    notes += [*precision_notes(plan), *lossy_notes(plan.stages, plan.codes), *asynchronous_notes(plan)]
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)

@@ -148,6 +148,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         ("recompute", recompute_words(plan)),
         ("weights", residency_words(plan)),
         ("precision", "" if plan.precision == "model" else plan.precision),
+        ("codes", ", ".join(f"{what} in {code}" for what, code in plan.codes.items())),
     ]
     facts = [(name, text) for name, text in facts if text]
     if passes:

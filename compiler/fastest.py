@@ -17,7 +17,6 @@ from .plan import Plan
 from .precision import in_precision
 from .space import Space
 from .strategy import InfeasibleError
-from .wires import EXACT
 
 __all__ = ["alike", "fastest", "searched"]
 
@@ -30,7 +29,8 @@ def searched(
     graph: Graph = arguments["graph"]
     space: Space = arguments["space"]
     graphs = list({id(one): one for one in (in_precision(graph, name) for name in precisions)}.values())
-    spaces = [space] if space.communication == EXACT else [replace(space, communication=EXACT), space]
+    exactly = space.communication.exactly()
+    spaces = [space] if exactly == space.communication else [replace(space, communication=exactly), space]
     limit, number = arguments.get("time_limit_s"), len(graphs) * len(spaces)
     found, error = [], None
     for one in graphs:

@@ -26,7 +26,6 @@ from .space import usable_bytes
 from .strategy import InfeasibleError
 from .twins import names_between, renamed
 from .whole_stage import assemble_stage
-from .wires import EXACT
 
 __all__ = ["OverfullError", "excess_bytes", "finish", "measured", "stage_limits", "with_memory"]
 
@@ -49,7 +48,10 @@ def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = ()) 
         parts = _assembled(search, best, graph, limits_bytes)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
-        step = predict(graph, cluster, layering.needs_grad, best.schedule, m, search.optimizer, parts)
+        step = predict(
+            graph, cluster, layering.needs_grad, best.schedule, m, search.optimizer, parts,
+            search.space.communication.activations,
+        )  # fmt: skip
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=min(step.step_s, search.bound_s),
@@ -71,6 +73,7 @@ def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = ()) 
         transfers=step.transfers,
         prediction=prediction,
         precision=search.graph.precision,
+        codes=search.space.communication.codes,
     )
 
 
@@ -136,7 +139,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequ
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
             limit *= best.pipeline.chunk_bytes[index] / sum(every)
         wire: tuple[Wire, ...] = ()  # chunks of one stage sum their gradients alike
-        if asked and search.space.communication != EXACT:
+        if asked and not search.space.communication.sums_exactly:
             wire = tuple(w for part, group in zip(parts, home) if group == home[index] for w in part.stage.wire)
         names = [layer.class_key for layer in search.layering.layers[first:end]]
         ways = tuple((one.axes, one.algorithm, one.compressor) for one in wire)

@@ -27,6 +27,7 @@ import torch.fx
 from torch import nn
 
 from ..costmodel.cluster import Cluster
+from ..costmodel.codecs import carried_bytes
 from ..costmodel.compute import writes_scores
 from .abstract import AbstractComm, Memo, Tracker, labelled, with_stand_ins
 from .asynchronous import is_asynchronous, stashed
@@ -162,7 +163,7 @@ class _Shared:
         sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
         modes = self.layers.recompute.modes[slice(*chunk.layers)]
-        machine = device.kind, writes_scores(device), here.mesh_shape, wiring(self.plan, here)
+        machine = device.kind, writes_scores(device), here.mesh_shape, wiring(self.plan, here), str(self.plan.codes)
         return machine, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
@@ -333,15 +334,22 @@ class _Stage:
     def incoming(self) -> dict[str, int]:
         """Bytes of the messages that an action of each kind waits for."""
         found = {
-            "F": sum(self._bytes(slot) for slot in self.received),
-            "B": sum(count * _bytes(self._cotangent(exit), exit) for _, exit, count in self.arriving),
+            "F": sum(self._message(self._local(slot), slot) for slot in self.received),
+            "B": sum(count * self._message(self._cotangent(exit), exit) for _, exit, count in self.arriving),
         }
         return found | {"I": found["B"], "W": 0}
 
     @cached_property
     def outgoing(self) -> int:
         """Bytes of the gradients that a backward sends."""
-        return sum(_bytes(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned)
+        return sum(
+            self._message(self._local(slot, without_partials(slot.pair.cotangent)), slot) for slot in self.returned
+        )
+
+    def _message(self, shape: tuple[int, ...], of: Slot | Exit) -> int:
+        """Bytes of a block of this shape on its way."""
+        code, dtype = self.plan.codes.get("activations", "none"), of.type.dtype
+        return carried_bytes(code if of.type.is_float else "none", prod(shape), dtype.itemsize)
 
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
@@ -474,7 +482,8 @@ class _Stage:
             if slot.kind == "parameter" and slot.requires_grad:
                 self._hook(template[position], slot.name, tracker, room, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
-        with use(Context(comm, repeating=tracker.repeating)), tracker:
+        code = self.plan.codes.get("weights", "none")
+        with use(Context(comm, repeating=tracker.repeating, code=code)), tracker:
             for index in range(-bool(gathers.reads), count):  # one before, to learn in which order gathers come
                 last[0] = index in (-1, count - 1)
                 tracker.restart()

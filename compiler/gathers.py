@@ -40,7 +40,8 @@ def gather_blocks(
     among the gathers of the program."""
     context, shapes = current(), [block.shape for block in blocks]
     cut = [Cut(*fields) for fields in cuts]
-    mail = _Mail(context.comm, cut, shapes, dtype, blocks[0].dtype, context.unscale)
+    draw = (context.seed, context.step, context.microbatch, number)
+    mail = _Mail(context.comm, cut, shapes, dtype, blocks[0].dtype, context.unscale, context.code, draw)
     wholes: tuple[torch.Tensor, ...] = _Gather.apply(mail, number, *blocks)
     if not any(whole.requires_grad for whole in wholes):
         return wholes
@@ -50,7 +51,8 @@ def gather_blocks(
 @dataclass(eq=False)
 class _Mail:
     """The message of the gradients of one gather: rows [ranks, Σ elements of blocks], ``there``: whose are in it.
-    dtype: of wholes; sums: of gradients in the message; unscale: what they are multiplied with there."""
+    dtype: of wholes; sums: of gradients in the message; unscale: what they are multiplied with there; code, draw: of
+    messages (``Comm.start_reduce_scatter``)."""
 
     comm: Comm
     cuts: list[Cut]
@@ -58,6 +60,8 @@ class _Mail:
     dtype: torch.dtype
     sums: torch.dtype
     unscale: float = 1.0
+    code: str = "none"
+    draw: tuple[int, ...] = ()
     wire: torch.Tensor | None = None
     there: set[int] = field(default_factory=set)
 
@@ -83,7 +87,7 @@ class _Mail:
         if len(there) < len(sizes):
             columns = [self.wire.narrow(1, sum(sizes[:index]), sizes[index]) for index in there]
             self.wire = torch.cat(columns, 1)
-        arrival = self.comm.start_reduce_scatter(self.wire, self.cuts[0].axes)
+        arrival = self.comm.start_reduce_scatter(self.wire, self.cuts[0].axes, self.code, self.draw)
         self.wire, self.there = None, set()
         pieces = arrival.wait().split([sizes[index] for index in there])
         found = {index: piece.view(self.shapes[index]) for index, piece in zip(there, pieces, strict=True)}
@@ -95,7 +99,11 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, mail: _Mail, number: int, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.mail, ahead = mail, current().ahead
         ctx.set_materialize_grads(False)
-        arrival = start_gather(mail.comm, mail.cuts, blocks, mail.dtype) if ahead is None else ahead.arrival(number)
+        arrival = (
+            start_gather(mail.comm, mail.cuts, blocks, mail.dtype, mail.code)
+            if ahead is None
+            else ahead.arrival(number)
+        )
         wholes = _wholes(arrival.wait(), mail.cuts, mail.shapes)
         if ahead is not None:
             ahead.follow(number)
@@ -120,12 +128,14 @@ class _Posted(torch.autograd.Function):
         return None, None, None
 
 
-def start_gather(comm: Comm, cuts: Sequence[Cut], blocks: Sequence[torch.Tensor], dtype: torch.dtype) -> Arrival:
-    """The blocks of all ranks of the axes, in ``dtype``, on their way: [ranks, Σ elements of blocks]."""
+def start_gather(
+    comm: Comm, cuts: Sequence[Cut], blocks: Sequence[torch.Tensor], dtype: torch.dtype, code: str = "none"
+) -> Arrival:
+    """The blocks of all ranks of the axes, in ``dtype``, on their way in a code: [ranks, Σ elements of blocks]."""
     flat = [block.detach().reshape(-1).to(dtype) for block in blocks]
     mine = torch.cat(flat) if len(flat) > 1 else flat[0]
     del flat
-    return comm.start_all_gather(mine, cuts[0].axes)
+    return comm.start_all_gather(mine, cuts[0].axes, code)
 
 
 def _wholes(wire: torch.Tensor, cuts: Sequence[Cut], shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
@@ -162,7 +172,7 @@ class Gathers:
 
         def start(number: int) -> Arrival:
             blocks = [arguments[place] for place in self.reads[number]]
-            return start_gather(context.comm, self.cuts[number], blocks, self.dtypes[number])
+            return start_gather(context.comm, self.cuts[number], blocks, self.dtypes[number], context.code)
 
         ahead = Ahead(self.order, start)
         with use(replace(context, ahead=ahead)):

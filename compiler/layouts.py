@@ -97,11 +97,13 @@ class OneDevice:
         """What is sent comes back."""
         return x.contiguous().clone
 
-    def start_all_gather(self, x: Tensor, axes: tuple[int, ...]) -> Here:
+    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
         """``x`` repeated."""
         return Here(x.expand(prod(map(self.size, axes)), -1).contiguous())
 
-    def start_reduce_scatter(self, x: Tensor, axes: tuple[int, ...]) -> Here:
+    def start_reduce_scatter(
+        self, x: Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> Here:
         """This device's row."""
         return Here(x[0])
 

@@ -4,7 +4,8 @@ Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
-                  optimizer, precision ("model": as the model's own dtypes)
+                  optimizer, precision ("model": as the model's own dtypes), codes in which activations between stages
+                  and weights in blocks travel (none at all: as they are)
     stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage but for chunked schedules)
     chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
                   parameters {name: residency}, sources {node: pair}, receives {node: pair}, sends {node: spec}
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from ..costmodel.codecs import CODECS
 from ..costmodel.collectives import REDUCTIONS
 from ..costmodel.files import read_document, write_atomically
+from .carried import carrier_faults
 from .executable import not_executable, require_executable
 from .explain import explain
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
@@ -307,6 +309,7 @@ class Plan:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     version: int = PLAN_VERSION
     precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
+    codes: Mapping[str, str] = field(default_factory=dict)  # see ``carried``
     graph: Graph | None = field(default=None, compare=False, repr=False)  # of the model, where it was planned just now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -383,6 +386,7 @@ class Plan:
             "schedule": self.schedule,
             "optimizer": self.optimizer,
             "precision": self.precision,
+            "codes": dict(self.codes),
             "layers": list(self.layers),
             "stages": [stage.to_json() for stage in self.stages],
             "transfers": [asdict(transfer) for transfer in self.transfers],
@@ -402,6 +406,7 @@ class Plan:
             )
         if data["version"] == 1:
             data = _upgraded(data)
+        data = {"codes": {}, **data}  # younger than version 2
         missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
         if missing:
             raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
@@ -427,6 +432,7 @@ class Plan:
                 prediction=Prediction(**prediction),
                 provenance=dict(data["provenance"]),
                 precision=str(data["precision"]),
+                codes={str(what): str(code) for what, code in dict(data["codes"]).items()},
             )
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
@@ -453,7 +459,7 @@ class Plan:
 
     def check(self) -> list[str]:
         """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
-        faults = []
+        faults = [*carrier_faults(self.codes)]
         if self.microbatches < 1 or self.global_batch % self.microbatches:
             faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
         taken: dict[int, int] = {}

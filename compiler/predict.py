@@ -2,7 +2,7 @@
 clock.
 
     transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
-    sends      starting a message keeps the sender for a while, in each of its actions
+    sends      starting a message keeps the sender for a while, in each of its actions; so does a code at both ends
     loss       broadcast to all ranks where the stage that has it is not everyone
     tied       copies send their gradients to the owner and get the new values back
 """
@@ -17,6 +17,7 @@ from math import ceil, prod
 from ..costmodel.cluster import Cluster, Mesh
 from ..costmodel.collectives import mesh_prices, p2p_seconds
 from .assemble import Assembled
+from .carried import coder_seconds, wire_share
 from .graph import Graph, TensorType
 from .plan import Stage, StagePrediction, Transfer, Wire, parameter_stages
 from .pricing import MeshPricer, gradient_type
@@ -44,13 +45,14 @@ def predict(
     microbatches: int,
     optimizer: str,
     parts: Sequence[Assembled],
+    code: str = "none",
 ) -> Step:
     """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
-    ``together`` makes of them."""
+    ``together`` makes of them. code: in which activations travel between them."""
     stages = [part.stage for part in parts]
     num_chunks = max(len(stage.chunks) for stage in stages)
     chunks = num_chunks if num_chunks > 1 else None
-    transfers, posts = _messages(graph, cluster, needs_grad, stages)
+    transfers, posts = _messages(graph, cluster, needs_grad, stages, code)
     once = _tied(graph, cluster, optimizer, needs_grad, stages)
     for index, seconds in enumerate(_loss(graph, cluster, stages)):
         once[index]["loss"] += seconds
@@ -128,11 +130,11 @@ def _summed(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _messages(
-    graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage]
+    graph: Graph, cluster: Cluster, needs_grad: frozenset[str], stages: Sequence[Stage], code: str
 ) -> tuple[tuple[Transfer, ...], list[list[tuple[float, float]]]]:
     """Every tensor from the chunk that makes it to each chunk of another stage that uses it, priced there and back; and
-    per stage and chunk the seconds that its forward and its backward spend on starting these messages, a device's
-    mean."""
+    per stage and chunk the seconds that its forward and its backward spend on encoding, starting and decoding these
+    messages, a device's mean."""
     nodes = graph.by_name()
     made = {
         name: (s, c, spec)
@@ -150,38 +152,50 @@ def _messages(
                     continue
                 source, kind = stages[origin], nodes[name].meta["type"]
                 ahead = (source, spec), (target, pair.value)
-                forward, backward = _message(cluster, kind, *ahead), 0.0
-                posts[origin][home][0] += _post(cluster, kind, *ahead)
+                forward, backward = _message(cluster, kind, *ahead, code), 0.0
+                posts[origin][home][0] += _post(cluster, kind, *ahead, code)
+                posts[index][number][0] += _coding(cluster, kind, target, pair.value, code)
                 if name in needs_grad and kind.is_float:
                     back = (target, without_partials(pair.cotangent)), (source, without_partials(spec))
-                    backward = _message(cluster, kind, *back)
-                    posts[index][number][1] += _post(cluster, kind, *back)
+                    backward = _message(cluster, kind, *back, code)
+                    posts[index][number][1] += _post(cluster, kind, *back, code)
+                    posts[origin][home][1] += _coding(cluster, kind, source, without_partials(spec), code)
                 transfers.append(Transfer(name, origin, index, forward, backward, home, number))
     return tuple(transfers), [[(forward, backward) for forward, backward in row] for row in posts]
 
 
-def _message(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
+def _message(
+    cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+) -> float:
     """Seconds until every device of ``there`` has its part of a tensor that lies on ``here``."""
     (source, _), (target, _) = here, there
-    tiles, size = _tiles(kind, here, there)
+    tiles, size = _tiles(kind, here, there, code)
     backwards = source.devices[0] > target.devices[0]
     ends = (source.devices[0], target.devices[-1]) if backwards else (source.devices[-1], target.devices[0])
     return tiles * p2p_seconds(cluster, *ends, size, len(target.devices))
 
 
-def _post(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> float:
-    """Seconds that a device of ``here`` spends on starting its share of these messages."""
-    (source, _), (target, _) = here, there
-    tiles, size = _tiles(kind, here, there)
+def _post(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str) -> float:
+    """Seconds that a device of ``here`` spends on encoding and starting its share of these messages."""
+    (source, spec), (target, _) = here, there
+    tiles, size = _tiles(kind, here, there, code)
     count = tiles * len(target.devices) / len(source.devices)
-    return count * cluster.device(source.devices[0]).post_seconds(size)
+    started = count * cluster.device(source.devices[0]).post_seconds(size)
+    return started + _coding(cluster, kind, source, spec, code)
 
 
-def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec]) -> tuple[int, float]:
+def _coding(cluster: Cluster, kind: TensorType, stage: Stage, spec: Spec, code: str) -> float:
+    """Seconds that a device spends on encoding its block, or decoding it."""
+    elements = prod(local_shape(kind.shape, spec, stage.mesh_shape))
+    return elements * coder_seconds(code, kind, cluster.device(stage.devices[0]))
+
+
+def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str) -> tuple[int, float]:
     """(blocks of the source that one target device's block touches, bytes of each); each is a message."""
     (source, sent), (target, wanted) = here, there
     count = prod(ceil(a / b) for a, b in zip(_parts(kind, sent, source), _parts(kind, wanted, target)))
-    return count, prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize / count
+    size = prod(local_shape(kind.shape, wanted, target.mesh_shape)) * kind.dtype.itemsize * wire_share(code, kind)
+    return count, size / count
 
 
 def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:

@@ -300,7 +300,7 @@ class MeshPricer:
         kind = gradient_type(kind, self.mixed)
         size = self.local_bytes(kind, pair.value)
         full = max(size, BUCKET_BYTES)
-        if self.communication != EXACT and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
+        if not self.communication.sums_exactly and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
             return min(way.seconds(full) for way in ways) * size / full
         return self.reduce_seconds(full, axes) * size / full
 

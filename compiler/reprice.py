@@ -26,7 +26,7 @@ from .recompute import Recompute, modes_in, recompute_of
 from .residency import residency_text
 from .schedule import in_flight_formula
 from .spec import Pair
-from .wires import lossy_notes
+from .wires import Communication, lossy_notes
 
 __all__ = ["reprice"]
 
@@ -51,15 +51,18 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     layering = cluster_layers(graph)
     recompute = recompute_of(graph, layering, modes_in(plan.stages), plan.schedule)
     parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
-    step = predict(small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts)
-    kept = [n for n in plan.prediction.notes if not n.startswith(("memory of stage", "gradients are compressed"))]
+    step = predict(
+        small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
+        plan.codes.get("activations", "none"),
+    )  # fmt: skip
+    kept = [n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)]
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=step.step_s,
         stages=step.stages,
         flops=plan.prediction.flops,
         replicated_flops=plan.prediction.replicated_flops,
-        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages), *kept))),
+        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
@@ -78,7 +81,8 @@ def _stage(
 ) -> Assembled:
     """Stage ``index`` priced with everything pinned to what the plan says."""
     stage = plan.stages[index]
-    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, mixed=graph.mixed)
+    codes = Communication(weights=plan.codes.get("weights", "none"))
+    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
     flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
     flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
     parts = []

@@ -28,6 +28,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from .carried import coder_seconds, wire_share
 from .graph import TensorType
 from .plan import BUCKET_BYTES, Residency
 from .pricing import MeshPricer, gradient_type, partial_axes
@@ -157,13 +158,18 @@ def residency_seconds(
     size = pricer.local_bytes(kind, residency.compute.value)
     sums = pricer.local_bytes(gradient_type(kind, pricer.mixed), residency.compute.value)
     axes, each = residency.scattered_axes, residency.gather == "microbatch"
-    gather = _full_bucket(pricer, "all_gather", axes, size)
+    code = pricer.communication.weights if residency.gather == "microbatch" else "none"
+    gather = _full_bucket(pricer, "all_gather", axes, size * wire_share(code, kind))
+    elements, parts = size / kind.dtype.itemsize, prod(pricer.mesh_shape[axis] for axis in axes)
+    gather += elements * (1 + 1 / parts) * coder_seconds(code, kind, pricer.device)
     if not trainable:
         return ResidencyPrice(gather_microbatch_s=2 * gather if each else 0.0)
     update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
     if not axes:
         return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
-    reduce = _full_bucket(pricer, "reduce_scatter", axes, sums)
+    summed_kind = gradient_type(kind, pricer.mixed)
+    reduce = _full_bucket(pricer, "reduce_scatter", axes, sums * wire_share(code, summed_kind))
+    reduce += 2 * elements * coder_seconds(code, summed_kind, pricer.device)
     often = residency.reduce == "microbatch"
     return ResidencyPrice(
         reduce_microbatch_s=reduce if often else 0.0,

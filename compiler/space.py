@@ -29,7 +29,7 @@ from .recompute import ALIASES
 from .residency import PATTERNS
 from .schedule import known_schedules
 from .strategy import Strategy, divisors_of
-from .wires import EXACT, Communication
+from .wires import EXACT, AskedCommunication, Communication
 
 __all__ = [
     "CHUNKED",
@@ -95,7 +95,7 @@ class Space:
         zero: str | int = "auto",
         sequence: bool = True,
         executable: bool = False,
-        communication: str | Sequence[str] | None = None,
+        communication: AskedCommunication = None,
     ) -> Space:
         """The space in which these are given or, where "auto", open. recompute: a mode, or modes by patterns of layer
         names; zero: a level of parameter sharding, 0 to 3; communication: see ``Communication.asked``. Raises

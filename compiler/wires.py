@@ -20,15 +20,16 @@ would win against a measured one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..costmodel.codecs import CODECS, Codec, Factors, coded_messages, coding_seconds
 from ..costmodel.collectives import REDUCTIONS, AxisPrice
+from .carried import carrier_faults
 from .overlap import Bucket
 from .plan import Stage, Wire
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXACT",
+    "AskedCommunication",
     "Communication",
     "Way",
     "bucket_seconds",
@@ -49,22 +51,59 @@ __all__ = [
     "way_source",
 ]
 
+AskedCommunication = str | Sequence[str] | Mapping[str, Any] | None  # see ``Communication.asked``
 Piece = tuple[float, float, float]  # (from_bytes, a, b): seconds = a + b · bytes from there on
 Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
 
 
 @dataclass(frozen=True)
 class Communication:
-    """How gradients may travel: algorithms, "backend" first, and compressors, "none" first."""
+    """How gradients may travel: algorithms, "backend" first, and compressors, "none" first. activations, weights: the
+    codes in which tensors travel between stages, and weights that are stored in blocks ("zero3") with their gradients:
+    no choice, but what was asked for."""
 
     algorithms: tuple[str, ...] = ("backend",)
     compressors: tuple[str, ...] = ("none",)
+    activations: str = "none"
+    weights: str = "none"
+
+    @property
+    def sums_exactly(self) -> bool:
+        """Whether gradients are summed as the backend does it by itself."""
+        return (self.algorithms, self.compressors) == (EXACT.algorithms, EXACT.compressors)
+
+    @property
+    def codes(self) -> dict[str, str]:
+        """``Plan.codes``."""
+        found = {"activations": self.activations, "weights": self.weights}
+        return {what: code for what, code in found.items() if code != "none"}
+
+    @property
+    def every_code(self) -> tuple[str, ...]:
+        """Those of gradients, and those of other tensors."""
+        return (*self.compressors, *self.codes.values())
+
+    def exactly(self) -> Communication:
+        """The same, with gradients summed as the backend does it."""
+        return replace(self, algorithms=EXACT.algorithms, compressors=EXACT.compressors)
 
     @classmethod
-    def asked(cls, asked: str | Sequence[str] | None) -> Communication:
+    def asked(cls, asked: AskedCommunication) -> Communication:
         """None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
         code that needs no other optimizer or learning rate; or the names of those that are allowed beside the backend's
-        plain sum, as a sequence or with commas between them. Raises ValueError for others."""
+        plain sum, as a sequence or with commas between them. A mapping says that of "gradients", and codes of
+        "activations" and "weights". Raises ValueError for others."""
+        if isinstance(asked, Mapping):
+            if unknown := asked.keys() - {"gradients", "activations", "weights"}:
+                raise ValueError(
+                    f"communication is of gradients, activations and weights, but got {sorted(unknown)}; leave it out"
+                )
+            others = {what: str(code) for what, code in asked.items() if what != "gradients"}
+            if wrong := next(carrier_faults(others), ""):
+                raise ValueError(f"{wrong}; use one of these")
+            found = cls.asked(asked.get("gradients"))
+            activations, weights = others.get("activations", "none"), others.get("weights", "none")
+            return replace(found, activations=activations, weights=weights)
         every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
         drop_in = tuple(name for name, codec in CODECS.items() if codec.drop_in)
         modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in)}
@@ -300,7 +339,7 @@ def itemsize_of(bucket: Bucket) -> int:
 
 def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
     """The ways that no other one undercuts for these buckets, the plain sum first where it is among them."""
-    if pricer.communication == EXACT:
+    if pricer.communication.sums_exactly:
         return [("backend", "none")]
     offered: dict[tuple[str, str], list[Way]] = {}
     sizes = {itemsize_of(bucket) for bucket in buckets}
@@ -325,10 +364,12 @@ def _no_worse(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def lossy_notes(stages: Sequence[Stage]) -> list[str]:
-    """A line for a plan whose gradients are not summed exactly."""
+def lossy_notes(stages: Sequence[Stage], codes: Mapping[str, str]) -> list[str]:
+    """A line for a plan whose gradients are not summed exactly, and for each of its ``codes``."""
+    notes = [f"{what} are compressed by {code}, which is lossy: training differs" for what, code in codes.items()]
     found = {wire.compressor for stage in stages for wire in stage.wire}
-    codes = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
-    if not codes:
-        return []
-    return [f"gradients are compressed by {', '.join(codes)}, which is lossy: training differs from the exact sum"]
+    lossy = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
+    if lossy:
+        text = f"gradients are compressed by {', '.join(lossy)}, which is lossy: training differs from the exact sum"
+        notes.insert(0, text)
+    return notes

@@ -30,6 +30,9 @@ two tensors are not (Seide et al. 2014, section 3.2, have one scale per column o
 less than 64 elements go together, longer ones than ``block`` in equal pieces where they can be. A block also ends where
 a message, its part or a tile of 2¹⁶ elements does.
 
+Single tensors (activations between stages, weights that are gathered) may travel in codes too: those of elements that
+keep nothing between messages (``CARRIERS``), as one part of n elements.
+
 The first 4 bytes of a message name a rank whose gradient is not finite. Positions of entries take 2 bytes, counted from
 the start of a span; 4 bytes per span tell how many entries it has.
 """
@@ -44,6 +47,7 @@ from .collectives import AxisPrice
 from .hardware import Device
 
 __all__ = [
+    "CARRIERS",
     "CHUNK",
     "CODECS",
     "Codec",
@@ -54,6 +58,9 @@ __all__ = [
     "Payload",
     "Picked",
     "Run",
+    "carried_bytes",
+    "carried_share",
+    "carrying_seconds",
     "coded_messages",
     "coded_seconds",
     "coding_seconds",
@@ -367,6 +374,32 @@ def coded_messages(codec: Codec, group: int, itemsize: int) -> tuple[tuple[str, 
     if codec.pattern == "two_step":
         return (("all_to_all", share), ("all_gather", share))
     return (("all_gather", group * share),)
+
+
+# ---- single tensors
+
+CARRIERS = ("none", *(name for name, codec in CODECS.items() if codec.family in ("bf16", "fp16", "int")))
+"""The codes that a single tensor may travel in"""
+
+
+def carried_bytes(code: str, n: int, itemsize: int) -> int:
+    """Bytes of the message of a tensor of n elements of ``itemsize`` bytes, which are sent as they are where the code
+    would not save any."""
+    coded = max(sent_bytes(CODECS[code], n, 1).values()) if code != "none" else n * itemsize
+    return min(coded, n * itemsize)
+
+
+def carried_share(code: str, itemsize: int) -> float:
+    """Bytes of the message per byte of a large tensor; 1 where the code would save nothing and is left out."""
+    return min(CODECS[code].wire_bytes / itemsize, 1.0) if code != "none" else 1.0
+
+
+def carrying_seconds(code: str, itemsize: int, device: Device) -> float:
+    """Seconds per element to encode such a tensor, and as many again to decode it."""
+    if carried_share(code, itemsize) == 1.0:
+        return 0.0
+    codec = CODECS[code]
+    return coding_seconds(codec, device, 1)[1] / _codings(codec, 1)
 
 
 def coded_seconds(axis: AxisPrice, device: Device, nbytes: float, itemsize: int, codec: Codec) -> float:

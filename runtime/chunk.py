@@ -166,7 +166,7 @@ class BoundChunk:
         with self.gathers.forward(arguments):
             return arguments, self.forward(*arguments)
 
-    def send_values(self, exits: tuple[torch.Tensor, ...], microbatch: int) -> Sends:
+    def send_values(self, exits: tuple[torch.Tensor, ...], microbatch: int, step: int = 0) -> Sends:
         """Start the messages of a forward, and lay down what other chunks of this rank read."""
         started: Sends = []
         for one in self.leaving:
@@ -174,7 +174,7 @@ class BoundChunk:
             # another tensor than what this chunk keeps: it becomes a leaf of the other chunk's graph
             one.values[microbatch] = apply_steps(value, one.ahead, self.comm).detach()
         for way in self.outward:
-            started += way.forward.send(exits[way.position].detach(), microbatch)
+            started += way.forward.send(exits[way.position].detach(), microbatch, step)
         return started
 
     def backward(
@@ -200,7 +200,7 @@ class BoundChunk:
         if roots:
             torch.autograd.backward(roots, grads)
 
-    def send_cotangents(self, arguments: list[Any], microbatch: int) -> Sends:
+    def send_cotangents(self, arguments: list[Any], microbatch: int, step: int = 0) -> Sends:
         """Start the messages of a backward, and lay down what other chunks of this rank wait for."""
         started: Sends = []
         for one in self.entering:
@@ -209,7 +209,8 @@ class BoundChunk:
         for way in self.inward:
             if way.backward is not None:
                 grad = _gradient(arguments[way.position])
-                started += way.backward.send(apply_steps(grad, way.steps, self.comm) if way.steps else grad, microbatch)
+                grad = apply_steps(grad, way.steps, self.comm) if way.steps else grad
+                started += way.backward.send(grad, microbatch, step)
         return started
 
     def touches(self, kind: str) -> list[str]:
@@ -229,9 +230,10 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 def bind_links(
     parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, Facts], links: Sequence[Link],
-    back: set[tuple[str, Place]], groups: Groups, microbatches: int,
+    back: set[tuple[str, Place]], groups: Groups, microbatches: int, seed: int = 0,
 ) -> None:  # fmt: skip
-    """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank."""
+    """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank. seed: of
+    the codes in which gradients go back."""
     mine = {part.place: part for part in parts}
     tag = 0
     for link in links:
@@ -249,7 +251,7 @@ def bind_links(
         state = parts[0].state
         shape, (forward_group, backward_group) = kind.shape, groups(link.source, link.target)
         here, there = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
-        ports = []
+        ports: list[Port] = []
         for source_layout, target_layout, group in (
             (here, there, forward_group),
             (
@@ -260,7 +262,9 @@ def bind_links(
         ):
             messages = tiles(shape, source_layout, target_layout)
             local = target_layout.local_shape(shape)
-            ports.append(Port.make(messages, state.rank, tag, local, kind.dtype, device=state.device, group=group))
+            port = Port.make(messages, state.rank, tag, local, kind.dtype, device=state.device, group=group)
+            port.code, port.seed = plan.codes.get("activations", "none"), (seed,) if ports else None
+            ports.append(port)
             tag += len(messages) * microbatches
         forward, backward = ports[0], ports[1] if returns else None
         if link.source in mine:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ..compiler.spec import Spec, local_shape
+from .compression.carrier import Carrier, carrier
+from .compression.dither import draw
 from .groups import coordinates
 
 __all__ = ["Box", "Layout", "Port", "Tile", "cut", "tiles", "transfer_now"]
@@ -129,12 +131,34 @@ class Incoming:
 
 
 @dataclass
+class Coded:
+    """A block of this shape on its way in a code: ``wait`` returns it whole."""
+
+    shape: tuple[int, ...]
+    parts: list[tuple[Any, torch.Tensor, Carrier | None, Box, tuple[int, ...]]]
+
+    def wait(self) -> torch.Tensor:
+        """Block until every tile is here, decode each, put it in its place, return the local block."""
+        found: list[tuple[torch.Tensor, Box]] = []
+        for work, message, coder, box, shape in self.parts:
+            work.wait()
+            found.append(((message if coder is None else coder.decode(message)).view(shape), box))
+        self.parts.clear()
+        if len(found) == 1 and found[0][0].shape == self.shape:
+            return found[0][0]
+        out = found[0][0].new_empty(self.shape)
+        for tile, box in found:
+            cut(out, box).copy_(tile)
+        return out
+
+
+@dataclass
 class Port:
     """One direction of one transfer as this rank sees it; made once, used every microbatch.
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
     Peers are ranks of ``group``, whose own methods are called: what ``dist.isend`` checks of every message takes as
-    long as the rest of an action.
+    long as the rest of an action. code: of the messages (``codecs.CARRIERS``).
     """
 
     sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
@@ -147,6 +171,8 @@ class Port:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     group: Any = None
+    code: str = "none"
+    seed: tuple[int, ...] | None = None  # of random numbers of the code; None: nearest levels
 
     @classmethod
     def make(
@@ -169,28 +195,49 @@ class Port:
         assert group is not None
         return group
 
-    def send(self, x: torch.Tensor, microbatch: int) -> list[tuple[Any, torch.Tensor]]:
-        """Start the sends of this rank's block; the pairs (work, buffer) must be kept until waited for."""
+    def send(self, x: torch.Tensor, microbatch: int, step: int = 0) -> list[tuple[Any, torch.Tensor]]:
+        """Start the sends of this rank's block; the pairs (work, buffer) must be kept until waited for. step: of the
+        random numbers."""
         started = []
         copies: dict[Box, torch.Tensor] = {}
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
         for index, peer, box in self.sends:
             if box not in copies:
-                copies[box] = cut(x, box).contiguous()
+                copies[box] = self._encoded(cut(x, box).contiguous(), (step, microbatch, index))
             started.append((group.send([wire(copies[box])], peer, base + index), copies[box]))
         return started
 
-    def receive(self, microbatch: int) -> Incoming:
+    def _encoded(self, x: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
+        coder = carrier(self.code, x.numel(), x.dtype, x.device)
+        if coder is None:
+            return x
+        return coder.encode(x.view(-1), None if self.seed is None else draw(*self.seed, self.base_tag, *at))
+
+    def receive(self, microbatch: int) -> Incoming | Coded:
         """Post the receives of this rank's block."""
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
         parts: list[tuple[Any, torch.Tensor | None, Box]] = []
+        if self.code != "none":
+            coders = [
+                carrier(self.code, prod(shape), self.dtype, torch.device(self.device)) for *_, shape in self.receives
+            ]
+            if any(coders):
+                return self._receive_coded(base, group, coders)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for index, peer, box, shape in self.receives:
             here = cut(out, box)
             buffer = None if here.is_contiguous() else torch.empty(shape, dtype=self.dtype, device=self.device)
             work = group.recv([wire(here if buffer is None else buffer)], peer, base + index)
             parts.append((work, buffer, box))
         return Incoming(out, parts)
+
+    def _receive_coded(self, base: int, group: dist.ProcessGroup, coders: Sequence[Carrier | None]) -> Coded:
+        arriving = []
+        for coder, (index, peer, box, shape) in zip(coders, self.receives, strict=True):
+            size, dtype = (prod(shape), self.dtype) if coder is None else (coder.nbytes, torch.uint8)
+            message = torch.empty(size, dtype=dtype, device=self.device)
+            arriving.append((group.recv([wire(message)], peer, base + index), message, coder, box, shape))
+        return Coded(self.shape, arriving)
 
 
 def transfer_now(

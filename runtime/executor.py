@@ -20,7 +20,7 @@ from ..compiler.program import ChunkProgram
 from ..compiler.schedule import Action, Place, generate, validate
 from .chunk import BoundChunk, Groups, Sends, bind_links
 from .compiled import Compiler
-from .crossmesh import Incoming, Port
+from .crossmesh import Coded, Incoming, Port
 from .facts import Facts, differentiable_links, links_of, places_of, settled
 from .feeding import Feeder
 from .gradients import GradientReducer
@@ -87,13 +87,13 @@ class Executor:
         assert state.stage is not None
         self.stage = state.stage
         timed = Alone(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
-        self.context = Context(timed, seed, repeating=self.trace.repeating)
+        self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.codes.get("weights", "none"))
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
             BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
             for chunk, program in enumerate(programs)
         ]
-        bind_links(self.parts, plan, facts, links, back, groups, self.window)
+        bind_links(self.parts, plan, facts, links, back, groups, self.window, seed)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
             return
@@ -172,7 +172,7 @@ class Executor:
                     comm.phase = "forward"
                     arguments, exits = part.run(inputs, arrived, microbatch)
                     worked = mark()
-                    sends = part.send_values(exits, microbatch)
+                    sends = part.send_values(exits, microbatch, step)
                     for position, name in part.buffer_exits:
                         self.state.buffers[name] = exits[position].detach()
                     if part.buffer_exits:
@@ -197,7 +197,7 @@ class Executor:
                         part.backward(exits, arrived, microbatch, scale * loss_scale / self.microbatches)
                         del exits
                         worked = mark()
-                        sends = part.send_cotangents(arguments, microbatch)
+                        sends = part.send_cotangents(arguments, microbatch, step)
                         del arguments
                 if sends:
                     held[index] = sends
@@ -228,7 +228,7 @@ def _work(
     return _Work(action, label, part, [(at, port) for at, port in ports if port is not None], arrived, final)
 
 
-def _post(work: _Work) -> list[tuple[int, Incoming]]:
+def _post(work: _Work) -> list[tuple[int, Incoming | Coded]]:
     return [(position, port.receive(work.action.microbatch)) for position, port in work.incoming]
 
 

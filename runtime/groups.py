@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ..compiler.plan import Plan, Stage, Wire
+from .compression.carrier import carrier
+from .compression.dither import draw as key
 
 __all__ = ["Coordinates", "DistributedComm", "Pending", "bind", "bind_all", "coordinates", "joint_axes"]
 
@@ -202,22 +204,36 @@ class DistributedComm:
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 
-    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Pending:
+    def start_reduce_scatter(
+        self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> Pending:
         """Sum ``x`` [ranks of the joint ``axes``, n] over them without waiting; ``wait`` gives this device's row [n].
-        ``x`` must stay as it is until then."""
+        ``x`` must stay as it is until then. In a code each row is encoded once, and decoded rows are summed."""
+        group, coded = self.groups[axes], carrier(code, x.shape[1], x.dtype, x.device)
+        if coded is not None:
+            place = key(*draw, self.position)
+            rows = torch.stack([coded.encode(row, place + number) for number, row in enumerate(x)])
+            self._count("reduce_scatter", rows.nbytes)
+            parts = torch.empty_like(rows)
+            work = dist.all_to_all_single(parts, rows, group=group, async_op=True)
+            return Pending(work, parts, rows, lambda came: _sum_rows(torch.stack(list(map(coded.decode, came)))))
         self._count("reduce_scatter", x.nbytes)
-        group = self.groups[axes]
         if self.native:
             out = x.new_empty(x.shape[1])
             return Pending(_scatter(out, x.view(-1), group=group, async_op=True), out, x)
         parts = torch.empty_like(x)
         return Pending(dist.all_to_all_single(parts, x, group=group, async_op=True), parts, x, _sum_rows)
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Pending:
-        """Gather the rows ``x`` [n] of the joint ``axes`` without waiting; ``wait`` gives [ranks of the axes, n]."""
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Pending:
+        """Gather the rows ``x`` [n] of the joint ``axes`` without waiting; ``wait`` gives [ranks of the axes, n]. In a
+        code this rank's own row is decoded as well, so that all have the same."""
+        coded = carrier(code, x.numel(), x.dtype, x.device)
+        x = x if coded is None else coded.encode(x)
         out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
         self._count("all_gather", out.nbytes)
-        return Pending(_gather(out.view(-1), x, group=self.groups[axes], async_op=True), out, x)
+        work = _gather(out.view(-1), x, group=self.groups[axes], async_op=True)
+        decode = None if coded is None else lambda came: torch.stack(list(map(coded.decode, came)))
+        return Pending(work, out, x, decode)
 
     def _count(self, kind: str, nbytes: int) -> None:
         key = (self.phase, kind)

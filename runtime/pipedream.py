@@ -28,7 +28,7 @@ from ..compiler.context import use
 from ..compiler.plan import Plan
 from ..compiler.schedule import generate, validate
 from .chunk import BoundChunk, Sends
-from .crossmesh import Incoming, Port
+from .crossmesh import Coded, Incoming, Port
 from .executor import Executor
 from .trace import Mark
 
@@ -181,7 +181,7 @@ class StashingExecutor(Executor):
         arguments, exits = part.run(inputs, arrived, microbatch)
         worked = self.trace.mark()
         with unrecorded():
-            self._hold(self._values, number, part.send_values(exits, number % self.window))
+            self._hold(self._values, number, part.send_values(exits, number % self.window, number))
         for position, name in part.buffer_exits:
             self.state.buffers[name] = exits[position].detach()
         if part.buffer_exits:
@@ -206,7 +206,7 @@ class StashingExecutor(Executor):
         part.backward(exits, arrived, number % self.window, 1 / self.microbatches)
         worked = self.trace.mark()
         with unrecorded():
-            self._hold(self._cotangents, number, part.send_cotangents(arguments, number % self.window))
+            self._hold(self._cotangents, number, part.send_cotangents(arguments, number % self.window, number))
         self.backwards += 1
         return worked
 
@@ -230,7 +230,7 @@ class StashingExecutor(Executor):
 
     # ---- messages
 
-    def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming]]:
+    def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming | Coded]]:
         ways = self.part.inward if kind == "F" else self.part.outward
         ports: list[tuple[int, Port | None]] = [(w.position, w.forward if kind == "F" else w.backward) for w in ways]
         return [(at, port.receive(number % self.window)) for at, port in ports if port is not None]

@@ -318,13 +318,15 @@ class TimedComm:
         """One message to a device of the axis and one from another; the wait for it is what counts."""
         return partial(self._timed, self._inner.start_send(x, axis, to, source))
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Timed:
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Timed:
         """Rows on their way; the wait for them is what counts."""
-        return _Timed(partial(self._timed, self._inner.start_all_gather(x, axes).wait))
+        return _Timed(partial(self._timed, self._inner.start_all_gather(x, axes, code).wait))
 
-    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> _Timed:
+    def start_reduce_scatter(
+        self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> _Timed:
         """Sums on their way; the wait for them is what counts."""
-        return _Timed(partial(self._timed, self._inner.start_reduce_scatter(x, axes).wait))
+        return _Timed(partial(self._timed, self._inner.start_reduce_scatter(x, axes, code, draw).wait))
 
     def _timed(self, call: Callable[..., T], *arguments: Any) -> T:
         begin = self._trace.mark()

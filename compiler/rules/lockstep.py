@@ -150,15 +150,17 @@ class LockstepComm:
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
-        """The rows of all devices of the axes, which are here at once."""
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
+        """The rows of all devices of the axes, which are here at once; in no code."""
         rows = x.reshape(1, -1)
         for axis in reversed(axes):
             rows = self.all_gather(rows, axis, 0)
         return Here(rows)
 
-    def start_reduce_scatter(self, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
-        """This device's row of the sum."""
+    def start_reduce_scatter(
+        self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> Here:
+        """This device's row of the sum; in no code."""
         for axis in axes:
             x = self.reduce_scatter(x, axis, 0)
         return Here(x.view(-1))

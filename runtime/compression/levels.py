@@ -17,7 +17,7 @@ import torch
 from .dither import uniforms
 from .two_step import BlockCodec
 
-__all__ = ["StochasticLevels"]
+__all__ = ["NearestLevels", "StochasticLevels"]
 
 _SLACK = 1 + 2.0**-18  # the largest magnitude stays below the highest level, whatever rounding does
 _TINY = 1e-30
@@ -33,9 +33,20 @@ class StochasticLevels(BlockCodec):
         there = largest > _TINY
         torch.mul(largest.mul_(there), 2 * _SLACK / (levels - 1), out=scales)
         inverse = torch.where(there, 1 / scales, 0)
-        u = uniforms(key, x.numel(), x.device).view(x.shape)
-        torch.addcmul(u, x, inverse, out=digits).add_((levels - 1) / 2).floor_()
+        torch.addcmul(self.thresholds(key, x), x, inverse, out=digits).add_((levels - 1) / 2).floor_()
+
+    def thresholds(self, key: int, like: torch.Tensor) -> torch.Tensor:
+        """u."""
+        return uniforms(key, like.numel(), like.device).view(like.shape)
 
     def decode_add(self, scales: torch.Tensor, digits: torch.Tensor, out: torch.Tensor) -> None:
         """out += (q − c) d."""
         out.addcmul_(digits.sub_((self.payload.levels - 1) / 2), scales)
+
+
+class NearestLevels(StochasticLevels):
+    """u = ½: the nearest level, biased, with half the largest error."""
+
+    def thresholds(self, key: int, like: torch.Tensor) -> torch.Tensor:
+        """½ for every element."""
+        return like.new_full((1, 1), 0.5).expand(like.shape)

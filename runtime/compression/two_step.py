@@ -23,7 +23,7 @@ from .exchange import Exchange, Steps
 from .packing import pack, unpack
 from .summing import CompressedSum, Place, Submit, cut, first_culprit
 
-__all__ = ["BlockCodec", "TwoStepSum"]
+__all__ = ["BlockCodec", "Messages", "Tile", "TwoStepSum"]
 
 
 class BlockCodec:
@@ -51,7 +51,7 @@ class BlockCodec:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """Elements low..high of a bucket, as bytes first..last of a part's data; runs: of blocks of one width, each
     (from, to, rows, number of the first block), counted from ``low``."""
 
@@ -62,7 +62,7 @@ class _Tile:
     runs: tuple[tuple[int, int, int, int], ...]
 
     @staticmethod
-    def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[_Tile]:
+    def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[Tile]:
         """start: of the message in the bucket."""
         made, blocks = [], 0
         origin = tiles[0][0][0] if tiles else 0
@@ -73,19 +73,30 @@ class _Tile:
                 runs.append((a - low, b - low, (b - a) // width, blocks))
                 blocks += (b - a) // width
             first, last = (low - origin) // per_byte, -(-(high - origin) // per_byte)
-            made.append(_Tile(start + low, start + high, first, last, tuple(runs)))
+            made.append(Tile(start + low, start + high, first, last, tuple(runs)))
         return made
 
 
-class _Messages:
+class Messages:
     """``count`` encoded parts, one after another, and views of what is in them."""
 
     def __init__(self, payload: Levels, part: int, blocks: int, count: int, device: torch.device) -> None:
-        self.bytes = torch.zeros(count, payload.part_bytes(part, blocks), dtype=torch.uint8, device=device)
-        end = 4 + 4 * payload.scales * blocks
-        self.headers = self.bytes[:, :4].view(torch.int32)[:, 0]
-        self.scales = self.bytes[:, 4:end].view(torch.float32).view(count, blocks, payload.scales)
-        self.data = self.bytes[:, end:].view(torch.int8)
+        self._read(
+            payload, torch.zeros(count, payload.part_bytes(part, blocks), dtype=torch.uint8, device=device), blocks
+        )
+
+    @classmethod
+    def over(cls, payload: Levels, received: torch.Tensor, blocks: int) -> Messages:
+        """Of the bytes that came: uint8 [count, bytes of a part]."""
+        made = cls.__new__(cls)
+        made._read(payload, received, blocks)
+        return made
+
+    def _read(self, payload: Levels, received: torch.Tensor, blocks: int) -> None:
+        self.bytes, end = received, 4 + 4 * payload.scales * blocks
+        self.headers = received[:, :4].view(torch.int32)[:, 0]
+        self.scales = received[:, 4:end].view(torch.float32).view(len(received), blocks, payload.scales)
+        self.data = received[:, end:].view(torch.int8)
 
 
 class _Chunk:
@@ -94,10 +105,10 @@ class _Chunk:
     def __init__(self, payload: Levels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool) -> None:
         self.low, self.part = low, payload.part(high - low, exchange.size)
         tiles = payload.tiles(high - low, exchange.size, place.shapes, low)
-        self.tiles = [_Tile.of_part(part, low, payload.per_byte) for part in tiles]
+        self.tiles = [Tile.of_part(part, low, payload.per_byte) for part in tiles]
         form = (payload, self.part, payload.blocks(tiles))
-        self.sent, self.came, self.told = (_Messages(*form, exchange.size, place.device) for _ in range(3))
-        self.mine = _Messages(*form, 1, place.device)
+        self.sent, self.came, self.told = (Messages(*form, exchange.size, place.device) for _ in range(3))
+        self.mine = Messages(*form, 1, place.device)
         self.total = place.zeros(self.part)
         self.owed = place.zeros(high - low) if feedback else None
         self.owed_total = place.zeros(self.part) if feedback else None
@@ -166,7 +177,7 @@ class TwoStepSum(CompressedSum):
                 self._encode_tile(chunk.sent, j, tile, work, owed, (i, j, t))
 
     def _encode_tile(
-        self, to: _Messages, j: int, tile: _Tile, work: torch.Tensor, owed: torch.Tensor | None, where: tuple[int, ...]
+        self, to: Messages, j: int, tile: Tile, work: torch.Tensor, owed: torch.Tensor | None, where: tuple[int, ...]
     ) -> None:
         """Encode ``work`` into message j; ``owed`` becomes what was not sent."""
         if not isfinite(work.sum().item()):
@@ -209,13 +220,13 @@ class TwoStepSum(CompressedSum):
                 if out is not piece:
                     piece.copy_(out)
 
-    def _decode_add(self, messages: _Messages, j: int, tile: _Tile, out: torch.Tensor) -> None:
+    def _decode_add(self, messages: Messages, j: int, tile: Tile, out: torch.Tensor) -> None:
         digits = self._digits(tile)
         unpack(messages.data[j, tile.first : tile.last], self.codec.payload.base, digits, self.quotients[: len(digits)])
         for low, high, rows, first in tile.runs:
             scales = messages.scales[j, first : first + rows]
             self.codec.decode_add(scales, digits[low:high].view(rows, -1), out[low:high].view(rows, -1))
 
-    def _digits(self, tile: _Tile) -> torch.Tensor:
+    def _digits(self, tile: Tile) -> torch.Tensor:
         """Room for a tile's, up to a whole byte."""
         return self.digits[: (tile.last - tile.first) * self.codec.payload.per_byte]
