@@ -229,7 +229,7 @@ def parallelize(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     seed: int = 0,
     compile: bool | str = False,
-    delay: int = 0,
+    delay: int | str = 0,
     local_steps: int = 1,
     outer_optimizer: OptimizerFactory | None = None,
 ) -> Parallel:
@@ -246,7 +246,8 @@ def parallelize(
     inductor; or the name of another backend); what that makes is kept under $MESHWRIGHT_CACHE_DIR for later runs.
 
     delay, local_steps: replicas that step by themselves, which **changes the optimisation** (docs/runtime.md). delay:
-    the mean of a step's gradients is put in that many steps later, in place of the replica's own. local_steps > 1:
+    the mean of a step's gradients is put in that many steps later, in place of the replica's own; "auto": as many as
+    the prediction calls for, none where that does not pay (the plan's notes say which). local_steps > 1:
     parameters are averaged every so many steps, by ``outer_optimizer`` (a function as ``optimizer``; by default they
     become their mean); with delay, that average is waited for so many steps later. Plans with zero > 0 are refused,
     and not searched. Other arguments as in ``plan(..., executable=True)``.
@@ -257,8 +258,14 @@ def parallelize(
     from .runtime.launch import ensure_initialized
     from .runtime.loosely import Looseness
 
-    looseness = Looseness(delay, local_steps, outer_optimizer)
-    if plan is None and zero == "auto" and not looseness.is_tight:
+    choose = delay == "auto"
+    if isinstance(delay, str) and (not choose or local_steps > 1):
+        raise ValueError(
+            f"delay is a number of steps, or 'auto' without local_steps, but got delay={delay!r} and "
+            f"local_steps={local_steps}"
+        )
+    looseness = Looseness(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
+    if plan is None and zero == "auto" and (choose or not looseness.is_tight):
         zero = 0  # every replica updates all that it has
     own = None if plan is not None and microbatches == plan.microbatches else microbatches
     check_precision(precision)
@@ -280,7 +287,7 @@ def parallelize(
     ensure_initialized()
     made = Parallel(
         model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
-        state_dict, seed, compile, looseness,
+        state_dict, seed, compile, looseness, choose,
     )  # fmt: skip
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from .compiler.capture import capture
+from .compiler.delays import chosen_delay, delay_taken
 from .compiler.driver import make_plans
 from .compiler.evaluation import plan_evaluation
 from .compiler.example import batch_dims_of, batch_extent, flat_inputs
@@ -97,12 +98,13 @@ class Parallel:
         seed: int,
         compile: bool | str,
         looseness: Looseness,
+        choose_delay: bool = False,
     ) -> None:
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
         self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
         self._init, self._state, self._seed, self._backend = init, state_dict, seed, backend_of(compile)
-        self._looseness = looseness
+        self._looseness, self._choose_delay = looseness, choose_delay
         self._session: Session | None = None
         self._graph: Graph | None = None
         self._training = True
@@ -166,7 +168,16 @@ class Parallel:
         cluster = self._cluster
         if cluster is None and self._plan is None:
             cluster = default_cluster(self._space.communication.every_code)
-        decided = Plan.from_json(from_first(lambda: self._decide(graph, cluster, capture_s, inputs).to_json()))
+
+        def decide() -> tuple[dict[str, Any], int]:
+            plan = self._decide(graph, cluster, capture_s, inputs)
+            delay = chosen_delay(plan, graph) if self._choose_delay else None
+            return (plan if delay is None else delay_taken(plan, delay)).to_json(), delay.steps if delay else 0
+
+        document, steps = from_first(decide)
+        decided = Plan.from_json(document)
+        if self._choose_delay:
+            self._looseness = replace(self._looseness, delay=steps)
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "

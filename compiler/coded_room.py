@@ -22,10 +22,13 @@ def wiring(plan: Plan, stage: Stage) -> Hashable:
     return tuple((w.axes, w.algorithm, w.compressor, _members(plan, stage, w.axes)) for w in stage.wire)
 
 
-def coded_bytes(plan: Plan, stage: Stage, sums: Sequence[tuple[tuple[int, ...], Shapes]]) -> int:
-    """Bytes of the codes that sum buckets, each over some axes and with tensors of these shapes one after another."""
+def coded_bytes(
+    plan: Plan, stage: Stage, sums: Sequence[tuple[tuple[int, ...], Shapes]], drawing: Sequence[str] = ()
+) -> int:
+    """Bytes of the codes that sum buckets, each over some axes and with tensors of these shapes one after another.
+    drawing: other codes that draw random numbers here."""
     ways = {wire.axes: wire for wire in stage.wire if wire.compressor != "none"}
-    held = table = 0
+    held, table = 0, max((drawn_bytes(CODECS[code]) for code in drawing), default=0)
     for axes, shapes in sums:
         if axes not in ways:
             continue

@@ -35,6 +35,7 @@ from ..costmodel.memory import state_tensors
 from .alternatives import find_alternatives
 from .asynchronous import notes as asynchronous_notes
 from .constraints import by_layer, parse_constraints
+from .delays import delay_notes
 from .explore import corrected, explore
 from .fastest import alike
 from .finish import OverfullError, finish, with_memory
@@ -400,6 +401,8 @@ def _notes(search: Search, plan: Plan) -> list[str]:
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
     notes += [*precision_notes(plan), *lossy_notes(plan.stages, plan.codes), *asynchronous_notes(plan)]
+    if search.space.communication.is_lossy:
+        notes += delay_notes(plan)
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)

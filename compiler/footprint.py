@@ -288,7 +288,10 @@ class _Stage:
             partial = {a for a, p in enumerate(pair.cotangent) if p.is_partial and self.mesh[a] > 1}
             parts = [self._local(slots[name], self.homes[name].optimizer) for name in members]
             sums.append((tuple(sorted({*cut.axes, *partial})), parts * cut.parts))
-        return coded_bytes(self.plan, self.here, sums)
+        drawing = [self.plan.codes.get("activations", "none")] if self.returned else []
+        if any(slot.requires_grad and self._is_gathered(slot) for slot in slots.values()):
+            drawing.append(self.plan.codes.get("weights", "none"))
+        return coded_bytes(self.plan, self.here, sums, drawing)
 
     # ---- composition
 

@@ -175,7 +175,9 @@ def _message(
     return tiles * p2p_seconds(cluster, *ends, size, len(target.devices))
 
 
-def _post(cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str) -> float:
+def _post(
+    cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+) -> float:
     """Seconds that a device of ``here`` spends on encoding and starting its share of these messages."""
     (source, spec), (target, _) = here, there
     tiles, size = _tiles(kind, here, there, code)
@@ -190,7 +192,9 @@ def _coding(cluster: Cluster, kind: TensorType, stage: Stage, spec: Spec, code: 
     return elements * coder_seconds(code, kind, cluster.device(stage.devices[0]))
 
 
-def _tiles(kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str) -> tuple[int, float]:
+def _tiles(
+    kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+) -> tuple[int, float]:
     """(blocks of the source that one target device's block touches, bytes of each); each is a message."""
     (source, sent), (target, wanted) = here, there
     count = prod(ceil(a / b) for a, b in zip(_parts(kind, sent, source), _parts(kind, wanted, target)))

@@ -79,6 +79,11 @@ class Communication:
         return {what: code for what, code in found.items() if code != "none"}
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether gradients may be summed in a code that changes their sum."""
+        return any(CODECS[code].lossy for code in self.compressors)
+
+    @property
     def every_code(self) -> tuple[str, ...]:
         """Those of gradients, and those of other tensors."""
         return (*self.compressors, *self.codes.values())

@@ -60,7 +60,8 @@ def held_bytes(codec: Codec, n: int, group: int, shapes: Sequence[Sequence[int]]
             held += (3 * group + 1) * payload.part_bytes(part, blocks) + 4 * part
             widest, start = max(widest, min(part, chunk, _TILE // payload.block * payload.block)), start + chunk
         digits = ceil(widest / payload.per_byte) * payload.per_byte
-        held += 4 * (max(_TILE, payload.block) + widest + 2 * digits)
+        scratch = 0 if codec.family == "int" else max(_TILE, payload.block)
+        held += 4 * (scratch + widest + 2 * digits)
     return held
 
 

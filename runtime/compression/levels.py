@@ -26,6 +26,8 @@ _TINY = 1e-30
 class StochasticLevels(BlockCodec):
     """``payload.levels`` levels."""
 
+    scratch = False
+
     def encode(self, x: torch.Tensor, scales: torch.Tensor, digits: torch.Tensor, key: int) -> None:
         """Unbiased; x stays as it is."""
         levels = self.payload.levels

@@ -30,10 +30,11 @@ class BlockCodec:
     """Encodes rows, with scales for each. ``feedback``: whether it is biased, and what it does not send is kept."""
 
     feedback = False
+    scratch = True  # whether it asks for ``room``
 
     def __init__(self, payload: Levels, device: torch.device) -> None:
         self.payload = payload
-        self._room = torch.empty(max(TILE, payload.block), device=device)
+        self._room = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
 
     def room(self, shape: torch.Size) -> torch.Tensor:
         """A scratch tensor, fp32: fresh memory for every tile costs more than the arithmetic."""
