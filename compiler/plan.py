@@ -23,19 +23,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..costmodel.codecs import CODECS
-from ..costmodel.collectives import REDUCTIONS
 from ..costmodel.files import read_document, write_atomically
 from .carried import carrier_faults
 from .executable import not_executable, require_executable
 from .explain import explain
+from .plan_faults import stage_faults, transfer_faults
+from .plan_versions import upgraded
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 
 if TYPE_CHECKING:
@@ -405,7 +404,7 @@ class Plan:
                 "again"
             )
         if data["version"] == 1:
-            data = _upgraded(data)
+            data = upgraded(data)
         data = {"codes": {}, **data}  # younger than version 2
         missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
         if missing:
@@ -464,7 +463,7 @@ class Plan:
             faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
         taken: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
-            faults += [f"stage {index}: {fault}" for fault in _stage_faults(stage)]
+            faults += [f"stage {index}: {fault}" for fault in stage_faults(stage, RECOMPUTE_MODES)]
             for device in stage.devices:
                 if device in taken:
                     faults.append(f"device {device} is in stages {taken[device]} and {index}")
@@ -472,70 +471,8 @@ class Plan:
                     faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
                 taken[device] = index
         for transfer in self.transfers:
-            faults += _transfer_faults(transfer, self.stages)
+            faults += transfer_faults(transfer, self.stages)
         return faults
-
-
-def _stage_faults(stage: Stage) -> Iterator[str]:
-    axes = len(stage.mesh_shape)
-    if prod(stage.mesh_shape) != len(stage.devices):
-        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
-    for chunk in stage.chunks:
-        for name, labels in chunk.ops.items():
-            if len(labels) != axes:
-                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
-        first, end = chunk.layers
-        if chunk.recompute and len(chunk.recompute) != end - first:
-            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
-        for mode in dict.fromkeys(chunk.recompute):
-            if mode not in RECOMPUTE_MODES:
-                yield f"recompute {mode!r} is none of {', '.join(RECOMPUTE_MODES)}"
-        for name, home in chunk.parameters.items():
-            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
-                if len(spec) != axes:
-                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
-    for wire in stage.wire:
-        if not all(0 <= axis < axes for axis in wire.axes):
-            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
-        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
-            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
-            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
-
-
-def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
-    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
-    known = 0 <= min(source, target) <= max(source, target) < len(stages)
-    if not known or (source >= target if not several else source == target):
-        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
-        return
-    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
-    for index, number, verb in ends:
-        chunks = stages[index].chunks
-        if not 0 <= number < len(chunks):
-            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
-        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
-            yield f"stage {index} does not {verb} {transfer.node}"
-
-
-def _upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A document of version 1 as one of version 2; what is missing in it stays missing."""
-    mode = str(data.get("recompute", "none"))
-    mode = "full" if mode == "layer" else mode
-    last = len(data.get("layers", ())) - 1 if data.get("schedule") == "1f1b" else None  # never ran again under 1F1B
-
-    def upgraded(chunk: Any) -> Any:
-        if not isinstance(chunk, Mapping) or mode == "none" or "layers" not in chunk:
-            return {**chunk, "recompute": []} if isinstance(chunk, Mapping) else chunk
-        modes = ["none" if layer == last else mode for layer in range(*map(int, chunk["layers"]))]
-        return {**chunk, "recompute": modes}
-
-    found: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
-    if isinstance(data.get("stages"), list) and all(isinstance(stage, Mapping) for stage in data["stages"]):
-        found["stages"] = [
-            {**stage, "wire": [], "chunks": [upgraded(chunk) for chunk in stage.get("chunks", ())]}
-            for stage in data["stages"]
-        ]
-    return {**found, "version": PLAN_VERSION, "precision": "model"}
 
 
 def _parsed(text: str) -> Any:

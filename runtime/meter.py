@@ -8,6 +8,9 @@ trace. On CUDA devices the caching allocator keeps the count itself. The same me
         step()
     reading.peak_bytes
 
+What a thread of the backend releases last (Gloo's, of what a collective was given) the profiler does not see, and it
+counts as alive from then on: of several steps take the least peak.
+
 What only C++ holds when the block begins (buckets of DistributedDataParallel, say) no walk can find: begin before it is
 made, and read the step's own peak from ``reading.window("step")`` inside the block.
 """

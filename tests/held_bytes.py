@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.runtime.groups import Pending
+from meshwright.runtime import groups
 from meshwright.runtime.meter import live_bytes
 
 __all__ = ["least_peak"]
+
+PATIENCE_S = 0.002
 
 
 def least_peak(step: Callable[[], Any], most: int = 8) -> int:
@@ -36,14 +38,28 @@ def _settled(peaks: list[int]) -> bool:
 
 @contextmanager
 def _patient() -> Iterator[None]:
-    """Wait after each collective of a program for the thread that carried it to let go of its tensors."""
-    original = Pending.wait
+    """Keep what a collective was given until the thread that carried it has let go of it: the profiler does not see
+    what is released on that thread."""
 
-    def slow(pending: Pending) -> torch.Tensor:
-        out = original(pending)
-        time.sleep(0.004)
-        return out
+    def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            work = call(*args, **kwargs)
+            if work is not None:
+                return _Slow(work)
+            time.sleep(PATIENCE_S)  # the caller still has its tensors
+
+        return called
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pending, "wait", slow)
+        for module, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (groups, "_gather")):
+            patch.setattr(module, name, slow(getattr(module, name)))
         yield
+
+
+class _Slow:
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(PATIENCE_S)
