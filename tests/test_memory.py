@@ -269,7 +269,7 @@ def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: py
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("this op reads its data")
 
-    monkeypatch.setattr("meshwright.compiler.footprint.with_stand_ins", refuse)
+    monkeypatch.setattr("meshwright.compiler.chunk_room.with_stand_ins", refuse)
     again = with_footprints(graph, plan)
     assert again.prediction.stages == plan.prediction.stages
     assert any("this op reads its data" in note for note in again.prediction.notes)
