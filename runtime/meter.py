@@ -8,8 +8,8 @@ trace. On CUDA devices the caching allocator keeps the count itself. The same me
         step()
     reading.peak_bytes
 
-What a thread of the backend releases last (Gloo's, of what a collective was given) the profiler does not see, and it
-counts as alive from then on: of several steps take the least peak.
+What another thread releases the profiler does not see, and would count as alive from then on. Gloo's threads hold what
+a collective was given a little longer than its wait; so, while bytes are counted, every wait lasts until they let go.
 
 What only C++ holds when the block begins (buckets of DistributedDataParallel, say) no walk can find: begin before it is
 made, and read the step's own peak from ``reading.window("step")`` inside the block.
@@ -22,6 +22,7 @@ import json
 import resource
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 __all__ = ["Reading", "Window", "live_bytes", "peak_rss_bytes", "reset_peak_rss", "storages_alive"]
 
+_PATIENCE_S = 0.002
 _FREED = "meshwright.meter: freed "
 _WINDOW = "meshwright.meter: window "
 
@@ -100,7 +103,7 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
             reading.peak_rss_bytes = peak_rss_bytes()
         return
     gc.collect()  # garbage is not the block's, nor is its end
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _patient():
         alive = storages_alive()
         start = sum(alive.values())
         watched = [weakref.ref(storage, _reporter(size)) for storage, size in alive.items()]
@@ -112,6 +115,27 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
             watched.clear()
     whole, reading.windows = _replay(_trace(profiler), start)
     reading.start_bytes, reading.peak_bytes, reading.end_bytes = whole.start_bytes, whole.peak_bytes, whole.end_bytes
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Whoever waits for a collective keeps what it was given until the thread that carried it has let go of it."""
+    work = dist.Work if dist.is_available() else None
+    if work is None:
+        yield
+        return
+    original = work.wait
+
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        time.sleep(_PATIENCE_S)
+        return out
+
+    work.wait = wait
+    try:
+        yield
+    finally:
+        work.wait = original
 
 
 def _reporter(size: int) -> Any:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .measure import Build, Contender
 from .models import Case
 from .peers import ddp, even_cut, fsdp, make_optimizer, pipelining, planned_cut
+from .pretended import PACE, RATE_FLOPS_PER_S, pretended
 from .real import ours, planned
 
 __all__ = [
@@ -43,8 +44,6 @@ __all__ = [
     "sleep_linear",
     "tensor_parallel",
 ]
-
-RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fifty times faster
 
 
 def _doze(started: float, x: Tensor, w: Tensor) -> None:
@@ -156,14 +155,16 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
     """This machine's ranks with the compute rate of the sleeping layers, for the planner. budget_s: for which links are
-    profiled; 0: taken as they are assumed."""
-    cluster = mw.profile(budget_s=budget_s) if budget_s else mw.Cluster.local(dist.get_world_size())
+    profiled, beside sleep, as training meets them; 0: taken as they are assumed."""
+    if budget_s:
+        return pretended(mw.profile(budget_s=budget_s, pace=PACE))
+    cluster = mw.Cluster.local(dist.get_world_size())
 
-    def pretended(host: Any) -> Any:
+    def slowed(host: Any) -> Any:
         rates = (("float32", RATE_FLOPS_PER_S),)
         return replace(host, device=replace(host.device, flops_per_s=rates, curves=(), efficiency=()))
 
-    return replace(cluster, hosts=tuple(pretended(host) for host in cluster.hosts))
+    return replace(cluster, hosts=tuple(slowed(host) for host in cluster.hosts))
 
 
 def _mine(case: Case, **asked: Any) -> Build:

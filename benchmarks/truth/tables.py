@@ -7,15 +7,13 @@ none of the models. "ops" adds the ops of the plans by their exact signature, ea
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import meshwright as mw
 import torch.distributed as dist
-from contest.sleeping import RATE_FLOPS_PER_S
+from contest.pretended import PACE, pretended
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
@@ -23,7 +21,6 @@ from meshwright.compiler.plan import Plan, Prediction
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.signature import Probe, plan_probes
 from meshwright.compiler.strategy import Strategy, parse_strategy
-from meshwright.costmodel.hardware import Device
 from meshwright.profiling import profile
 from meshwright.runtime.agreement import from_first
 
@@ -31,8 +28,6 @@ from .targets import TARGETS
 from .trials import SLEEPING, Trial
 
 __all__ = ["Forecast", "forecasts"]
-
-PACE_S = 0.005  # a sleeping layer's, between collectives
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
     tables: dict[str, mw.Cluster] = {}
     if not sleeping:
         tables["local"] = from_first(lambda: mw.Cluster.local(dist.get_world_size()))
-    pace = partial(time.sleep, PACE_S) if sleeping else None
+    pace = PACE if sleeping else None
     tables["grid"] = profile(budget_s=budget_s / 2, resume=False, pace=pace)
     planned = pretended(tables["grid"]) if sleeping else tables["grid"]
     plans = [_planned(trial, graphs[trial.target], planned) for trial in trials]
@@ -69,47 +64,6 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
         Forecast(plan, {name: _priced(plan, graphs[trial.target], cluster) for name, cluster in tables.items()})
         for trial, plan in zip(trials, plans, strict=True)
     ]
-
-
-def pretended(cluster: mw.Cluster) -> mw.Cluster:
-    """The cluster as sleeping layers make it, from its profile.
-
-    Matmuls run at the pretended rate, unless their exact op was measured. Ranks that sleep leave their core to others:
-    nothing is oversubscribed. What a collective costs after and beside sleeping was measured so.
-    """
-    crowd = cluster.oversubscription
-
-    def slowed(device: Device) -> Device:
-        return replace(
-            device,
-            flops_per_s=(("float32", RATE_FLOPS_PER_S),),
-            memory_bytes_per_s=device.memory_bytes_per_s * crowd,
-            launch_s=device.launch_s / crowd,
-            view_s=device.view_s / crowd,
-            action_s=device.action_s / crowd,
-            surfaces=(),
-            curves=tuple(
-                replace(curve, points=tuple((work, seconds / crowd) for work, seconds in curve.points))
-                for curve in device.curves
-                if curve.kind != "matmul"
-            ),
-            op_times=tuple(
-                replace(
-                    op,
-                    forward_s=op.forward_s / crowd,
-                    backward_input_s=op.backward_input_s / crowd,
-                    backward_weight_s=op.backward_weight_s / crowd,
-                )
-                for op in device.op_times
-            ),
-            optimizers=tuple(
-                replace(rate, alpha_s=rate.alpha_s / crowd, beta_s_per_byte=rate.beta_s_per_byte / crowd)
-                for rate in device.optimizers
-            ),
-        )
-
-    hosts = tuple(replace(host, device=slowed(host.device)) for host in cluster.hosts)
-    return replace(cluster, hosts=hosts, oversubscription=1.0)
 
 
 def _targets(trials: Sequence[Trial]) -> list[str]:
