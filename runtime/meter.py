@@ -120,10 +120,10 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
 @contextmanager
 def _patient() -> Iterator[None]:
     """Whoever waits for a collective keeps what it was given until the thread that carried it has let go of it."""
-    work = dist.Work if dist.is_available() else None
-    if work is None:
+    if not dist.is_available():
         yield
         return
+    work: Any = dist.Work
     original = work.wait
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
