@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..compiler.plan import Plan, Stage, Wire
 from .compression.carrier import carrier
 from .compression.dither import draw as key
+from .renamed import all_gather_single, reduce_scatter_single
 
 __all__ = ["Coordinates", "DistributedComm", "Pending", "bind", "bind_all", "coordinates", "joint_axes"]
 
@@ -27,9 +28,6 @@ Coordinates = tuple[int, ...]
 Group = Any  # torch.distributed.ProcessGroup; None for a single rank
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# torch renamed the flat collectives in 2.13; both names are public in their releases
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def coordinates(position: int, mesh_shape: Sequence[int]) -> Coordinates:
@@ -95,7 +93,7 @@ class DistributedComm:
             return x.clone(memory_format=torch.contiguous_format)
         x = x.contiguous()
         out = x.new_empty((size, *x.shape))
-        _gather(_bytes_of_bool(out).view(-1), _bytes_of_bool(x).view(-1), group=self.groups[axis,])
+        all_gather_single(_bytes_of_bool(out).view(-1), _bytes_of_bool(x).view(-1), group=self.groups[axis,])
         return _merge(out, dim)
 
     def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
@@ -107,7 +105,7 @@ class DistributedComm:
         blocks = _blocks(x, size, dim)
         if self.native:
             out = torch.empty_like(blocks[0])
-            _scatter(out.view(-1), blocks.view(-1), group=self.groups[axis,])
+            reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.groups[axis,])
             return out
         parts = torch.empty_like(blocks)
         dist.all_to_all_single(parts, blocks, group=self.groups[axis,])
@@ -220,7 +218,7 @@ class DistributedComm:
         self._count("reduce_scatter", x.nbytes)
         if self.native:
             out = x.new_empty(x.shape[1])
-            return Pending(_scatter(out, x.view(-1), group=group, async_op=True), out, x)
+            return Pending(reduce_scatter_single(out, x.view(-1), group=group, async_op=True), out, x)
         parts = torch.empty_like(x)
         return Pending(dist.all_to_all_single(parts, x, group=group, async_op=True), parts, x, _sum_rows)
 
@@ -231,7 +229,7 @@ class DistributedComm:
         x = x if coded is None else coded.encode(x)
         out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
         self._count("all_gather", out.nbytes)
-        work = _gather(out.view(-1), x, group=self.groups[axes], async_op=True)
+        work = all_gather_single(out.view(-1), x, group=self.groups[axes], async_op=True)
         decode = None if coded is None else lambda came: torch.stack(list(map(coded.decode, came)))
         return Pending(work, out, x, decode)
 

@@ -26,7 +26,7 @@ from .collectives.dense import DenseSum
 from .collectives.engine import Exchange as Rounds
 from .collectives.protocol import Sum
 from .collectives.rounds import schedule_of
-from .compression.exchange import GroupExchange, Work
+from .compression.exchange import Done, GroupExchange, Work
 from .compression.registry import make_sum
 from .groups import DistributedComm
 from .outer_sum import OuterSum, part_of
@@ -134,9 +134,4 @@ class _ByAlgorithm(GroupExchange):
         if key not in self.rounds:
             self.rounds[key] = Rounds(self.hop.channel, self.schedule, *key)
         self.rounds[key].run(flat)
-        return _Done()
-
-
-class _Done:
-    def wait(self) -> None:
-        """It is."""
+        return Done()

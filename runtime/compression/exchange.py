@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Exchange", "GroupExchange", "Rehearsal", "Steps", "Work", "finish"]
+from ..renamed import all_gather_single
 
-# torch renamed the flat collective in 2.13; both names are public in their releases
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+__all__ = ["Done", "Exchange", "GroupExchange", "Rehearsal", "Steps", "Work", "finish"]
 
 
 class Work(Protocol):
@@ -70,7 +69,7 @@ class GroupExchange:
         """Sum x in place."""
         self.sent["all_reduce"] += x.nbytes
         if self.size == 1 or not x.numel():
-            return _Done()
+            return Done()
         return dist.all_reduce(x, group=self.group, async_op=True)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Work:
@@ -79,7 +78,7 @@ class GroupExchange:
         self.sent["all_to_all"] += x.nbytes
         if self.size == 1:
             out.copy_(x)
-            return _Done()
+            return Done()
         return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Work:
@@ -88,11 +87,13 @@ class GroupExchange:
         self.sent["all_gather"] += out.nbytes
         if self.size == 1:
             out[0].copy_(x)
-            return _Done()
-        return _gather(out.view(-1), x, group=self.group, async_op=True)
+            return Done()
+        return all_gather_single(out.view(-1), x, group=self.group, async_op=True)
 
 
-class _Done:
+class Done:
+    """Work that is over when it starts."""
+
     def wait(self) -> None:
         """Nothing to wait for."""
 

@@ -5,19 +5,18 @@ A message is int32 [1], the rank itself if its gradient is not finite and -1 els
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isfinite
 
 import torch
 
 from .dither import draw
-from .exchange import Exchange, Steps
-from .summing import CompressedSum, Place, Submit, cut, first_culprit
+from .exchange import Steps
+from .summing import ChunkCodec, ChunkedSum, first_culprit
 
 __all__ = ["GatheredCodec", "GatheredSum"]
 
 
-class GatheredCodec:
+class GatheredCodec(ChunkCodec):
     """The code of one chunk, with its state. Sizes of messages depend on the step alone."""
 
     def body_bytes(self, step: int) -> int:
@@ -32,30 +31,9 @@ class GatheredCodec:
         """Add what a message says to ``out``, fp32. Zeros say nothing."""
         raise NotImplementedError
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds."""
-        return {}
 
-
-class GatheredSum(CompressedSum):
-    """The pattern. ``make(low, high, index)``: the codec of a chunk."""
-
-    def __init__(
-        self,
-        name: str,
-        place: Place,
-        exchange: Exchange,
-        submit: Submit,
-        make: Callable[[int, int, int], GatheredCodec],
-        chunk: int | None = None,
-    ) -> None:
-        super().__init__(name, place, exchange, submit)
-        self.chunks = cut(place.n, place.chunk if chunk is None else chunk)
-        self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Of all chunks."""
-        return {f"{name}.{i}": t for i, codec in enumerate(self.codecs) for name, t in codec.residuals().items()}
+class GatheredSum(ChunkedSum[GatheredCodec]):
+    """The pattern."""
 
     def steps(self, x: torch.Tensor) -> Steps:
         """All chunks on their way, one after another, then each decoded."""

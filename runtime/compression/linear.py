@@ -12,20 +12,20 @@ sent later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import isfinite
 
 import torch
 
 from ...costmodel.codecs import Codec, Picked
 from .dither import draw
-from .exchange import Exchange, Steps, Work
-from .summing import CompressedSum, Place, Submit, cut
+from .exchange import Steps, Work
+from .summing import ChunkCodec, ChunkedSum, Place
 
 __all__ = ["Half", "LinearCodec", "LinearSum", "Plain", "RandomK", "shared_positions"]
 
 
-class LinearCodec:
+class LinearCodec(ChunkCodec):
     """The code of one chunk."""
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
@@ -33,31 +33,9 @@ class LinearCodec:
         decoded sum into x at its end."""
         raise NotImplementedError
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds."""
-        return {}
 
-
-class LinearSum(CompressedSum):
-    """The pattern: round by round over all chunks, so that one is on its way while the next is made ready.
-    ``make(low, high, index)``: the codec of a chunk."""
-
-    def __init__(
-        self,
-        name: str,
-        place: Place,
-        exchange: Exchange,
-        submit: Submit,
-        make: Callable[[int, int, int], LinearCodec],
-        chunk: int | None = None,
-    ) -> None:
-        super().__init__(name, place, exchange, submit)
-        self.chunks = cut(place.n, place.chunk if chunk is None else chunk)
-        self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Of all chunks."""
-        return {f"{name}.{i}": t for i, codec in enumerate(self.codecs) for name, t in codec.residuals().items()}
+class LinearSum(ChunkedSum[LinearCodec]):
+    """The pattern: round by round over all chunks, so that one is on its way while the next is made ready."""
 
     def steps(self, x: torch.Tensor) -> Steps:
         """A NaN travels in the sum, so every rank finds it in the result; residuals are left alone where it is."""

@@ -14,13 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from ...costmodel.codecs import CHUNK
 from .exchange import Exchange, Steps, Work, finish
 
-__all__ = ["CHUNK", "CompressedSum", "NonFiniteGradient", "Place", "Submit", "cut", "first_culprit"]
+__all__ = [
+    "CHUNK",
+    "ChunkCodec",
+    "ChunkedSum",
+    "CompressedSum",
+    "NonFiniteGradient",
+    "Place",
+    "Submit",
+    "cut",
+    "first_culprit",
+]
 
 Submit = Callable[[Callable[[], None]], Work]
 
@@ -136,3 +147,35 @@ class CompressedSum:
 
     def close(self) -> None:
         """Nothing stands."""
+
+
+class ChunkCodec:
+    """What encodes one chunk, with what it keeps from step to step."""
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds."""
+        return {}
+
+
+C = TypeVar("C", bound=ChunkCodec)
+
+
+class ChunkedSum(CompressedSum, Generic[C]):
+    """A pattern with a codec of its own for each chunk: ``make(low, high, index)``."""
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        exchange: Exchange,
+        submit: Submit,
+        make: Callable[[int, int, int], C],
+        chunk: int | None = None,
+    ) -> None:
+        super().__init__(name, place, exchange, submit)
+        self.chunks = cut(place.n, place.chunk if chunk is None else chunk)
+        self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Of all chunks."""
+        return {f"{name}.{i}": t for i, codec in enumerate(self.codecs) for name, t in codec.residuals().items()}
