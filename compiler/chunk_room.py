@@ -142,9 +142,9 @@ class ChunkRoom:
             partial = {a for a, p in enumerate(pair.cotangent) if p.is_partial and self.mesh[a] > 1}
             parts = [self._local(slots[name], self.homes[name].optimizer) for name in members]
             sums.append((tuple(sorted({*cut.axes, *partial})), parts * cut.parts))
-        drawing = [self.plan.codes.get("activations", "none")] if self.returned else []
+        drawing = [self.plan.code("activations")] if self.returned else []
         if any(slot.requires_grad and self._is_gathered(slot) for slot in slots.values()):
-            drawing.append(self.plan.codes.get("weights", "none"))
+            drawing.append(self.plan.code("weights"))
         return coded_bytes(self.plan, self.here, sums, drawing)
 
     # ---- composition
@@ -205,7 +205,7 @@ class ChunkRoom:
 
     def _message(self, shape: tuple[int, ...], of: Slot | Exit) -> int:
         """Bytes of a block of this shape on its way."""
-        code, dtype = self.plan.codes.get("activations", "none"), of.type.dtype
+        code, dtype = self.plan.code("activations"), of.type.dtype
         return carried_bytes(code if of.type.is_float else "none", prod(shape), dtype.itemsize)
 
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
@@ -339,7 +339,7 @@ class ChunkRoom:
             if slot.kind == "parameter" and slot.requires_grad:
                 self._hook(template[position], slot.name, tracker, room, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
-        code = self.plan.codes.get("weights", "none")
+        code = self.plan.code("weights")
         with use(Context(comm, repeating=tracker.repeating, code=code)), tracker:
             for index in range(-bool(gathers.reads), count):  # one before, to learn in which order gathers come
                 last[0] = index in (-1, count - 1)

@@ -334,6 +334,10 @@ class Plan:
         """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
         return self.num_chunks if self.num_chunks > 1 else None
 
+    def code(self, what: str) -> str:
+        """In which code "activations" or "weights" travel."""
+        return self.codes.get(what, "none")
+
     def host_of(self, device: int) -> int:
         """Position of the host that this device is in."""
         alike = [(int(host.get("count", 1)), int(host["num_devices"])) for host in self.cluster["hosts"]]

@@ -53,7 +53,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
     parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
     step = predict(
         small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
-        plan.codes.get("activations", "none"),
+        plan.code("activations"),
     )  # fmt: skip
     kept = [n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)]
     prediction = Prediction(
@@ -81,7 +81,7 @@ def _stage(
 ) -> Assembled:
     """Stage ``index`` priced with everything pinned to what the plan says."""
     stage = plan.stages[index]
-    codes = Communication(weights=plan.codes.get("weights", "none"))
+    codes = Communication(weights=plan.code("weights"))
     pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
     flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
     flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly

@@ -156,9 +156,9 @@ def residency_seconds(
     apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step."""
     assert microbatches >= 1, microbatches
     size = pricer.local_bytes(kind, residency.compute.value)
-    sums = pricer.local_bytes(gradient_type(kind, pricer.mixed), residency.compute.value)
+    sums = gradient_type(kind, pricer.mixed)
     axes, each = residency.scattered_axes, residency.gather == "microbatch"
-    code = pricer.communication.weights if residency.gather == "microbatch" else "none"
+    code = pricer.communication.weights if each else "none"
     gather = _full_bucket(pricer, "all_gather", axes, size * wire_share(code, kind))
     elements, parts = size / kind.dtype.itemsize, prod(pricer.mesh_shape[axis] for axis in axes)
     gather += elements * (1 + 1 / parts) * coder_seconds(code, kind, pricer.device)
@@ -167,9 +167,10 @@ def residency_seconds(
     update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
     if not axes:
         return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
-    summed_kind = gradient_type(kind, pricer.mixed)
-    reduce = _full_bucket(pricer, "reduce_scatter", axes, sums * wire_share(code, summed_kind))
-    reduce += 2 * elements * coder_seconds(code, summed_kind, pricer.device)
+    told = pricer.local_bytes(sums, residency.compute.value) * wire_share(code, sums)
+    reduce = _full_bucket(pricer, "reduce_scatter", axes, told) + 2 * elements * coder_seconds(
+        code, sums, pricer.device
+    )
     often = residency.reduce == "microbatch"
     return ResidencyPrice(
         reduce_microbatch_s=reduce if often else 0.0,

@@ -262,9 +262,12 @@ def bind_links(
         ):
             messages = tiles(shape, source_layout, target_layout)
             local = target_layout.local_shape(shape)
-            port = Port.make(messages, state.rank, tag, local, kind.dtype, device=state.device, group=group)
-            port.code, port.seed = plan.codes.get("activations", "none"), (seed,) if ports else None
-            ports.append(port)
+            ports.append(
+                Port.make(
+                    messages, state.rank, tag, local, kind.dtype, device=state.device, group=group,
+                    code=plan.code("activations"), seed=seed if ports else None,
+                )
+            )  # fmt: skip
             tag += len(messages) * microbatches
         forward, backward = ports[0], ports[1] if returns else None
         if link.source in mine:

@@ -78,7 +78,7 @@ class Tile:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents of the message."""
-        return tuple(stop - start for start, stop in self.source_box)
+        return _extents(self.source_box)
 
 
 def tiles(shape: Sequence[int], source: Layout, target: Layout) -> tuple[Tile, ...]:
@@ -106,6 +106,10 @@ def _relative(box: Box, to: Box) -> Box:
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, to, strict=True))
 
 
+def _extents(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
 def cut(x: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``x`` inside ``box``; ``x`` itself if that is all of it."""
     for dim, (start, stop) in enumerate(box):
@@ -116,40 +120,33 @@ def cut(x: torch.Tensor, box: Box) -> torch.Tensor:
 
 @dataclass
 class Incoming:
-    """A block on its way: ``wait`` returns it whole."""
+    """A block of this shape on its way: ``wait`` returns it whole. out: itself, where tiles arrive in it; None where
+    each is a message in a code first, so that the block takes no room until then."""
 
-    out: torch.Tensor
-    parts: list[tuple[Any, torch.Tensor | None, Box]]
+    shape: tuple[int, ...]
+    out: torch.Tensor | None
+    parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]]
 
     def wait(self) -> torch.Tensor:
-        """Block until every tile is here, put each in its place, return the local block."""
-        for work, buffer, box in self.parts:
+        """Block until every tile is here, decode it if it is coded, put it in its place, return the local block."""
+        for work, buffer, coder, box in self.parts:
             work.wait()
-            if buffer is not None:
-                cut(self.out, box).copy_(buffer)
+            if buffer is None:
+                continue
+            tile = buffer if coder is None else coder.decode(buffer).view(_extents(box))
+            if self.out is None and tile.shape == self.shape:
+                self.out = tile
+                continue
+            if self.out is None:
+                self.out = tile.new_empty(self.shape)
+            cut(self.out, box).copy_(tile)
+        self.parts.clear()
+        assert self.out is not None, "a transfer without messages"
         return self.out
 
 
-@dataclass
-class Coded:
-    """A block of this shape on its way in a code: ``wait`` returns it whole."""
-
-    shape: tuple[int, ...]
-    parts: list[tuple[Any, torch.Tensor, Carrier | None, Box, tuple[int, ...]]]
-
-    def wait(self) -> torch.Tensor:
-        """Block until every tile is here, decode each, put it in its place, return the local block."""
-        found: list[tuple[torch.Tensor, Box]] = []
-        for work, message, coder, box, shape in self.parts:
-            work.wait()
-            found.append(((message if coder is None else coder.decode(message)).view(shape), box))
-        self.parts.clear()
-        if len(found) == 1 and found[0][0].shape == self.shape:
-            return found[0][0]
-        out = found[0][0].new_empty(self.shape)
-        for tile, box in found:
-            cut(out, box).copy_(tile)
-        return out
+Message = tuple[int, int, Box, Carrier | None]
+"""(tile, peer, box of the local block, what encodes it)"""
 
 
 @dataclass
@@ -161,10 +158,8 @@ class Port:
     long as the rest of an action. code: of the messages (``codecs.CARRIERS``).
     """
 
-    sends: list[tuple[int, int, Box]] = field(default_factory=list)  # (tile, peer, box of mine)
-    receives: list[tuple[int, int, Box, tuple[int, ...]]] = field(
-        default_factory=list
-    )  # (tile, peer, box of mine, shape)
+    sends: list[Message] = field(default_factory=list)  # boxes of mine
+    receives: list[Message] = field(default_factory=list)
     num_tiles: int = 0
     base_tag: int = 0
     shape: tuple[int, ...] = ()
@@ -172,7 +167,7 @@ class Port:
     device: torch.device | str = "cpu"
     group: Any = None
     code: str = "none"
-    seed: tuple[int, ...] | None = None  # of random numbers of the code; None: nearest levels
+    seed: int | None = None  # of random numbers of the code; None: nearest levels
 
     @classmethod
     def make(
@@ -183,11 +178,11 @@ class Port:
         group = port._group()
         for index, tile in enumerate(messages):
             assert tile.source != tile.target, "stages do not share devices"
+            coder = carrier(port.code, prod(tile.shape), dtype, torch.device(port.device))
             if tile.source == rank:
-                port.sends.append((index, dist.get_group_rank(group, tile.target), tile.source_box))
+                port.sends.append((index, dist.get_group_rank(group, tile.target), tile.source_box, coder))
             elif tile.target == rank:
-                peer = dist.get_group_rank(group, tile.source)
-                port.receives.append((index, peer, tile.target_box, tile.shape))
+                port.receives.append((index, dist.get_group_rank(group, tile.source), tile.target_box, coder))
         return port
 
     def _group(self) -> dist.ProcessGroup:
@@ -201,43 +196,34 @@ class Port:
         started = []
         copies: dict[Box, torch.Tensor] = {}
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
-        for index, peer, box in self.sends:
+        for index, peer, box, coder in self.sends:
             if box not in copies:
-                copies[box] = self._encoded(cut(x, box).contiguous(), (step, microbatch, index))
+                copies[box] = self._encoded(cut(x, box).contiguous(), coder, (step, microbatch, index))
             started.append((group.send([wire(copies[box])], peer, base + index), copies[box]))
         return started
 
-    def _encoded(self, x: torch.Tensor, at: tuple[int, ...]) -> torch.Tensor:
-        coder = carrier(self.code, x.numel(), x.dtype, x.device)
+    def _encoded(self, x: torch.Tensor, coder: Carrier | None, at: tuple[int, ...]) -> torch.Tensor:
         if coder is None:
             return x
-        return coder.encode(x.view(-1), None if self.seed is None else draw(*self.seed, self.base_tag, *at))
+        return coder.encode(x.view(-1), None if self.seed is None else draw(self.seed, self.base_tag, *at))
 
-    def receive(self, microbatch: int) -> Incoming | Coded:
+    def receive(self, microbatch: int) -> Incoming:
         """Post the receives of this rank's block."""
+        coded = any(coder is not None for *_, coder in self.receives)
+        out = None if coded else torch.empty(self.shape, dtype=self.dtype, device=self.device)
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
-        parts: list[tuple[Any, torch.Tensor | None, Box]] = []
-        if self.code != "none":
-            coders = [
-                carrier(self.code, prod(shape), self.dtype, torch.device(self.device)) for *_, shape in self.receives
-            ]
-            if any(coders):
-                return self._receive_coded(base, group, coders)
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for index, peer, box, shape in self.receives:
-            here = cut(out, box)
-            buffer = None if here.is_contiguous() else torch.empty(shape, dtype=self.dtype, device=self.device)
-            work = group.recv([wire(here if buffer is None else buffer)], peer, base + index)
-            parts.append((work, buffer, box))
-        return Incoming(out, parts)
-
-    def _receive_coded(self, base: int, group: dist.ProcessGroup, coders: Sequence[Carrier | None]) -> Coded:
-        arriving = []
-        for coder, (index, peer, box, shape) in zip(coders, self.receives, strict=True):
-            size, dtype = (prod(shape), self.dtype) if coder is None else (coder.nbytes, torch.uint8)
-            message = torch.empty(size, dtype=dtype, device=self.device)
-            arriving.append((group.recv([wire(message)], peer, base + index), message, coder, box, shape))
-        return Coded(self.shape, arriving)
+        parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]] = []
+        for index, peer, box, coder in self.receives:
+            here = None if out is None else cut(out, box)
+            buffer: torch.Tensor | None = None
+            if coder is not None:
+                buffer = torch.empty(coder.nbytes, dtype=torch.uint8, device=self.device)
+            elif here is None or not here.is_contiguous():
+                buffer = torch.empty(_extents(box), dtype=self.dtype, device=self.device)
+            target = here if buffer is None else buffer
+            assert target is not None
+            parts.append((group.recv([wire(target)], peer, base + index), buffer, coder, box))
+        return Incoming(self.shape, out, parts)
 
 
 def transfer_now(

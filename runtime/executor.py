@@ -20,7 +20,7 @@ from ..compiler.program import ChunkProgram
 from ..compiler.schedule import Action, Place, generate, validate
 from .chunk import BoundChunk, Groups, Sends, bind_links
 from .compiled import Compiler
-from .crossmesh import Coded, Incoming, Port
+from .crossmesh import Incoming, Port
 from .facts import Facts, differentiable_links, links_of, places_of, settled
 from .feeding import Feeder
 from .gradients import GradientReducer
@@ -87,7 +87,7 @@ class Executor:
         assert state.stage is not None
         self.stage = state.stage
         timed = Alone(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
-        self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.codes.get("weights", "none"))
+        self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.code("weights"))
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
             BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
@@ -228,7 +228,7 @@ def _work(
     return _Work(action, label, part, [(at, port) for at, port in ports if port is not None], arrived, final)
 
 
-def _post(work: _Work) -> list[tuple[int, Incoming | Coded]]:
+def _post(work: _Work) -> list[tuple[int, Incoming]]:
     return [(position, port.receive(work.action.microbatch)) for position, port in work.incoming]
 
 

@@ -28,7 +28,7 @@ from ..compiler.context import use
 from ..compiler.plan import Plan
 from ..compiler.schedule import generate, validate
 from .chunk import BoundChunk, Sends
-from .crossmesh import Coded, Incoming, Port
+from .crossmesh import Incoming, Port
 from .executor import Executor
 from .trace import Mark
 
@@ -230,7 +230,7 @@ class StashingExecutor(Executor):
 
     # ---- messages
 
-    def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming | Coded]]:
+    def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming]]:
         ways = self.part.inward if kind == "F" else self.part.outward
         ports: list[tuple[int, Port | None]] = [(w.position, w.forward if kind == "F" else w.backward) for w in ways]
         return [(at, port.receive(number % self.window)) for at, port in ports if port is not None]
