@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import time
@@ -22,7 +21,7 @@ from .compiler.driver import make_plans
 from .compiler.evaluation import plan_evaluation
 from .compiler.example import batch_dims_of, batch_extent, flat_inputs
 from .compiler.fastest import fastest, searched
-from .compiler.graph import Graph, Source, TensorType
+from .compiler.graph import Graph, Source
 from .compiler.lower import lower
 from .compiler.plan import Plan
 from .compiler.precision import check_precision, in_precision
@@ -45,7 +44,7 @@ from .runtime.compiled import Compiler, backend_of
 from .runtime.loosely import Looseness
 from .runtime.meter import live_bytes
 from .runtime.stage import Session
-from .runtime.state import BufferInfo, Init, ModelInfo, ParameterInfo
+from .runtime.state import Init, ModelInfo, without_values
 from .truth import foreign_bytes, gather_report, recalibration
 
 __all__ = ["Asked", "OptimizerFactory", "Parallel"]
@@ -142,7 +141,7 @@ class Parallel:
         self._session = Session(
             decided,
             programs,
-            _model_info(graph, self._model),
+            ModelInfo.of(graph, self._model),
             weights,
             init=self._init,
             optimizer=self._factory,
@@ -153,7 +152,7 @@ class Parallel:
             looseness=self._looseness,
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
-        self._model = _without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
+        self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
         self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
@@ -504,37 +503,3 @@ def _optimizer_name(factory: OptimizerFactory) -> str:
     made = factory([nn.Parameter(torch.zeros(1))])
     momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
     return type(made).__name__ + ("+momentum" if momentum else "")
-
-
-def _without_values(model: nn.Module) -> nn.Module:
-    """The model on the meta device, tied as it is, so that whole weights live no longer than their owner keeps them;
-    the model itself where it cannot be copied."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    twins = {
-        id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
-        for _, x in tensors
-    }
-    try:
-        return copy.deepcopy(model, twins)
-    except Exception:  # a module may hold what no copy can be made of: a lock, an open file
-        return model
-
-
-def _model_info(graph: Graph, model: nn.Module) -> ModelInfo:
-    """Every tensor of the model; those that the graph does not use come from the model itself."""
-    parameters: dict[str, ParameterInfo] = {}
-    buffers: dict[str, BufferInfo] = {}
-    for node in graph.placeholders("parameter", "buffer"):
-        source = node.meta["source"]
-        if source.kind == "parameter":
-            parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
-        else:
-            buffers[source.name] = BufferInfo(node.meta["type"], source.aliases, source.persistent, node.name)
-    known = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
-    known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
-    for name, parameter in model.named_parameters():
-        if name not in known:
-            parameters[name] = ParameterInfo(
-                TensorType(tuple(parameter.shape), parameter.dtype), (), parameter.requires_grad
-            )
-    return ModelInfo(parameters, buffers)

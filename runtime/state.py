@@ -10,6 +10,7 @@ and copies of tied ones have no master; where programs gather a parameter themse
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..compiler.graph import TensorType
+from ..compiler.graph import Graph, TensorType
 from ..compiler.plan import Plan, parameter_stages
 from ..compiler.precision import PRECISIONS, computed_type
 from ..compiler.spec import Spec
@@ -31,7 +32,7 @@ from .groups import DistributedComm
 from .optimizer import name_parameter
 from .tied import parameter_layout
 
-__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "State", "Weights"]
+__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "State", "Weights", "without_values"]
 
 Init = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 Weights = nn.Module | Mapping[str, torch.Tensor]
@@ -60,6 +61,39 @@ class ModelInfo:
 
     parameters: Mapping[str, ParameterInfo]
     buffers: Mapping[str, BufferInfo] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, model: nn.Module) -> ModelInfo:
+        """Every tensor of the model; those that the graph does not use come from the model itself."""
+        parameters: dict[str, ParameterInfo] = {}
+        buffers: dict[str, BufferInfo] = {}
+        for node in graph.placeholders("parameter", "buffer"):
+            source = node.meta["source"]
+            if source.kind == "parameter":
+                parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
+            else:
+                buffers[source.name] = BufferInfo(node.meta["type"], source.aliases, source.persistent, node.name)
+        known = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
+        known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
+        for name, parameter in model.named_parameters():
+            if name not in known:
+                kind = TensorType(tuple(parameter.shape), parameter.dtype)
+                parameters[name] = ParameterInfo(kind, (), parameter.requires_grad)
+        return cls(parameters, buffers)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """The model on the meta device, tied as it is, so that whole weights live no longer than their owner keeps them;
+    the model itself where it cannot be copied."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    twins = {
+        id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
+        for _, x in tensors
+    }
+    try:
+        return copy.deepcopy(model, twins)
+    except Exception:  # a module may hold what no copy can be made of: a lock, an open file
+        return model
 
 
 class State:
