@@ -212,7 +212,7 @@ class Parallel:
             )
         assert cluster is not None
         batch = self._global_batch or batch_extent(graph, inputs)
-        name = "AdamW" if self._factory is None else _optimizer_name(self._factory)
+        name = "AdamW" if self._factory is None else optimizer_name(self._factory)
         return self._search(graph, cluster, batch, optimizer=name, capture_s=capture_s, **self._question())
 
     def _search(self, graph: Graph, cluster: Cluster, batch: int, **question: Any) -> Plan:
@@ -496,10 +496,3 @@ def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
         return (repr(leaf),)
     return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))
-
-
-def _optimizer_name(factory: OptimizerFactory) -> str:
-    """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
-    made = factory([nn.Parameter(torch.zeros(1))])
-    momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
-    return type(made).__name__ + ("+momentum" if momentum else "")

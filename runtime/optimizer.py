@@ -24,7 +24,7 @@ __all__ = [
     "make_optimizer",
     "name_parameter",
     "sharded_parameters",
-]
+, "optimizer_name"]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -113,3 +113,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
     leaves: list[Any] = [leaf for leaf in parameters if leaf.grad is not None]
     if leaves:
         torch.nn.utils.clip_grads_with_norm_(leaves, max_norm, norm)
+
+
+def optimizer_name(factory: OptimizerFactory) -> str:
+    """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
+    made = factory([nn.Parameter(torch.zeros(1))])
+    momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
+    return type(made).__name__ + ("+momentum" if momentum else "")
