@@ -43,6 +43,7 @@ from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.compiled import Compiler, backend_of
 from .runtime.loosely import Looseness
 from .runtime.meter import live_bytes
+from .runtime.optimizer import optimizer_name
 from .runtime.stage import Session
 from .runtime.state import Init, ModelInfo, without_values
 from .truth import foreign_bytes, gather_report, recalibration

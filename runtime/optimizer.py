@@ -23,8 +23,9 @@ __all__ = [
     "gradient_norm",
     "make_optimizer",
     "name_parameter",
+    "optimizer_name",
     "sharded_parameters",
-, "optimizer_name"]
+]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
