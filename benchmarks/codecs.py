@@ -1,5 +1,4 @@
 """What coding costs on one core, code by code, beside what a plain torch prototype of the same code costs.
-costs.
 
     python benchmarks/codecs.py [--quick] [--only NAME ...] [--elements N] [--ranks P] [--json out/codecs.json]
 

@@ -28,7 +28,7 @@ What is sent, for n elements over p devices, to the byte (``sent_bytes``)::
 Blocks that go by rows are the rows of matrices, and vectors: gradients of one neuron are of like magnitude, those of
 two tensors are not (Seide et al. 2014, section 3.2, have one scale per column of their transposed matrices). Rows of
 less than 64 elements go together, longer ones than ``block`` in equal pieces where they can be. A block also ends where
-a message, its part or a tile of 2¹⁶ elements does.
+a message, its part or a tile of 2¹⁸ elements does.
 
 Single tensors (activations between stages, weights that are gathered) may travel in codes too: those of elements that
 keep nothing between messages (``CARRIERS``), as one part of n elements.
@@ -50,6 +50,7 @@ __all__ = [
     "CARRIERS",
     "CHUNK",
     "CODECS",
+    "TILE",
     "Codec",
     "Dense",
     "Entries",
@@ -70,7 +71,7 @@ __all__ = [
 CHUNK = 2**20  # elements of a message, at the most
 PATTERNS = ("all_reduce", "two_step", "all_gather")
 _NOMINAL_SIDE = 2048  # of the square matrices that factors and rows are priced for
-_TILE = 2**16  # elements that are coded together
+TILE = 2**18  # elements that are coded together: calls cost more than what leaves the cache
 _SHORT = 64  # elements: rows of less share a scale
 
 Run = tuple[int, int, int]  # from where to where, and how many: elements of each block, or entries
@@ -139,7 +140,7 @@ class Levels:
     ) -> list[list[tuple[Run, ...]]]:
         """Of each device's part its tiles, of each tile its blocks, counted from where the message begins, which is
         ``start`` elements after the tensors do."""
-        part, step = self.part(n, group), max(1, _TILE // self.block) * self.block
+        part, step = self.part(n, group), max(1, TILE // self.block) * self.block
         strips = self._strips(shapes, start) if self.by_row else []
         ends = [(min(j * part, n), min((j + 1) * part, n)) for j in range(group)]
         return [

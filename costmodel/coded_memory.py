@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from .codecs import CHUNK, Codec, Dense, Entries, Factors, Levels
+from .codecs import CHUNK, TILE, Codec, Dense, Entries, Factors, Levels
 
 __all__ = ["drawn_bytes", "held_bytes", "state_bytes"]
 
-_TILE = 2**16  # elements that are worked on at a time
-_TABLE = 4 * (2**20 + _TILE)
+_TABLE = 4 * (2**20 + TILE)
 
 
 def state_bytes(codec: Codec, n: int, group: int, shapes: Sequence[Sequence[int]] = ()) -> int:
@@ -58,9 +57,9 @@ def held_bytes(codec: Codec, n: int, group: int, shapes: Sequence[Sequence[int]]
         for chunk in _chunks(n):
             part, blocks = payload.part(chunk, group), payload.blocks(payload.tiles(chunk, group, shapes, start))
             held += (3 * group + 1) * payload.part_bytes(part, blocks) + 4 * part
-            widest, start = max(widest, min(part, chunk, _TILE // payload.block * payload.block)), start + chunk
+            widest, start = max(widest, min(part, chunk, TILE // payload.block * payload.block)), start + chunk
         digits = ceil(widest / payload.per_byte) * payload.per_byte
-        scratch = 0 if codec.family == "int" else max(_TILE, payload.block)
+        scratch = 0 if codec.family == "int" else max(TILE, payload.block)
         held += 4 * (scratch + widest + 2 * digits)
     return held
 

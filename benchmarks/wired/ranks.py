@@ -199,8 +199,9 @@ def _sent(name: str, bucket: Bucket, ranks: int) -> list[tuple[str, int]]:
     if code.startswith("powersgd"):  # left factors, then right ones
         (size,) = sent_bytes(codec, n, ranks, 4, bucket.shapes).values()
         return [("all_reduce", size // 2)] * 2
-    pieces = [n] if name == DENSE or name in HOOKS else [min(CHUNK, n - low) for low in range(0, n, CHUNK)]
-    return [one for piece in pieces for one in sent_bytes(codec, piece, ranks).items()]
+    chunk = n if name == DENSE or name in HOOKS else CHUNK
+    pieces = [(low, min(chunk, n - low)) for low in range(0, n, chunk)]
+    return [one for low, piece in pieces for one in sent_bytes(codec, piece, ranks, 4, bucket.shapes, low).items()]
 
 
 # ---- the contest

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from ...costmodel.codecs import CODECS, Levels, carried_bytes
-from .dither import TILE, draw
+from ...costmodel.codecs import CODECS, TILE, Levels, carried_bytes
+from .dither import draw
 from .levels import NearestLevels, StochasticLevels
 from .packing import pack, unpack
 from .two_step import Messages, Tile

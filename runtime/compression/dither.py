@@ -17,10 +17,11 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["GRID", "TILE", "draw", "grid_tile", "uniforms"]
+from ...costmodel.codecs import TILE
+
+__all__ = ["GRID", "draw", "grid_tile", "uniforms"]
 
 GRID = 2**20
-TILE = 2**16
 _MASK = 2**64 - 1
 
 

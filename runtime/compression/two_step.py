@@ -3,7 +3,7 @@ ranks.
 
 A chunk of c elements has p parts of m elements (m as ``codecs.Levels.part`` says; the last may have less, or nothing).
 A message holds one part: int32 [1] whose gradient is not finite, or -1; fp32 [blocks, scales]; int8 [m / per_byte].
-Blocks (``codecs.Levels.tiles``) are encoded in tiles that stay in the processor's cache.
+Blocks (``codecs.Levels.tiles``) are encoded in tiles, so that scratch stays small.
 
 A biased codec sends what it owes: e₁ += g, send Q(e₁), e₁ −= Q(e₁), and in the same way e₂ for the part that a rank
 sums. Then Σ_t applied = Σ_t Σ_ranks g − Σ_ranks e₁ − e₂ (Karimireddy et al. 2019; Tang et al. 2019, DoubleSqueeze,
@@ -17,8 +17,8 @@ from math import isfinite
 
 import torch
 
-from ...costmodel.codecs import Levels, Run
-from .dither import TILE, draw
+from ...costmodel.codecs import TILE, Levels, Run
+from .dither import draw
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
 from .summing import CompressedSum, Place, Submit, cut, first_culprit
