@@ -16,6 +16,7 @@ from .compiler.fastest import fastest, searched
 from .compiler.front import make_front, undominated
 from .compiler.kept_rows import KeptRows
 from .compiler.known import known_plans
+from .compiler.padding import check_multiple
 from .compiler.plan import Plan
 from .compiler.precision import check_precision
 from .compiler.space import Space
@@ -232,6 +233,7 @@ def parallelize(
     delay: int | str = 0,
     local_steps: int = 1,
     outer_optimizer: OptimizerFactory | None = None,
+    pad_to_multiple_of: int | None = None,
 ) -> Parallel:
     """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
 
@@ -250,7 +252,11 @@ def parallelize(
     the prediction calls for, none where that does not pay (the plan's notes say which). local_steps > 1:
     parameters are averaged every so many steps, by ``outer_optimizer`` (a function as ``optimizer``; by default they
     become their mean); with delay, that average is waited for so many steps later. Plans with zero > 0 are refused,
-    and not searched. Other arguments as in ``plan(..., executable=True)``.
+    and not searched.
+
+    pad_to_multiple_of: sequences are made that much longer inside, so that devices can share them evenly; losses,
+    gradients and outputs are as without, and a model for which they would not be is refused (``compiler.padding``).
+    Other arguments as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
@@ -269,6 +275,7 @@ def parallelize(
         zero = 0  # every replica updates all that it has
     own = None if plan is not None and microbatches == plan.microbatches else microbatches
     check_precision(precision)
+    check_multiple(pad_to_multiple_of)
     asked = Asked(
         own, strategy, schedule, recompute, zero, sequence, constraints, time_limit_s, precision, communication
     )
@@ -287,7 +294,7 @@ def parallelize(
     ensure_initialized()
     made = Parallel(
         model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
-        state_dict, seed, compile, looseness, choose,
+        state_dict, seed, compile, looseness, choose, pad_to_multiple_of,
     )  # fmt: skip
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))

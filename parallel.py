@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import weakref
@@ -12,31 +11,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 
-from .compiler.capture import capture
 from .compiler.delays import chosen_delay, delay_taken
 from .compiler.driver import make_plans
-from .compiler.evaluation import plan_evaluation
 from .compiler.example import batch_dims_of, batch_extent, flat_inputs
 from .compiler.fastest import fastest, searched
-from .compiler.graph import Graph, Source
+from .compiler.graph import Graph
 from .compiler.lower import lower
+from .compiler.padding import Padding, capture_padded
 from .compiler.plan import Plan
 from .compiler.precision import check_precision, in_precision
-from .compiler.program import ChunkProgram
 from .compiler.recompute import PlanLayers
 from .compiler.refit import Recalibration
 from .compiler.report import THRESHOLD, Report
 from .compiler.reprice import reprice
 from .compiler.space import Space
-from .compiler.spec import Pair
 from .compiler.strategy import Strategy, parse_strategy
 from .compiler.validate import require
 from .compiler.wires import AskedCommunication
 from .costmodel.cluster import Cluster
 from .costmodel.tables import cache_directory
+from .outputs import Outputs
 from .profiling import default_cluster
 from .runtime.agreement import alike, from_first
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
@@ -99,19 +95,21 @@ class Parallel:
         compile: bool | str,
         looseness: Looseness,
         choose_delay: bool = False,
+        pad_to_multiple_of: int | None = None,
     ) -> None:
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
         self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
         self._init, self._state, self._seed, self._backend = init, state_dict, seed, backend_of(compile)
         self._looseness, self._choose_delay = looseness, choose_delay
+        self._multiple, self._padding = pad_to_multiple_of, Padding()
         self._session: Session | None = None
         self._graph: Graph | None = None
         self._training = True
         self._first = False  # whether the first batch stands for the example inputs
         self._dims: dict[str, int | None] = {}  # of the training inputs
         self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
-        self._forwards: dict[Any, tuple[Graph, dict[int, tuple[Plan, list[ChunkProgram]]]]] = {}
+        self._outputs: Outputs | None = None
         self._foreign: list[weakref.ref[torch.Tensor]] = []  # tensors of the model that was given
         self._live_bytes: int | None = None  # of this rank, in the last metered step
 
@@ -122,7 +120,9 @@ class Parallel:
         started = time.perf_counter()
         inputs = flat_inputs(args, kwargs, targets)
         with alike():
-            graph = capture(self._model, args, kwargs, targets, self._loss_fn, self._batch_dims)
+            graph, self._padding = capture_padded(
+                self._model, args, kwargs, targets, self._batch_dims, self._multiple, loss_fn=self._loss_fn
+            )
         capture_s = time.perf_counter() - started
         decided = self._agreed(graph, capture_s, inputs)
         with alike():
@@ -170,7 +170,7 @@ class Parallel:
             cluster = default_cluster(self._space.communication.every_code)
 
         def decide() -> tuple[dict[str, Any], int]:
-            plan = self._decide(graph, cluster, capture_s, inputs)
+            plan = self._padding.noted(self._decide(graph, cluster, capture_s, inputs))
             delay = chosen_delay(plan, graph) if self._choose_delay else None
             return (plan if delay is None else delay_taken(plan, delay)).to_json(), delay.steps if delay else 0
 
@@ -284,7 +284,7 @@ class Parallel:
             self.bind(inputs, kwargs, targets)
         flat = flat_inputs(inputs, kwargs, targets)
         self._check_names(flat)
-        return flat
+        return self._padding.fill(flat)
 
     def _check_names(self, flat: Mapping[str, Any]) -> None:
         """ValueError unless these are the inputs that were captured."""
@@ -415,58 +415,11 @@ class Parallel:
         In training mode dropout draws as in the first microbatch of the next step and batch norm uses the batch's
         statistics; running statistics stay as they are. Weights and buffers are those of training so far.
         """
-        session, flat = self.session, flat_inputs(inputs, kwargs, ())
-        graph, evaluated, programs = self._forward_of(inputs, kwargs, flat)
-        outputs = session.forward(flat, evaluated, programs)
-        nodes = graph.by_name()
-        leaves: list[Any] = [None] * graph.output_spec.num_leaves
-        for result in graph.results:
-            if result.kind == "output":
-                source = nodes[result.node].meta.get("source")
-                value = outputs.get(result.name) if source is None else self._given(source, flat, graph)
-                leaves[int(result.name)] = value
-        return pytree.tree_unflatten(leaves, graph.output_spec)
-
-    def _forward_of(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any]
-    ) -> tuple[Graph, Plan, list[ChunkProgram]]:
-        """The output graph for inputs like these, at their batch, with its plan and this rank's programs; made once."""
-        given = {name: dim for name, dim in self._dims.items() if isinstance(flat.get(name), torch.Tensor)}
-        dims = batch_dims_of(flat, given)
-        key = (self._training, *((name, _kind(x, dims[name])) for name, x in flat.items()))
-        if key not in self._forwards:
-            with alike():
-                captured = capture(self._model, args, kwargs, (), None, given, training=self._training, outputs=True)
-                captured = in_precision(captured, self.plan.precision)
-            self._forwards[key] = (captured, {})
-        graph, bound = self._forwards[key]
-        batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)
-        if batch not in bound:
-            with alike():
-                small = graph.with_batch(batch)
-                cluster = Cluster.from_json(json.dumps(self.plan.cluster))
-                evaluated = plan_evaluation(small, self.plan, cluster, self._buffers())
-                stage = evaluated.stage_of(dist.get_rank())
-                bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
-        return (graph, *bound[batch])
-
-    def _given(self, source: Source, flat: Mapping[str, Any], graph: Graph) -> Any:
-        """An output that the model only passes on."""
-        if source.kind == "input":
-            return flat[source.name]
-        return (
-            graph.constants[source.name].clone() if source.kind == "constant" else self.session.state.whole(source.name)
-        )
-
-    def _buffers(self) -> dict[str, dict[int, Pair]]:
-        assert self._graph is not None
-        out: dict[str, dict[int, Pair]] = {}
-        for node in self._graph.placeholders("buffer"):
-            for index, stage in enumerate(self.plan.stages):
-                for chunk in stage.chunks:
-                    if node.name in chunk.sources:
-                        out.setdefault(node.meta["source"].name, {})[index] = chunk.sources[node.name]
-        return out
+        session = self.session
+        if self._outputs is None:
+            assert self._graph is not None
+            self._outputs = Outputs(self._model, session, self._graph, self._dims, self._multiple)
+        return self._outputs(inputs, kwargs, self._training)
 
     # ---- state
 
@@ -490,10 +443,3 @@ class Parallel:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
         load_checkpoint(self.session, path)
-
-
-def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
-    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
-    if not isinstance(leaf, torch.Tensor):
-        return (repr(leaf),)
-    return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-import meshwright.parallel
 import torch
+from meshwright.compiler import padding
 from meshwright.compiler.graph import Graph
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -19,7 +19,7 @@ MOST = 32
 
 def keep_captures() -> None:
     """From now on ``parallelize`` traces an equal zoo model once in this process."""
-    original, kept = meshwright.parallel.capture, dict[Hashable, Graph]()
+    original, kept = padding.capture, dict[Hashable, Graph]()
 
     def remembered(
         model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, targets: Any = (),
@@ -34,7 +34,7 @@ def keep_captures() -> None:
             kept[key] = original(model, args, kwargs, targets, loss_fn, *rest, **options)
         return kept[key]
 
-    meshwright.parallel.capture = remembered
+    padding.capture = remembered
 
 
 def _structure(model: nn.Module) -> Hashable:

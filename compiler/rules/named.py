@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..graph import tensor_operands, types_of
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Internal, shard
 
-__all__ = ["argument", "axes_of", "cut", "parts", "random_float", "replace_arguments"]
+__all__ = ["argument", "axes_of", "cut", "parameters", "parts", "random_float", "replace_arguments"]
 
 Part = int | AxisPair | None  # the dim that is cut, or a pair as it is, or used whole
 
@@ -55,13 +55,18 @@ def _parameters(target: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(target).parameters.items()}
 
 
+def parameters(node: Node) -> tuple[str, ...]:
+    """The names of its op's arguments."""
+    return tuple(_parameters(node.target))
+
+
 def argument(node: Node, name: str) -> Any:
     """The argument of that name, wherever the call gives it; its default if it does not."""
-    parameters = _parameters(node.target)
-    position = list(parameters).index(name)
+    defaults = _parameters(node.target)
+    position = list(defaults).index(name)
     if position < len(node.args):
         return node.args[position]
-    return node.kwargs.get(name, parameters[name])
+    return node.kwargs.get(name, defaults[name])
 
 
 def replace_arguments(node: Node, **changes: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
