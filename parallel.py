@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,10 +25,11 @@ from .compiler.plan import Plan
 from .compiler.precision import check_precision, in_precision
 from .compiler.recompute import PlanLayers
 from .compiler.refit import Recalibration
+from .compiler.replica_room import with_replicas
 from .compiler.report import THRESHOLD, Report
 from .compiler.reprice import reprice
 from .compiler.space import Space
-from .compiler.strategy import Strategy, parse_strategy
+from .compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from .compiler.validate import require
 from .compiler.wires import AskedCommunication
 from .costmodel.cluster import Cluster
@@ -170,9 +172,8 @@ class Parallel:
             cluster = default_cluster(self._space.communication.every_code)
 
         def decide() -> tuple[dict[str, Any], int]:
-            plan = self._padding.noted(self._decide(graph, cluster, capture_s, inputs))
-            delay = chosen_delay(plan, graph) if self._choose_delay else None
-            return (plan if delay is None else delay_taken(plan, delay)).to_json(), delay.steps if delay else 0
+            plan, steps = self._loosened(self._decide(graph, cluster, capture_s, inputs), graph)
+            return self._padding.noted(plan).to_json(), steps
 
         document, steps = from_first(decide)
         decided = Plan.from_json(document)
@@ -184,6 +185,19 @@ class Parallel:
                 f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
             )
         return decided
+
+    def _loosened(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
+        """The plan with what replicas that step by themselves take, and their delay. Raises InfeasibleError where an
+        asked one does not fit."""
+        how, graph = self._looseness, in_precision(graph, plan.precision)
+        if not self._choose_delay:
+            outer = None if how.outer is None else optimizer_name(how.outer)
+            return with_replicas(plan, graph, how.delay, how.every, outer), how.delay
+        delay = chosen_delay(plan, graph)
+        if delay is not None:
+            with suppress(InfeasibleError):
+                return with_replicas(delay_taken(plan, delay), graph, delay.steps, 1, None), delay.steps
+        return plan, 0
 
     def _weights(self, graph: Graph) -> nn.Module | dict[str, torch.Tensor]:
         """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from torch.fx import Node
 
+from ..costmodel.algorithms import IN_PLACE
 from ..costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ..costmodel.hardware import Device
 from ..costmodel.memory import parameter_bytes
@@ -90,7 +91,7 @@ class BatchPricer:
     def gradients(self, mask: int, itemsize: int) -> Tariff:
         """Prices of summing gradients of such elements in these groups, in the cheapest way."""
         if self.variants.communication.sums_exactly:
-            return self.tariff(mask, "all_reduce")
+            return self.tariff(mask, IN_PLACE)
         key = mask, f"gradients of {itemsize} bytes"
         if key not in self._tariffs:
             variants, offers = self.variants, list[Offers | None]()

@@ -160,7 +160,7 @@ class _Constants:
     def __init__(self, graph: Graph) -> None:
         self.names: set[str] = set()
         for node in graph.ops():
-            if all(operand.name in self.names for operand in node.all_input_nodes) and not _draws(node):
+            if all(operand.name in self.names for operand in node.all_input_nodes) and _repeats(node):
                 self.names.add(node.name)
         self._graph = graph
         self._found: dict[str, Any] = {}
@@ -174,8 +174,10 @@ class _Constants:
         return self._found[name]
 
 
-def _draws(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+def _repeats(node: Node) -> bool:
+    """Whether an op is PyTorch's own and gives the same each time."""
+    own = isinstance(node.target, torch._ops.OpOverload)
+    return op_name(node) == "getitem" or (own and torch.Tag.nondeterministic_seeded not in node.target.tags)
 
 
 class _Walk:
@@ -191,7 +193,7 @@ class _Walk:
         """ValueError for the first op that does not pass."""
         ours, others = list(self.graph), list(self.short)
         for node, other in zip(ours, others):
-            if (node.op, node.name) != (other.op, other.name):
+            if (node.op, node.name, node.target) != (other.op, other.name, other.target):
                 raise self._refused(node, "is not what the model computes on shorter sequences")
             self.tails[node.name] = self._found(node, other)
             computed = node.name in self.constants.names
@@ -224,7 +226,7 @@ class _Walk:
 
     def _op(self, node: Node, other: Node) -> None:
         for operand in tensor_operands(node):
-            if operand.name in self.constants.names and self._tail(operand) and not self._head_agrees(operand):
+            if operand.name in self.constants.names and not self._head_agrees(operand):
                 raise self._refused(operand, "is something else on shorter sequences")
             if op_name(node) == "aten.embedding.default" and operand.name in self.constants.names:
                 rows, last = types_of(tensor_operands(node)[0])[0].shape[0], int(self.constants[operand.name].max())

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from ..costmodel.algorithms import IN_PLACE
 from ..costmodel.cluster import Cluster, Device, Mesh
 from ..costmodel.collectives import AxisPrice, mesh_prices, p2p_seconds
 from ..costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
@@ -283,12 +284,12 @@ class MeshPricer:
         """Seconds to sum ``size`` bytes over the groups that these axes form together."""
         joint = self.joint(axes)
         if joint is not None:
-            return joint.seconds("all_reduce", size)
-        return sum(self.axes[axis].seconds("all_reduce", size) for axis in axes)
+            return joint.seconds(IN_PLACE, size)
+        return sum(self.axes[axis].seconds(IN_PLACE, size) for axis in axes)
 
     def reduce_source(self, axes: Sequence[int]) -> str:
         """Where ``reduce_seconds`` comes from: "measured", "scaled" or "analytic"."""
-        return (self.joint(axes) or self.axes[axes[0]]).source("all_reduce")
+        return (self.joint(axes) or self.axes[axes[0]]).source(IN_PLACE)
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
         """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..costmodel.algorithms import IN_PLACE
 from ..costmodel.codecs import CODECS, Codec, Factors, coded_messages, coding_seconds
 from ..costmodel.collectives import REDUCTIONS, AxisPrice
 from .carried import carrier_faults
@@ -253,7 +254,7 @@ def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tupl
     key = (tuple(axes), itemsize)
     if key not in pricer.ways:
         allowed, backend = pricer.communication, pricer.joint(axes)
-        measured = backend is not None and backend.source("all_reduce") != "analytic"
+        measured = backend is not None and backend.source(IN_PLACE) != "analytic"
         found = []
         for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
             way = _possible(pricer, axes, itemsize, algorithm, compressor)

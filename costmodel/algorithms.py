@@ -46,6 +46,7 @@ __all__ = [
     "ALIASES",
     "BACKENDS",
     "HIERARCHICAL",
+    "IN_PLACE",
     "Levels",
     "Steps",
     "is_defined",
@@ -73,7 +74,10 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "gather": ("tree", "direct", "ring"),
     "send": ("direct",),
 }
-ALIASES = {"all_reduce_max": "all_reduce"}
+#: the sum of a buffer that stays where it is, as gradients are summed: nothing is allocated
+IN_PLACE = "all_reduce_in_place"
+#: kinds with the steps of another; a profile may have wires of their own for them
+ALIASES = {"all_reduce_max": "all_reduce", IN_PLACE: "all_reduce"}
 
 #: what goes between hosts in a hierarchical collective
 HIERARCHICAL: dict[str, tuple[str, ...]] = {

@@ -43,6 +43,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
+from .algorithms import IN_PLACE
 from .collectives import AxisPrice
 from .hardware import Device
 
@@ -367,11 +368,11 @@ def coded_messages(codec: Codec, group: int, itemsize: int) -> tuple[tuple[str, 
     all-reduce of the gradient in its own dtype."""
     share = codec.wire_bytes / itemsize
     if codec.name == "none":
-        return (("all_reduce", 1.0),)
+        return ((IN_PLACE, 1.0),)
     if isinstance(codec.payload, Factors) and codec.pattern == "all_reduce":  # the second is made from the first
-        return (("all_reduce", share / 2), ("all_reduce", share / 2))
+        return ((IN_PLACE, share / 2), (IN_PLACE, share / 2))
     if codec.pattern == "all_reduce":
-        return (("all_reduce", share),)
+        return ((IN_PLACE, share),)
     if codec.pattern == "two_step":
         return (("all_to_all", share), ("all_gather", share))
     return (("all_gather", group * share),)

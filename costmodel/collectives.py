@@ -196,16 +196,15 @@ def _axis_price(
             pieces[kind] = envelopes[0]
         else:
             pieces[kind] = ((max(e[-1][0] for e in envelopes), max(e[-1][1] for e in envelopes)),)
-        found, exact = matching(cluster.wires, kind, form, measured)
-        if exact:
-            wires[kind] = tuple(WirePrice(wire, True) for wire in found)
-        elif found and (there := _lines(cluster, _measured_on(cluster, found[0], slowest), kind, names)):
-            wires[kind] = (WirePrice.scaled(found[0], pieces[kind], _envelope(there)),)
-    for alias, kind in ALIASES.items():
-        if kind in pieces:
-            pieces[alias] = pieces[kind]
-        if kind in wires:
-            wires[alias] = wires[kind]
+        for own in (kind, *(alias for alias, of in ALIASES.items() if of == kind)):
+            pieces[own] = pieces[kind]
+            found, exact = matching(cluster.wires, own, form, measured)
+            if exact:
+                wires[own] = tuple(WirePrice(wire, True) for wire in found)
+            elif kind in wires and ((own != kind and wires[kind][0].exact) or not found):
+                wires[own] = wires[kind]  # rather of this form than of this kind
+            elif found and (there := _lines(cluster, _measured_on(cluster, found[0], slowest), kind, names)):
+                wires[own] = (WirePrice.scaled(found[0], pieces[kind], _envelope(there)),)
     crosses = any(len(counts) > 1 for counts in per_host)
     name = cluster.link.name if crosses else slowest.host_link.name
     return AxisPrice(size, name, crosses, pieces, wires)

@@ -38,13 +38,13 @@ from .groups import DistributedComm
 
 __all__ = [
     "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "Form", "Ranks", "coded_sum", "forms",
-    "optimizer_step", "overlap", "send_forms",
+    "matmuls", "optimizer_step", "overlap", "send_forms",
 ]  # fmt: skip
 
 Visit = tuple[list[float], int]  # seconds (one or several figures), samples behind them
 Agree = Callable[[Sequence[float]], Sequence[float]]
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_reduce_in_place", "all_gather", "reduce_scatter", "all_to_all")
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 #: sums by algorithms of our own, where the backend has tagged messages
 OWN = tuple(f"all_reduce:{name}" for name in DEFINED["all_reduce"] if name not in ("sequential", "parameter_server"))
@@ -129,7 +129,7 @@ class Ranks:
     ) -> None:
         self.device, self.timeout = device, timedelta(seconds=timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.pace = pace or _matmuls(device, pace_s)
+        self.pace = pace or matmuls(device, pace_s)
         self._made: dict[tuple[int, ...], Any] = {}
         self._channels: dict[tuple[int, ...], Channel] = {}
         self.whole = self.group(tuple(range(self.world)))
@@ -226,8 +226,8 @@ class Ranks:
         return [self.mean(None if call is None else sum(samples) / len(samples))], count
 
 
-def _matmuls(device: torch.device, seconds: float) -> Callable[[], object]:
-    """Matmuls that take about so long on this device, on its own."""
+def matmuls(device: torch.device, seconds: float = PACE_S) -> Callable[[], object]:
+    """Matmuls that take about so long on this device, on its own: the default ``pace``."""
     x = torch.ones(256, 256, device=device) / 256
 
     def chain(length: int) -> None:
@@ -274,6 +274,10 @@ def _comm(ranks: tuple[int, ...], group: Any, rank: int) -> DistributedComm:
 
 def _all_reduce(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Any:
     return partial(_comm(ranks, group, rank).all_reduce, _elements(nbytes, len(ranks), device), 0)
+
+
+def _sum_in_place(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Any:
+    return partial(dist.all_reduce, _elements(nbytes, len(ranks), device), group=group)
 
 
 def _all_gather(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Any:
@@ -359,6 +363,7 @@ def _rooted(
 
 _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
     "all_reduce": _all_reduce,
+    "all_reduce_in_place": _sum_in_place,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,

@@ -89,6 +89,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "rolled": (lambda: Around(lambda x: x + x.roll(1, 1)), "roll"),
     "neighbours": (lambda: Around(lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT), "avg_pool"),
     "its length": (lambda: Around(lambda x: x * (1 / x.shape[1])), "mul"),
+    "a tensor of its length": (lambda: Around(lambda x: x * torch.full((), 1.0 * x.shape[1])), "full"),
     "parts of its length": (lambda: Around(lambda x: x + torch.linspace(0, 1, x.shape[1])[:, None]), "linspace|uns"),
     "a mean of squares": (lambda: Around(torch.tanh, lambda a, y: a.square().mean()), "mean"),
     "weights of losses": (

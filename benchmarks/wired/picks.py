@@ -1,8 +1,9 @@
 """What every rank runs: a profile over these links, then every way beside what the planner's prices say of it.
 
-A cell is hit if the way of least price takes at most ``NEAR`` times the least median, or no longer than the upper
-quartile of the best way. Ways that the link's rate alone makes slower than ``_HOPELESS`` times the best so far are not
-run.
+A price is what a sum takes in a step, so every sum follows some compute here, as in the profile, and its time is the
+mean over the ranks. A cell is hit if the way of least price takes at most ``NEAR`` times the least median, or no longer
+than the upper quartile of the best way. Ways that the link's rate alone makes slower than ``_HOPELESS`` times the best
+so far are not run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import meshwright as mw
+import torch
 import torch.distributed as dist
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.wires import Communication, offered_ways
 from meshwright.costmodel.collectives import REDUCTIONS
+from meshwright.runtime.probes import matmuls
 
 from .ranks import DENSE, Bucket, formula_bytes, make_call, once_each, rounds_of, spread
 
@@ -48,7 +51,7 @@ def _name(algorithm: str, compressor: str) -> str:
 
 
 def _cell(nbytes: int, prices: dict[str, float], rounds: int, budget_s: float, bits_per_s: float) -> dict[str, Any]:
-    bucket, ranks = Bucket(nbytes // 4), dist.get_world_size()
+    bucket, ranks, pace = Bucket(nbytes // 4), dist.get_world_size(), matmuls(torch.device("cpu"))
     first: dict[str, float] = {}
     calls, ends = {}, []
     for name in sorted(prices, key=prices.__getitem__):
@@ -58,10 +61,10 @@ def _cell(nbytes: int, prices: dict[str, float], rounds: int, budget_s: float, b
             continue
         calls[name], end = make_call(name, bucket)
         ends.append(end)
-        first[name] = once_each(calls[name], bucket)
+        first[name] = once_each(calls[name], bucket, pace)
     pick = min(prices, key=prices.__getitem__)
     near = {name: call for name, call in calls.items() if name == pick or first[name] < _SLOW * min(first.values())}
-    times = {name: spread(found) for name, found in rounds_of(near, bucket, rounds, budget_s).items()}
+    times = {name: spread(found) for name, found in rounds_of(near, bucket, rounds, budget_s, pace).items()}
     for end in ends:
         end()
     best = min(times, key=lambda name: times[name][1])

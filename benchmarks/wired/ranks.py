@@ -47,6 +47,7 @@ _MESSAGE_BYTES = 3 * 48
 _SEGMENTS = 2  # at the least, of each rank's part of Gloo's rings
 _COUNTED, _COUNTED_BYTES = (3, 50), 2**25  # sums between two looks at the counters
 Call = Callable[[torch.Tensor], object]
+Pace = Callable[[], object] | None
 
 
 @dataclass(frozen=True)
@@ -109,30 +110,35 @@ def _hook(code: str, bucket: Bucket) -> Call:
 # ---- time
 
 
-def _seconds(call: Call, x: torch.Tensor, gradient: torch.Tensor) -> float:
-    """Of the slowest rank, all having begun at about the same time."""
+def _seconds(call: Call, x: torch.Tensor, gradient: torch.Tensor, pace: Pace) -> float:
+    """Of the slowest rank, all having begun at about the same time; after ``pace``, of the mean rank."""
     x.copy_(gradient)
     dist.barrier()
+    if pace is not None:
+        pace()
     begin = perf_counter()
     call(x)
     seconds = torch.tensor([perf_counter() - begin])
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX if pace is None else dist.ReduceOp.SUM)
+    return seconds.item() / (1 if pace is None else dist.get_world_size())
 
 
-def once_each(call: Call, bucket: Bucket) -> float:
+def once_each(call: Call, bucket: Bucket, pace: Pace = None) -> float:
     """Seconds of a call, after one that makes connections."""
     x, gradient = torch.empty(bucket.n), bucket.gradient(dist.get_rank())
-    _seconds(call, x, gradient)
-    return _seconds(call, x, gradient)
+    _seconds(call, x, gradient, pace)
+    return _seconds(call, x, gradient, pace)
 
 
-def rounds_of(calls: dict[str, Call], bucket: Bucket, rounds: int, budget_s: float) -> dict[str, list[float]]:
-    """Seconds of every call, round by round, after two each that do not count."""
+def rounds_of(
+    calls: dict[str, Call], bucket: Bucket, rounds: int, budget_s: float, pace: Pace = None
+) -> dict[str, list[float]]:
+    """Seconds of every call, round by round, after two each that do not count. pace: what every rank computes before
+    each of them."""
     x, gradient = torch.empty(bucket.n), bucket.gradient(dist.get_rank())
-    once = sum(once_each(call, bucket) for call in calls.values())
+    once = sum(once_each(call, bucket, pace) for call in calls.values())
     count = max(3, min(rounds, int(budget_s / once)))
-    rows = [{name: _seconds(call, x, gradient) for name, call in calls.items()} for _ in range(count)]
+    rows = [{name: _seconds(call, x, gradient, pace) for name, call in calls.items()} for _ in range(count)]
     return {name: [row[name] for row in rows] for name in calls}
 
 
