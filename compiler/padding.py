@@ -176,8 +176,9 @@ class _Constants:
 
 def _repeats(node: Node) -> bool:
     """Whether an op is PyTorch's own and gives the same each time."""
-    own = isinstance(node.target, torch._ops.OpOverload)
-    return op_name(node) == "getitem" or (own and torch.Tag.nondeterministic_seeded not in node.target.tags)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded not in node.target.tags
+    return op_name(node) == "getitem"
 
 
 class _Walk:
