@@ -184,7 +184,7 @@ class _Profile:
         if known and self.probes:
             facts = fact_tasks(self.device)[-1:]  # what a backward is measured with
         ops = [] if known else [op_task(op, self.device, memory) for op in self.ops]
-        steps, coded = self._optimizer_tasks(), self._coding_tasks()
+        steps, coded = self._optimizer_tasks(), self._coding_tasks(ranks.pace)
         exact = [probe_task(f"probe/{probe.signature}", probe, self.device, memory) for probe in self.probes]
         shares = (0.3, 0.5, 0.6, 0.9) if exact else (0.5, 0.9, 1.0, 1.0) if self.quick else (0.4, 0.75, 0.9, 0.9)
         if not wires:
@@ -300,12 +300,12 @@ class _Profile:
             for name in names if name not in known for tensors, elements in sizes
         ]  # fmt: skip
 
-    def _coding_tasks(self) -> list[Task]:
+    def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()
         sizes = over_ranks.CODED[:-1] if self.quick else over_ranks.CODED
         return [
             Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
-                 partial(over_ranks.coded_sum, name, elements, self.device))
+                 partial(over_ranks.coded_sum, name, elements, self.device, pace))
             for elements in sizes for name in self.codes if name not in known and name != "none"
         ]  # fmt: skip
 

@@ -50,9 +50,12 @@ __all__ = [
     "offered_ways",
     "way_of",
     "way_source",
+    "worthwhile",
 ]
 
 AskedCommunication = str | Sequence[str] | Mapping[str, Any] | None  # see ``Communication.asked``
+#: training differs by it, and prices of codes are off by up to a third: where memory is the wire, to code pays nothing
+LEAST_GAIN = 1.4
 Piece = tuple[float, float, float]  # (from_bytes, a, b): seconds = a + b · bytes from there on
 Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
 
@@ -61,12 +64,14 @@ Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
 class Communication:
     """How gradients may travel: algorithms, "backend" first, and compressors, "none" first. activations, weights: the
     codes in which tensors travel between stages, and weights that are stored in blocks ("zero3") with their gradients:
-    no choice, but what was asked for."""
+    no choice, but what was asked for. gain: how many times faster than an exact sum a lossy one must be to be
+    chosen."""
 
     algorithms: tuple[str, ...] = ("backend",)
     compressors: tuple[str, ...] = ("none",)
     activations: str = "none"
     weights: str = "none"
+    gain: float = 1.0
 
     @property
     def sums_exactly(self) -> bool:
@@ -96,9 +101,9 @@ class Communication:
     @classmethod
     def asked(cls, asked: AskedCommunication) -> Communication:
         """None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
-        code that needs no other optimizer or learning rate; or the names of those that are allowed beside the backend's
-        plain sum, as a sequence or with commas between them. A mapping says that of "gradients", and codes of
-        "activations" and "weights". Raises ValueError for others."""
+        code that needs no other optimizer or learning rate, where it is ``LEAST_GAIN`` times faster; or the names of
+        those that are allowed beside the backend's plain sum, as a sequence or with commas between them. A mapping says
+        that of "gradients", and codes of "activations" and "weights". Raises ValueError for others."""
         if isinstance(asked, Mapping):
             if unknown := asked.keys() - {"gradients", "activations", "weights"}:
                 raise ValueError(
@@ -112,7 +117,7 @@ class Communication:
             return replace(found, activations=activations, weights=weights)
         every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
         drop_in = tuple(name for name, codec in CODECS.items() if codec.drop_in)
-        modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in)}
+        modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in, gain=LEAST_GAIN)}
         if asked is None:
             return modes["exact"]
         known = f"exact, auto, auto-lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
@@ -313,7 +318,20 @@ def choose_ways(
         prices = {id(bucket): bucket_seconds(pricer, bucket, chosen[bucket.axes]) for bucket in buckets}
         return exposed(lambda bucket: prices[id(bucket)][1]) + sum(coding for coding, _ in prices.values())
 
-    return min(combinations, key=seconds)
+    prices = [seconds(chosen) for chosen in combinations]
+    lossy = [any(_is_lossy(way) for axes, way in chosen.items() if axes not in fixed) for chosen in combinations]
+    return combinations[worthwhile(prices, lossy, pricer.communication.gain)]
+
+
+def worthwhile(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
+    """The index of the least; of the least exact one, unless a lossy one is ``gain`` times faster."""
+    ranked = sorted(range(len(seconds)), key=seconds.__getitem__)
+    exact = next((index for index in ranked if not lossy[index]), ranked[0])
+    return ranked[0] if gain * seconds[ranked[0]] <= seconds[exact] else exact
+
+
+def _is_lossy(way: tuple[str, str]) -> bool:
+    return CODECS[way[1]].lossy
 
 
 def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> tuple[float, float]:
@@ -344,7 +362,8 @@ def itemsize_of(bucket: Bucket) -> int:
 
 
 def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
-    """The ways that no other one undercuts for these buckets, the plain sum first where it is among them."""
+    """The ways that no other exact or lossy one undercuts for these buckets, the plain sum first where it is among
+    them."""
     if pricer.communication.sums_exactly:
         return [("backend", "none")]
     offered: dict[tuple[str, str], list[Way]] = {}
@@ -361,8 +380,9 @@ def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[B
             prices[name] = (coding, *(of[size].sending(nbytes) for nbytes, size in shapes))
     kept: list[tuple[str, str]] = []
     for name, price in prices.items():
-        if not any(_no_worse(prices[other], price) for other in kept):
-            kept = [other for other in kept if not _no_worse(price, prices[other])] + [name]
+        rivals = [other for other in kept if _is_lossy(other) == _is_lossy(name)]
+        if not any(_no_worse(prices[other], price) for other in rivals):
+            kept = [other for other in kept if other not in rivals or not _no_worse(price, prices[other])] + [name]
     return kept or [("backend", "none")]
 
 

@@ -456,12 +456,12 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
 
 CODED = (1 << 14, 1 << 20, 1 << 22)  # elements of a bucket; one that is small, then whole messages
 _CODED_SIDE = 1 << 10  # of the matrices in it, at the most
-_CODED_SAMPLES = 5
+_CODED_SAMPLES = 6
 
 
-def coded_sum(code: str, elements: int, device: torch.device) -> Callable[[], Visit]:
-    """What measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes. The bucket
-    holds square matrices of normal noise."""
+def coded_sum(code: str, elements: int, device: torch.device, pace: Callable[[], object]) -> Callable[[], Visit]:
+    """What measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes, in the
+    communication thread, after ``pace``. The bucket holds square matrices of normal noise."""
     side = min(_CODED_SIDE, isqrt(elements))
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(side, side, generator=generator).to(device).repeat(elements // side**2, 1).view(-1)
@@ -470,10 +470,12 @@ def coded_sum(code: str, elements: int, device: torch.device) -> Callable[[], Vi
 
     def once() -> float:
         x.copy_(gradient)
+        pace()
         return _seconds(lambda: made.start(x).wait(), device)
 
     def visit() -> Visit:
         once()
-        return [median(once() for _ in range(_CODED_SAMPLES))], _CODED_SAMPLES
+        samples = sorted(once() for _ in range(_CODED_SAMPLES))[:-1]
+        return [sum(samples) / len(samples)], _CODED_SAMPLES
 
     return visit

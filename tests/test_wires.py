@@ -25,6 +25,7 @@ from meshwright.compiler.wires import (
     choose_ways,
     offered_ways,
     way_of,
+    worthwhile,
 )
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.codecs import CODECS, coded_seconds
@@ -35,6 +36,7 @@ from zoo import ZOO
 WORLD = Cluster.parse("p3.16xlarge:2@world")
 V100 = Cluster.preset("p3.16xlarge", 2)
 LOSSY = Communication.asked("auto-lossy")
+FREE = (*LOSSY.algorithms, *LOSSY.compressors[1:])  # the same, however little a code gains
 WAYS = list(product(LOSSY.algorithms, LOSSY.compressors))
 
 
@@ -179,7 +181,7 @@ def test_a_plan_is_as_before_where_communication_is_exact(graph):
 
 @pytest.mark.parametrize(("cluster", "strategy"), [(WORLD, "dp16"), (V100, "pp2,dp8"), (V100, "dp4,tp2")])
 def test_a_document_costs_what_the_search_said_and_no_other_wire_less(graph, cluster, strategy):
-    made = planned(graph, cluster, "auto-lossy", strategy, 1)
+    made = planned(graph, cluster, FREE, strategy, 1)
     again = reprice(Plan.from_json(made.to_json()), graph, cluster)
     assert again.prediction.step_s == pytest.approx(made.prediction.step_s, rel=1e-12)
     assert again.prediction.notes == made.prediction.notes
@@ -224,7 +226,7 @@ def test_no_document_with_any_wire_is_below_the_bound():
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_of_a_stage_travel_alike(schedule):
     deep = capture(*ZOO["gpt"](16, device="meta", layers=4))
-    space = Space.asked(schedule, zero=0, recompute="none", communication="auto-lossy")
+    space = Space.asked(schedule, zero=0, recompute="none", communication=FREE)
     made = make_plan(deep, V100, 16, 4, parse_strategy("pp2,dp4"), alternatives=False, space=space)
     assert made.num_chunks > 1
     assert any(wire.compressor != "none" for stage in made.stages for wire in stage.wire)
@@ -250,6 +252,17 @@ def test_a_lossy_plan_says_so(graph):
     assert "which is lossy" in text
     assert all(f"compressed by {code} (" in text for code in codes)
     made.require_executable()
+
+
+def test_a_code_that_gains_little_is_not_taken_by_itself(graph):
+    freely, made = (planned(graph, V100, how, "dp4,tp2", 1) for how in (FREE, "auto-lossy"))
+    assert any(wire.compressor != "none" for stage in freely.stages for wire in stage.wire)
+    assert all(wire.compressor == "none" for stage in made.stages for wire in stage.wire)
+    assert freely.prediction.step_s < made.prediction.step_s
+    assert worthwhile([1.0, 0.8, 0.72], [False, True, True], 1.4) == 0
+    assert worthwhile([1.0, 0.8, 0.72], [False, False, True], 1.4) == 1
+    assert worthwhile([1.0, 0.8, 0.7], [False, False, True], 1.1) == 2
+    assert worthwhile([1.0, 0.9], [True, True], 1.4) == 1
 
 
 def test_auto_keeps_the_sum_exact(graph):

@@ -1,9 +1,9 @@
 """What every rank runs: a profile over these links, then every way beside what the planner's prices say of it.
 
 A price is what a sum takes in a step, so every sum follows some compute here, as in the profile, and its time is the
-mean over the ranks. A cell is hit if the way of least price takes at most ``NEAR`` times the least median, or no longer
-than the upper quartile of the best way. Ways that the link's rate alone makes slower than ``_HOPELESS`` times the best
-so far are not run.
+mean over the ranks. A cell is hit if the way that "auto-lossy" takes by these prices needs at most ``NEAR`` times the
+least median, or no longer than the upper quartile of the best way. Ways that the link's rate alone makes slower than
+``_HOPELESS`` times the best so far are not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import meshwright as mw
 import torch
 import torch.distributed as dist
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.wires import Communication, offered_ways
+from meshwright.compiler.wires import LEAST_GAIN, Communication, offered_ways, worthwhile
 from meshwright.costmodel.collectives import REDUCTIONS
 from meshwright.runtime.probes import matmuls
 
@@ -62,7 +62,7 @@ def _cell(nbytes: int, prices: dict[str, float], rounds: int, budget_s: float, b
         calls[name], end = make_call(name, bucket)
         ends.append(end)
         first[name] = once_each(calls[name], bucket, pace)
-    pick = min(prices, key=prices.__getitem__)
+    pick = [*prices][worthwhile([*prices.values()], [name in CODES for name in prices], LEAST_GAIN)]
     near = {name: call for name, call in calls.items() if name == pick or first[name] < _SLOW * min(first.values())}
     times = {name: spread(found) for name, found in rounds_of(near, bucket, rounds, budget_s, pace).items()}
     for end in ends:
