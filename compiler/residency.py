@@ -30,6 +30,7 @@ from math import prod
 
 from .carried import coder_seconds, wire_share
 from .graph import TensorType
+from .overlap import Gradient, bucketed
 from .plan import BUCKET_BYTES, Residency
 from .pricing import MeshPricer, gradient_type, partial_axes
 from .spec import P, Pair, R, S, Spec, without_partials
@@ -46,6 +47,7 @@ __all__ = [
     "residency_seconds",
     "residency_text",
     "summed",
+    "unfilled_seconds",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -182,18 +184,50 @@ def residency_seconds(
 
 
 def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:
-    """Seconds of ``size`` whole bytes as a share of a full bucket; axes that are no neighbours act one by one."""
+    """Seconds of ``size`` whole bytes as a share of a full bucket."""
+    full = max(size, BUCKET_BYTES)
+    return message_seconds(pricer, collective, axes, full) * size / full
+
+
+def message_seconds(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:
+    """Seconds of one collective of ``size`` whole bytes; axes that are no neighbours act one by one."""
     if not axes or not size:
         return 0.0
-    full = max(size, BUCKET_BYTES)
     joint = pricer.joint(axes)
     if joint is not None:
-        return float(joint.seconds(collective, full) * size / full)
-    seconds, left = 0.0, float(full)
+        return float(joint.seconds(collective, size))
+    seconds, left = 0.0, float(size)
     for axis in axes:
         seconds += pricer.axes[axis].seconds(collective, left)
         left /= pricer.mesh_shape[axis]
-    return seconds * size / full
+    return seconds
+
+
+def unfilled_seconds(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]]) -> tuple[float, float, float]:
+    """What buckets that are not full add to ``residency_seconds`` of parameters, in program order, whose optimizer has
+    blocks while programs read whole values (ZeRO-1 and 2): (reductions per microbatch, per step, gathers per step)."""
+    often = once = 0.0
+    sums = [gradient_type(kind, pricer.mixed) for kind, _ in blocks]
+    for again in (True, False):
+        alike = [
+            Gradient(str(k), one.scattered_axes, pricer.local_bytes(sums[k], one.compute.value), sums[k].dtype)
+            for k, (_, one) in enumerate(blocks) if (one.reduce == "microbatch") is again
+        ]  # fmt: skip
+        more = _unfilled(pricer, "reduce_scatter", alike)
+        often, once = (more, once) if again else (often, more)
+    values = [
+        Gradient(str(k), one.scattered_axes, pricer.local_bytes(kind, one.compute.value), kind.dtype)
+        for k, (kind, one) in enumerate(blocks)
+    ]
+    return often, once, _unfilled(pricer, "all_gather", values)
+
+
+def _unfilled(pricer: MeshPricer, collective: str, gradients: Sequence[Gradient]) -> float:
+    return sum(
+        max(0.0, message_seconds(pricer, collective, bucket.axes, bucket.nbytes)
+            - _full_bucket(pricer, collective, bucket.axes, bucket.nbytes))
+        for bucket in bucketed(gradients)
+    )  # fmt: skip
 
 
 def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int) -> float:

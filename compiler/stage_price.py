@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from .graph import Graph, tensor_operands
+from .graph import Graph, TensorType, tensor_operands
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
 from .plan import Residency, Wire
@@ -30,7 +30,7 @@ from .pricing import MeshPricer, gradient_type, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
-from .residency import ResidencyPrice, accumulate_seconds, residency_seconds
+from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled_seconds
 from .rules import MeshChoice
 from .spec import Pair
 from .wires import bucket_seconds, choose_ways, coding_source, way_source
@@ -104,6 +104,7 @@ class _Pricing:
 
     def run(self) -> StagePrice:
         trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
+        blocks: dict[str, tuple[TensorType, Residency]] = {}  # those whose blocks are, and are gathered once per step
         for name, choices, pick in zip(self.section.names, self.section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
             if isinstance(choice, MeshChoice):
@@ -113,8 +114,11 @@ class _Pricing:
                 self._parameter(node, choice, trainable)
                 if trainable and not choice.scattered_axes:
                     trained[name] = (node, choice.compute)
+                elif trainable and choice.gather != "microbatch":
+                    blocks[name] = (node.meta["type"], choice)
         self._reshards()
         self._host()
+        self._blocks(blocks)
         self._gradients(trained)
         step_s = self.once + self.seconds["optimizer"]
         return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways)
@@ -200,14 +204,32 @@ class _Pricing:
 
     # ---- the end of the step
 
-    def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
-        """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
-        pricer = self.pricer
-        order: dict[str, int] = {}  # parameters in program order, each with its first op
+    def _order(self) -> tuple[list[Node], dict[str, int]]:
+        """The ops, and parameters in program order, each with its first op."""
+        order: dict[str, int] = {}
         ops = [node for node in self.graph if node.name in self.spans]
         for index, node in enumerate(ops):
             for operand in tensor_operands(node):
                 order.setdefault(operand.name, index)
+        return ops, order
+
+    def _blocks(self, found: Mapping[str, tuple[TensorType, Residency]]) -> None:
+        """What messages of blocks take beyond their share of full ones."""
+        if not found:
+            return
+        _, order = self._order()
+        inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
+        often, once, gathers = unfilled_seconds(self.pricer, inside)
+        self.backward += often
+        self.once += once + gathers
+        self.seconds["gradient"] += self.m * often + once
+        self.seconds["gather"] += gathers
+        self.sources["measured" if self.pricer.cluster.wires else "analytic"] += self.m * often + once + gathers
+
+    def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
+        """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
+        pricer = self.pricer
+        ops, order = self._order()
         done, total = [0.0] * len(ops), 0.0
         for index in range(len(ops) - 1, -1, -1):
             total += self.spans[ops[index].name]

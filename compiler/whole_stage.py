@@ -7,9 +7,9 @@ it. Then, where it may help, the stage is solved freely under the memory limit.
 
 **Reductions.** In the problem a gradient costs its share of a full bucket: seconds that add up, and no more than it
 really takes. Small stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where
-the real price (``price_stage``) is above the problem's, the stage is solved again without gradients that are sums over
-one of the groups that its choice has, as long as this helps. Of all choices that fit, the one with the least real price
-stands.
+the real price (``price_stage``) is above the problem's, the stage is solved again without gradients that are summed
+over one of the groups that its choice has, whole or in blocks, as long as this helps. Of all choices that fit, the one
+with the least real price stands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["assemble_stage"]
 FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
 ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
-_Axes = tuple[int, ...]
+_Sum = tuple[bool, tuple[int, ...]]  # whether gradients are summed in blocks, and over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
 
@@ -109,7 +109,7 @@ class _Stage:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
         found, priced = [first], [self._price(first)]
 
-        def offer(without: Sequence[_Axes]) -> bool:
+        def offer(without: Sequence[_Sum]) -> bool:
             """Whether a choice without these reductions is better than all there are."""
             best = min(priced)
             chosen = self._solved(free, without, self._held(*first))
@@ -120,7 +120,7 @@ class _Stage:
             return priced[-1] < best
 
         offer(())
-        banned: list[_Axes] = []
+        banned: list[_Sum] = []
         while True:
             best = found[priced.index(min(priced))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
@@ -131,7 +131,7 @@ class _Stage:
                 return found[priced.index(min(priced))]
             banned.append(better[-1])
 
-    def _solved(self, section: Section, without: Sequence[_Axes], held: float) -> tuple[int, ...] | None:
+    def _solved(self, section: Section, without: Sequence[_Sum], held: float) -> tuple[int, ...] | None:
         """The fastest choice by the problem in which no gradient is a sum over any of these axes; None if none fits.
         held: bytes beside those of the problem."""
         alive = [
@@ -162,14 +162,15 @@ class _Stage:
         return transient_bytes(section, chosen, self.layering)
 
 
-def _summed(pricer: MeshPricer, choice: object) -> _Axes | None:
-    """The axes over which a parameter's gradient is summed in a bucket; None where it is in none."""
-    if not isinstance(choice, Residency) or choice.scattered_axes:
+def _summed(pricer: MeshPricer, choice: object) -> _Sum | None:
+    """How a parameter's gradient is summed in a bucket; None where it is in none."""
+    if not isinstance(choice, Residency) or choice.gather == "microbatch":
         return None
-    return partial_axes(choice.compute, pricer.mesh_shape) or None
+    axes = choice.scattered_axes or partial_axes(choice.compute, pricer.mesh_shape)
+    return (bool(choice.scattered_axes), axes) if axes else None
 
 
-def _reduced(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Axes]:
+def _reduced(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Sum]:
     for choices, pick in zip(section.choices, chosen):
         if (axes := _summed(pricer, choices[pick])) is not None:
             yield axes

@@ -27,6 +27,7 @@ from meshwright.compiler.residency import (
     parameter_residencies,
     residency_bytes,
     residency_seconds,
+    unfilled_seconds,
 )
 from meshwright.compiler.rules import MeshChoice, mesh_choices, rule_for
 from meshwright.compiler.saved import saved_bytes, saved_tensors
@@ -450,8 +451,10 @@ class StageDocuments:
 
     def _gradient_key(self, tensor: _Tensor, choice: Any) -> tuple:
         """What the buckets at the end of the step need to know."""
-        if not isinstance(choice, Residency) or choice.scattered_axes:
+        if not isinstance(choice, Residency):
             return ()
+        if choice.scattered_axes:
+            return (choice,) if choice.gather == "step" else ()
         axes = partial_axes(choice.compute, self.mesh.shape)
         return (axes, self.pricer.local_bytes(tensor.kind, choice.compute.value)) if axes else ()
 
@@ -551,8 +554,9 @@ class StageDocuments:
         if trained:
             keys = np.stack([self.columns[f"{name} gradient"] for name in trained], axis=1)
             kinds, which = np.unique(keys, axis=0, return_inverse=True)
-            seconds = np.array([self._reduction(trained, kind) for kind in kinds])
-            self.values[:, ONCE] += seconds[which.reshape(-1)]
+            seconds = np.array([self._reduction(trained, kind) for kind in kinds])[which.reshape(-1)]
+            self.values[:, BACKWARD] += seconds[:, 0]
+            self.values[:, ONCE] += seconds[:, 1]
             for name in trained:
                 del self.columns[f"{name} gradient"]
         self._prune()
@@ -573,18 +577,22 @@ class StageDocuments:
         values = [list(self._tensor(name).pairs)[self.columns[f"{side} {name}"][row]].value for name in names]
         return tuple((name, Pair(value, value)) for name, value in zip(names, values))
 
-    def _reduction(self, trained: Sequence[str], kinds: Sequence[int]) -> float:
-        gradients = []
+    def _reduction(self, trained: Sequence[str], kinds: Sequence[int]) -> tuple[float, float]:
+        """Seconds per microbatch, per step."""
+        gradients, blocks = [], []
         for name, kind in zip(trained, kinds):
             found = self._classes[name][kind]
-            if found:
+            if len(found) == 1:
+                blocks.append((self._tensor(name).kind, *found))
+            elif found:
                 gradients.append(Gradient(name, found[0], found[1], self._tensor(name).kind.dtype))
-        seconds = 0.0
+        often, once, gathers = unfilled_seconds(self.pricer, blocks)
+        seconds = once + gathers
         for bucket in bucketed(gradients):
             seconds += self.pricer.reduce_seconds(bucket.nbytes, bucket.axes)
             if len(bucket.gradients) > 1:
                 seconds += 2 * bucket.nbytes / self.pricer.device.memory_bytes_per_s
-        return seconds
+        return often, seconds
 
     # ---- back to a document
 
