@@ -132,12 +132,14 @@ class _Stage:
             banned.append(better[-1])
 
     def _solved(self, section: Section, without: Sequence[_Sum], held: float) -> tuple[int, ...] | None:
-        """The fastest choice by the problem in which no gradient is a sum over any of these axes; None if none fits.
-        held: bytes beside those of the problem."""
-        alive = [
-            np.array([k for k, one in enumerate(choices) if not without or _summed(self.pricer, one) not in without])
-            for choices in section.choices
-        ]
+        """The fastest choice by the problem in which no gradient is summed so, nor gathered in every microbatch (whose
+        real price is that of full buckets) instead; None if none fits. held: bytes beside those of the problem."""
+
+        def stays(one: object) -> bool:
+            often = isinstance(one, Residency) and one.gather == "microbatch"
+            return not without or not (often or _summed(self.pricer, one) in without)
+
+        alive = [np.array([k for k, one in enumerate(choices) if stays(one)]) for choices in section.choices]
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)

@@ -318,7 +318,8 @@ def trained(documents: dict[str, Any]) -> dict[str, Any]:
     for bug, (strategy, plant) in PARITY.items():
         model, inputs = example(strategy)
         with planted(plant) as patch:
-            patch.setattr("meshwright.parallel.capture", lambda *_, strategy=strategy: captured[strategy])
+            kept = captured[strategy]
+            patch.setattr("meshwright.compiler.padding.capture", lambda *_, kept=kept, **__: kept)
             parallel = mw.parallelize(
                 model, example_inputs=inputs, plan=mw.Plan.from_json(documents[strategy]), optimizer=optimizer
             )
