@@ -3,13 +3,13 @@
 A *segment* is a set of nodes: a layer, with the conversions that are repeated with it. Nodes of no segment stay as they
 are, so a program without recomputed layers stays the same. Nodes between those of a segment that do not depend on it,
 such as conversions of tensors from earlier layers, run before it; where they do depend on it, the segment falls apart:
-into those nodes that run before them, and the rest.
+into those nodes that run before them, and the rest. So do two segments of which each needs the other.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,42 +145,52 @@ def _read_again(node: Node, unit: _Unit, heavy: Collection[str]) -> bool:
 def _units(graph: torch.fx.Graph, segments: Sequence[Segment]) -> list[_Unit]:
     """Every node once, alone or in its part of a segment, after all that it reads."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    home: dict[Node, tuple[Segment, list[Node]]] = {}
-    for segment in segments:
-        for part in _parts(calls, segment.nodes):
-            home |= dict.fromkeys(part, (segment, part))
+    of = {name: segment for segment in segments for name in segment.nodes}
+    parts = _parts(calls, of)
+    home = {node: part for part in parts for node in part}
     units: list[_Unit] = []
     placed: set[Node] = set()
 
     def visit(node: Node) -> None:
         if node in placed or node.op != "call_function":
             return
-        segment, nodes = home.get(node, (None, [node]))
+        nodes = home[node]
         mine = set(nodes)
         inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in mine))
         placed.update(mine)
         for operand in inputs:
             visit(operand)
         outputs = [node for node in nodes if any(user not in mine for user in node.users)]
-        units.append(_Unit(nodes, segment, inputs, outputs))
+        units.append(_Unit(nodes, of.get(node.name), inputs, outputs))
 
     for node in calls:
         visit(node)
     return units
 
 
-def _parts(calls: Sequence[Node], members: Collection[str]) -> list[list[Node]]:
-    """The members in order, in as few parts as can run one after the other: a node belongs to a later part than another
-    one on which it depends by way of a node outside."""
-    at = [index for index, node in enumerate(calls) if node.name in members]
-    level: dict[Node, int] = {}
+def _parts(calls: Sequence[Node], of: Mapping[str, Segment]) -> list[list[Node]]:
+    """The nodes of each segment in as few parts as can run one after the other, the others by themselves. A node joins
+    the first part of its segment for which none of what it reads has to wait; segments may wait for parts of each
+    other."""
     parts: list[list[Node]] = []
-    for node in calls[at[0] : at[-1] + 1]:
-        mine = node.name in members
-        level[node] = max(
-            (level[o] + (o.name in members and not mine) for o in node.all_input_nodes if o in level), default=0
-        )
-        if mine:
-            parts += [[] for _ in range(level[node] + 1 - len(parts))]
-            parts[level[node]].append(node)
-    return [part for part in parts if part]
+    waits: list[int] = []  # of each part, a bit for every part that runs before it
+    begun: dict[int, list[int]] = {}  # the parts of each segment
+    home: dict[Node, int] = {}
+    for node in calls:
+        read = {home[operand] for operand in node.all_input_nodes if operand in home}
+        mine = begun.setdefault(id(of[node.name]), []) if node.name in of else []
+        part = next((k for k in mine if all(k == other or not waits[other] >> k & 1 for other in read)), len(parts))
+        if part == len(parts):
+            parts.append([])
+            waits.append(0)
+            mine.append(part)
+        home[node] = part
+        parts[part].append(node)
+        before = waits[part]
+        for other in read - {part}:
+            waits[part] |= 1 << other | waits[other]
+        if waits[part] != before and len(parts[part]) > 1:
+            for other, bits in enumerate(waits):
+                if bits >> part & 1:
+                    waits[other] = bits | waits[part]
+    return parts

@@ -4,6 +4,7 @@ saves, which are those that the plan predicts."""
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -144,6 +145,47 @@ def test_what_is_kept_does_not_run_again(heavy: tuple[str, ...], linears: int) -
         with torch.no_grad():
             module(*leaves)
     assert calls == {"linear": 2, "gelu": 1, "exp": 1, "tanh": 1, "add": 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segments_that_need_each_other_fall_apart(seed: int) -> None:
+    """Random programs, their ops dealt out to three segments and none: what a program with them gives is the same."""
+    draw, graph = random.Random(seed), torch.fx.Graph()
+    made = [graph.placeholder(name) for name in ("x", "y")]
+    homes: list[set[str]] = [set() for _ in range(4)]
+    for index in range(14):
+        operands = [draw.choice(made[-5:]) for _ in range(2)] if index else made
+        made.append(graph.create_node("call_function", aten.mul.Tensor, tuple(operands), name=f"n{index}"))
+        draw.choice(homes).add(f"n{index}")
+    total = made[-1]
+    for node in made[2:-1]:
+        if not node.users:
+            total = graph.create_node("call_function", aten.add.Tensor, (total, node))
+    graph.output((total,))
+    plain = torch.fx.GraphModule(torch.nn.Module(), graph)
+    segments = [Segment(frozenset(names), frozenset()) for names in homes[:3] if names]
+    module = repeating(plain, segments)
+    assert len(segments) <= len(list(module.children())) <= 14
+    leaves = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    wanted = plain(*leaves)[0]
+    with use(Context(AbstractComm((), False))):
+        (found,) = module(*leaves)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(wanted.sum(), leaves))
+
+
+def test_two_layers_that_need_each_other_run_in_three_parts() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    a1, b1 = (graph.create_node("call_function", aten.sin.default, (x,), name=name) for name in ("a1", "b1"))
+    a2 = graph.create_node("call_function", aten.mul.Tensor, (a1, b1), name="a2")
+    b2 = graph.create_node("call_function", aten.mul.Tensor, (b1, a1), name="b2")
+    graph.output((a2, b2))
+    module = repeating(
+        torch.fx.GraphModule(torch.nn.Module(), graph),
+        [Segment(frozenset({"a1", "a2"}), frozenset()), Segment(frozenset({"b1", "b2"}), frozenset())],
+    )
+    assert len(list(module.children())) == 3
 
 
 # ---- bytes
