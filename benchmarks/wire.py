@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="of the contest")
     parser.add_argument("--elements", type=int, default=2**22, help="of the contest's bucket")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of the picks' buckets")
-    parser.add_argument("--profile", type=float, default=30.0, help="seconds of the profile before picks")
+    parser.add_argument("--profile", type=float, default=60.0, help="seconds of the profile before picks")
     parser.add_argument("--json", type=Path, help="out/wire.json, or out/wire-picks.json")
     options = parser.parse_args()
     options.ranks = options.ranks or ([2, 4] if options.pick else [4])

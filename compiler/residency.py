@@ -30,7 +30,7 @@ from math import prod
 
 from .carried import coder_seconds, wire_share
 from .graph import TensorType
-from .overlap import Gradient, bucketed
+from .overlap import Bucket, Gradient, bucketed
 from .plan import BUCKET_BYTES, Residency
 from .pricing import MeshPricer, gradient_type, partial_axes
 from .spec import P, Pair, R, S, Spec, without_partials
@@ -206,28 +206,25 @@ def message_seconds(pricer: MeshPricer, collective: str, axes: Sequence[int], si
 def unfilled_seconds(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]]) -> tuple[float, float, float]:
     """What buckets that are not full add to ``residency_seconds`` of parameters, in program order, whose optimizer has
     blocks while programs read whole values (ZeRO-1 and 2): (reductions per microbatch, per step, gathers per step)."""
-    often = once = 0.0
-    sums = [gradient_type(kind, pricer.mixed) for kind, _ in blocks]
-    for again in (True, False):
-        alike = [
-            Gradient(str(k), one.scattered_axes, pricer.local_bytes(sums[k], one.compute.value), sums[k].dtype)
-            for k, (_, one) in enumerate(blocks) if (one.reduce == "microbatch") is again
-        ]  # fmt: skip
-        more = _unfilled(pricer, "reduce_scatter", alike)
-        often, once = (more, once) if again else (often, more)
-    values = [
-        Gradient(str(k), one.scattered_axes, pricer.local_bytes(kind, one.compute.value), kind.dtype)
-        for k, (kind, one) in enumerate(blocks)
-    ]
-    return often, once, _unfilled(pricer, "all_gather", values)
+
+    def buckets(kinds: Sequence[TensorType], often: bool | None = None) -> list[Bucket]:
+        """Of these types, of all parameters or of those that are reduced in every microbatch or not."""
+        return bucketed([
+            Gradient(str(k), one.scattered_axes, pricer.local_bytes(kind, one.compute.value), kind.dtype)
+            for k, (kind, (_, one)) in enumerate(zip(kinds, blocks))
+            if often in (None, one.reduce == "microbatch")
+        ])  # fmt: skip
+
+    values = [kind for kind, _ in blocks]
+    sums = [gradient_type(kind, pricer.mixed) for kind in values]
+    often, once = (_unfilled(pricer, "reduce_scatter", buckets(sums, each)) for each in (True, False))
+    return often, once, _unfilled(pricer, "all_gather", buckets(values))
 
 
-def _unfilled(pricer: MeshPricer, collective: str, gradients: Sequence[Gradient]) -> float:
-    return sum(
-        max(0.0, message_seconds(pricer, collective, bucket.axes, bucket.nbytes)
-            - _full_bucket(pricer, collective, bucket.axes, bucket.nbytes))
-        for bucket in bucketed(gradients)
-    )  # fmt: skip
+def _unfilled(pricer: MeshPricer, collective: str, buckets: Sequence[Bucket]) -> float:
+    """What they take beyond their shares of full ones."""
+    asked = [(pricer, collective, bucket.axes, bucket.nbytes) for bucket in buckets]
+    return sum(max(0.0, message_seconds(*one) - _full_bucket(*one)) for one in asked)
 
 
 def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int) -> float:

@@ -9,9 +9,10 @@ element, collectives priced by the axis (``AxisPrice.seconds``)::
     all_gather   sparse codes, every device decodes all        e n + all_gather(p b n) + p d b n / 8
 
 Encoding and decoding are measured by a profile (``Device.codings``: one sum over a group of one device takes a + b n)
-and brought to p devices by the terms above. Else, on a CPU, ``encode_ns`` was (``benchmarks/codecs.py``, 4 ranks: all
-coding of a rank over the passes that the pattern counts), but for top-k, dgc, threshold (14 ns) and PowerSGD (2.2 ns),
-which keep the figures of prototypes that ran over Gloo; on an accelerator it is assumed to be ``passes`` over the
+and brought to p devices by the terms above. Else, on a CPU, ``encode_ns`` is assumed, about what it takes where two
+ranks share a core (``benchmarks/codecs.py``, 4 ranks, has all coding of a rank alone on its core at half of it), but
+for top-k, dgc, threshold (14 ns) and PowerSGD (2.2 ns), which keep the figures of prototypes that ran over Gloo; on an
+accelerator it is assumed to be ``passes`` over the
 elements at the speed of memory.
 
 What is sent, for n elements over p devices, to the byte (``sent_bytes``)::
@@ -282,22 +283,22 @@ CODECS: dict[str, Codec] = {
         Codec("none", "none", "all_reduce", Dense(4), 0.0, 0.0, lossy=False),
         Codec("bf16", "bf16", "all_reduce", Dense(2), 1.5, 0.35),
         Codec("fp16", "fp16", "all_reduce", Dense(2), 1.5, 0.35),
-        Codec("int8", "int", "two_step", Levels(255, 1, 512), 6.0, 1.0),
-        Codec("int4", "int", "two_step", Levels(15, 2, 256), 6.0, 1.2),
-        Codec("int2", "int", "two_step", Levels(4, 4, 256), 6.0, 1.3),
-        Codec("terngrad", "int", "two_step", Levels(3, 5, 640), 6.0, 1.6),
-        Codec("1bit", "1bit", "two_step", Levels(2, 8, 4096, 2, by_row=True), 8.0, 1.6, drop_in=False, residuals=1),
+        Codec("int8", "int", "two_step", Levels(255, 1, 512), 6.0, 2.0),
+        Codec("int4", "int", "two_step", Levels(15, 2, 256), 6.0, 2.9),
+        Codec("int2", "int", "two_step", Levels(4, 4, 256), 6.0, 2.9),
+        Codec("terngrad", "int", "two_step", Levels(3, 5, 640), 6.0, 3.1),
+        Codec("1bit", "1bit", "two_step", Levels(2, 8, 4096, 2, by_row=True), 8.0, 2.5, drop_in=False, residuals=1),
         Codec(
             "ef-signsgd",
             "ef-signsgd",
             "two_step",
             Levels(2, 8, 4096, by_row=True),
             8.0,
-            1.4,
+            2.2,
             drop_in=False,
             residuals=1,
         ),
-        Codec("signsgd", "signsgd", "two_step", Levels(2, 8, 4096, 0), 4.0, 1.2, drop_in=False),
+        Codec("signsgd", "signsgd", "two_step", Levels(2, 8, 4096, 0), 4.0, 2.1, drop_in=False),
         Codec("randomk1%", "randomk", "all_reduce", Picked(0.01), 3.0, 0.6, drop_in=False, residuals=1),
         Codec("randomk10%", "randomk", "all_reduce", Picked(0.1), 4.0, 1.7, drop_in=False, residuals=1),
         *(
