@@ -12,8 +12,7 @@ Encoding and decoding are measured by a profile (``Device.codings``: one sum ove
 and brought to p devices by the terms above. Else, on a CPU, ``encode_ns`` is assumed, about what it takes where two
 ranks share a core (``benchmarks/codecs.py``, 4 ranks, has all coding of a rank alone on its core at half of it), but
 for top-k, dgc, threshold (14 ns) and PowerSGD (2.2 ns), which keep the figures of prototypes that ran over Gloo; on an
-accelerator it is assumed to be ``passes`` over the
-elements at the speed of memory.
+accelerator it is assumed to be ``passes`` over the elements at the speed of memory.
 
 What is sent, for n elements over p devices, to the byte (``sent_bytes``)::
 
