@@ -21,7 +21,7 @@ from ...costmodel.codecs import TILE, Levels, Run
 from .dither import draw
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
-from .summing import CompressedSum, Place, Submit, cut, first_culprit
+from .summing import ChunkCodec, ChunkedSum, Place, Submit, first_culprit
 
 __all__ = ["BlockCodec", "Messages", "Tile", "TwoStepSum"]
 
@@ -100,7 +100,7 @@ class Messages:
         self.data = received[:, end:].view(torch.int8)
 
 
-class _Chunk:
+class _Chunk(ChunkCodec):
     """One message's worth of the bucket: its buffers, the tiles of its parts, its residuals."""
 
     def __init__(self, payload: Levels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool) -> None:
@@ -114,8 +114,13 @@ class _Chunk:
         self.owed = place.zeros(high - low) if feedback else None
         self.owed_total = place.zeros(self.part) if feedback else None
 
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Of both stages."""
+        kept = {"residual": self.owed, "residual_of_sum": self.owed_total}
+        return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
-class TwoStepSum(CompressedSum):
+
+class TwoStepSum(ChunkedSum[_Chunk]):
     """The pattern. ``codec``: one for all blocks, without a state."""
 
     def __init__(
@@ -126,35 +131,27 @@ class TwoStepSum(CompressedSum):
         submit: Submit,
         codec: BlockCodec,
     ) -> None:
-        super().__init__(name, place, exchange, submit)
+        def made(low: int, high: int, index: int) -> _Chunk:
+            return _Chunk(codec.payload, place, exchange, low, high, codec.feedback)
+
+        super().__init__(name, place, exchange, submit, made)
         self.codec = codec
-        self.chunks = [
-            _Chunk(codec.payload, place, exchange, low, high, codec.feedback) for low, high in cut(place.n, place.chunk)
-        ]
-        width = max((t.high - t.low for chunk in self.chunks for part in chunk.tiles for t in part), default=0)
+        width = max((t.high - t.low for chunk in self.codecs for part in chunk.tiles for t in part), default=0)
         self.work, per_byte = place.zeros(width), codec.payload.per_byte
         self.digits, self.quotients = (place.zeros(-(-width // per_byte) * per_byte) for _ in range(2))
-
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Of both stages, per chunk."""
-        if not self.codec.feedback:
-            return {}
-        first = {f"residual.{i}": chunk.owed for i, chunk in enumerate(self.chunks)}
-        second = {f"residual_of_sum.{i}": chunk.owed_total for i, chunk in enumerate(self.chunks)}
-        return {name: tensor for name, tensor in (first | second).items() if tensor is not None}
 
     def steps(self, x: torch.Tensor) -> Steps:
         """All chunks on their way, then each part summed, then all sums told."""
         travelling = []
-        for i, chunk in enumerate(self.chunks):
+        for i, chunk in enumerate(self.codecs):
             self._encode(i, chunk, x)
             travelling.append(self.exchange.all_to_all(chunk.came.bytes, chunk.sent.bytes))
-        for i, chunk in enumerate(self.chunks):
+        for i, chunk in enumerate(self.codecs):
             yield travelling[i]
             self._sum(i, chunk)
             travelling[i] = self.exchange.all_gather(chunk.told.bytes, chunk.mine.bytes[0])
         culprit = -1
-        for i, chunk in enumerate(self.chunks):
+        for i, chunk in enumerate(self.codecs):
             yield travelling[i]
             culprit = max(culprit, first_culprit(chunk.told.headers))
             self._decode(chunk, x)
