@@ -115,14 +115,16 @@ def capture_padded(
         return capture(model, inputs, named, also, batch_dims=batch_dims, **options)
 
     given = (args, kwargs, targets)
-    leaves, tree = pytree.tree_flatten(given)
-    dims, length = _sequences(flat_inputs(*given), batch_dims)
-    if multiple is None or length is None or length % multiple == 0:
+    if multiple is None:
+        return captured(given), Padding()
+    flat = flat_inputs(*given)
+    dims, length = _sequences(flat, batch_dims)
+    if length is None or length % multiple == 0:
         return captured(given), Padding()
     padded = -(-length // multiple) * multiple
-    longer = [_longer(x, dims[name], padded) if name in dims else x for name, x in zip(flat_inputs(*given), leaves)]
+    longer = [_longer(x, dims[name], padded) if name in dims else x for name, x in flat.items()]
     try:
-        graph = captured(pytree.tree_unflatten(longer, tree))
+        graph = captured(pytree.tree_unflatten(longer, pytree.tree_structure(given)))
     except ValueError as error:
         raise ValueError(
             f"pad_to_multiple_of={multiple} makes sequences of {length} {padded} long, which the model does not take: "
@@ -226,13 +228,7 @@ class _Walk:
         return tails
 
     def _op(self, node: Node, other: Node) -> None:
-        for operand in tensor_operands(node):
-            if operand.name in self.constants.names and not self._head_agrees(operand):
-                raise self._refused(operand, "is something else on shorter sequences")
-            if op_name(node) == "aten.embedding.default" and operand.name in self.constants.names:
-                rows, last = types_of(tensor_operands(node)[0])[0].shape[0], int(self.constants[operand.name].max())
-                if last >= rows:
-                    raise self._refused(node, f"would look up {last} in a table of {rows}")
+        self._constant_operands(node)
         operands = [self._tail(operand) for operand in tensor_operands(node)]
         outputs, name = self.tails[node.name], op_name(node)
         if name in ("aten.slice.Tensor", "aten.select.int"):
@@ -251,6 +247,18 @@ class _Walk:
             passes = _by_blocks(node, operands, outputs)
         if not passes:
             raise self._refused(node, "does not leave what comes before the end of a sequence as it is")
+
+    def _constant_operands(self, node: Node) -> None:
+        """ValueError for one that begins otherwise than on shorter sequences, and for positions that no table has."""
+        for operand in tensor_operands(node):
+            if operand.name not in self.constants.names:
+                continue
+            if not self._head_agrees(operand):
+                raise self._refused(operand, "is something else on shorter sequences")
+            if op_name(node) == "aten.embedding.default":
+                rows, last = types_of(tensor_operands(node)[0])[0].shape[0], int(self.constants[operand.name].max())
+                if last >= rows:
+                    raise self._refused(node, f"would look up {last} in a table of {rows}")
 
     def _tail(self, operand: Node) -> frozenset[int]:
         producer, index = output_of(operand)
@@ -276,16 +284,14 @@ class _Walk:
     def _margin(self, node: Node, other: Node, tail: frozenset[int]) -> bool:
         """At the end only of an input whose tail has the margin's value."""
         pad, value = list(argument(node, "pad")), argument(node, "value") or 0
+        after = dict(enumerate(pad[1::2]))  # from the last dim on
         rank = len(types_of(node)[0].shape)
         if "mode" in parameters(node) and argument(node, "mode") != "constant":
             return False
         if not _alike(node, other) or min(pad) < 0 or self.tails[node.name][0] != tail:
             return False
-        for dim in tail:
-            after = pad[2 * (rank - 1 - dim) + 1] if 2 * (rank - 1 - dim) + 1 < len(pad) else 0
-            if after and not self._ask(tensor_operands(node)[0], value):
-                return False
-        return True
+        lengthened = any(after.get(rank - 1 - dim) for dim in tail)
+        return not lengthened or self._ask(tensor_operands(node)[0], value)
 
     def _attention(self, node: Node, operands: list[frozenset[int]]) -> bool:
         """Queries before the end see no keys of the tail: of one length and causal, or by the mask."""

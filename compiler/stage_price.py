@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.fx import Node
 
@@ -204,6 +205,7 @@ class _Pricing:
 
     # ---- the end of the step
 
+    @cached_property
     def _order(self) -> tuple[list[Node], dict[str, int]]:
         """The ops, and parameters in program order, each with its first op."""
         order: dict[str, int] = {}
@@ -217,7 +219,7 @@ class _Pricing:
         """What messages of blocks take beyond their share of full ones."""
         if not found:
             return
-        _, order = self._order()
+        _, order = self._order
         inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
         often, once, gathers = unfilled_seconds(self.pricer, inside)
         self.backward += often
@@ -229,7 +231,7 @@ class _Pricing:
     def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
         """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
         pricer = self.pricer
-        ops, order = self._order()
+        ops, order = self._order
         done, total = [0.0] * len(ops), 0.0
         for index in range(len(ops) - 1, -1, -1):
             total += self.spans[ops[index].name]
