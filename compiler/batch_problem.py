@@ -14,6 +14,7 @@ import numpy as np
 from .batch_parameters import ParameterChoice
 from .batch_pricing import BatchPricer
 from .graph import TensorType
+from .loss_sum import leaving
 from .op_choices import OpChoices
 from .rules import MeshChoice
 from .spec import Pair
@@ -25,7 +26,8 @@ ByMode = dict[str, np.ndarray]
 
 
 class Conversions:
-    """Seconds of all conversions of one tensor between its source and target pairs."""
+    """Seconds of all conversions of one tensor between its source and target pairs. late: of a lone loss, which leaves
+    as it is made (``loss_sum``)."""
 
     def __init__(
         self,
@@ -35,9 +37,10 @@ class Conversions:
         targets: tuple[Pair, ...],
         grad: bool,
         is_placeholder: bool,
+        late: bool = False,
     ) -> None:
         self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
-        self.grad, self.is_placeholder = grad, is_placeholder
+        self.grad, self.is_placeholder, self.late = grad, is_placeholder, late
 
     @cached_property
     def ahead(self) -> np.ndarray:
@@ -50,6 +53,9 @@ class Conversions:
                 for source in values[0]
             ]
             seconds[:, np.array(free)] = 0.0
+        if self.late:
+            left = [[leaving(source).value != target for target in values[1]] for source in self.sources]
+            seconds[:, np.array(left)] = np.inf
         return seconds
 
     @cached_property

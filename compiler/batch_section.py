@@ -17,6 +17,7 @@ from .batch_parameters import ParameterPrices, parameter_prices
 from .batch_pricing import BatchPricer
 from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
 from .graph import op_name, output_of, tensor_operands, types_of
+from .loss_sum import leaving, lone_losses
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
 from .problem import Restriction, normalized, residencies_of
@@ -86,7 +87,7 @@ class _Builder:
         self.layering, self.grad, self.pricer = variants.layering, variants.layering.needs_grad, pricer_of(variants)
         self.nodes, self.samples = variants.source.by_name(), variants.samples_of(layer)
         self.ops = variants.ops(layer)
-        self.members = {node.name for node in self.ops}
+        self.members, self.late = {node.name for node in self.ops}, lone_losses(variants.source)
         self.saved = saved_tensors(self.ops, self.grad)
         self.recompute = {mode: _recompute(variants, mode) for mode in modes}
         self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
@@ -144,11 +145,10 @@ class _Builder:
         for name, states in self.exits.items():
             i = self._add(name, "exit", states.pairs, states.offered)
             wants.setdefault(name, []).append((i, [normalized(p, name in self.grad) for p in states.pairs], False))
-        whole = Pair((R,) * self.variants.axes, (R,) * self.variants.axes)
         for result in self.variants.source.results:
             if result.node in gives and result.node not in self.entries:
-                i = self._add(result.node, "result", (whole,), np.ones((self.variants.num, 1), dtype=bool))
-                wants.setdefault(result.node, []).append((i, [whole], False))
+                i, pairs = self._add_result(result.node, *gives[result.node])
+                wants.setdefault(result.node, []).append((i, pairs, False))
         for name, wanted in list(wants.items()):
             if name not in gives and self.nodes[name].op == "placeholder":
                 gives[name] = self._add_placeholder(self.nodes[name], wanted)
@@ -277,6 +277,18 @@ class _Builder:
             transient=transient,
         )
 
+    def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
+        """given: the pairs in which its producer makes it, by choice."""
+        whole = Pair((R,) * self.variants.axes, (R,) * self.variants.axes)
+        left = [leaving(pair) if name in self.late else whole for pair in given]
+        pairs = list(dict.fromkeys(left))
+        values = tuple(pair.value for pair in pairs)
+        once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
+        once = once / self.variants.microbatches[:, None]
+        made = self.rows[producer].offered
+        offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
+        return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs
+
     def _saved_bytes(self, nodes: Sequence[Node], node: Node, choices: OpChoices) -> tuple[ByMode, ByMode]:
         """[num, choices] bytes of the op by mode: (kept per microbatch in flight, held while its layer is run again);
         ``saved.saved_bytes`` for all cases."""
@@ -360,10 +372,11 @@ class _Builder:
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
         targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in wanted for p in pairs))}
         is_placeholder = node.op == "placeholder" and not grad
-        key = ("edge", node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder)
+        late = name in self.late
+        key = ("edge", node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, late)
         if key not in self.variants.cache:
             self.variants.cache[key] = Conversions(
-                self.pricer, node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder
+                self.pricer, node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, late
             )
         return BatchEdge(
             name,

@@ -50,7 +50,9 @@ def worthwhile_delay(plan: Plan) -> Delay | None:
     sums_s = max(s + stage.seconds.get("overlapped", 0.0) for s, stage in zip(exposed, stages))
     if not sums_s:
         return None
-    alone = tuple(map(_alone, plan.stages, stages))
+    everyone = any(len(stage.devices) == plan.num_devices for stage in plan.stages)
+    told_s = 0.0 if everyone else min(stage.seconds.get("loss", 0.0) for stage in stages)
+    alone = tuple(_alone(*one, told_s) for one in zip(plan.stages, stages))
     clock = simulate_stages(plan.schedule, plan.microbatches, plan.chunks_asked, plan.stages, alone, plan.transfers)
     step_s = max(clock.makespan_s, sums_s)
     steps = int(sums_s // step_s) + 1
@@ -59,11 +61,13 @@ def worthwhile_delay(plan: Plan) -> Delay | None:
     return Delay(steps, step_s)
 
 
-def _alone(stage: Stage, prediction: StagePrediction) -> StagePrediction:
-    """Without sums of gradients; and on a mesh of one axis, over which replicas send nothing else, of the loss."""
+def _alone(stage: Stage, prediction: StagePrediction, told_s: float) -> StagePrediction:
+    """Without sums of gradients; and on a mesh of one axis, over which replicas send nothing else, of the loss.
+    told_s: of every stage's seconds for the loss, those until everyone knows it."""
     found = replace(prediction, step_s=prediction.step_s - prediction.seconds.get("gradient", 0.0))
     if sum(size > 1 for size in stage.mesh_shape) != 1:
         return found
+    found = replace(found, step_s=found.step_s - (prediction.seconds.get("loss", 0.0) - told_s))
     sent = sum(prediction.seconds.get(cause, 0.0) for cause in ("reshard", "internal"))
     chunks = found.chunk_s[:-1] + tuple((f - sent, b, w) for f, b, w in found.chunk_s[-1:])  # the loss is in the last
     return replace(found, forward_s=found.forward_s - sent, chunk_s=chunks)

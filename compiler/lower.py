@@ -24,6 +24,7 @@ from .cuts import Cut
 from .gathers import gather_blocks
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .layers import differentiable
+from .loss_sum import leaving, lone_losses
 from .plan import Chunk, Plan
 from .program import ChunkProgram, Exit, Slot
 from .recompute import PlanLayers
@@ -92,8 +93,9 @@ class _Lowering:
         for node in ops:
             self._op(node)
         exits = [self._exit("send", name, name, Pair(spec, spec)) for name, spec in self.part.sends.items()]
+        late = lone_losses(self.graph)
         for kind, name, result in results:
-            target = self.whole
+            target = leaving(self.pair[result]) if kind == "loss" and result in late else self.whole
             if kind == "buffer":
                 slot = next((s for s in slots if s.kind == "buffer" and s.name == name), None)
                 target = slot.pair if slot else self.whole

@@ -3,7 +3,7 @@ clock.
 
     transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
     sends      starting a message keeps the sender for a while, in each of its actions; so does a code at both ends
-    loss       broadcast to all ranks where the stage that has it is not everyone
+    loss       broadcast to all ranks where the stage that has it is not everyone, beside its sum over the stage
     tied       copies send their gradients to the owner and get the new values back
 """
 
@@ -79,12 +79,13 @@ def _with_messages(
     """A stage's prediction with what it does together with others. posts: seconds per chunk of its forward and its
     backward to start messages."""
     ahead, back = sum(forward for forward, _ in posts), sum(backward for _, backward in posts)
+    loss = {"loss": alone.seconds.get("loss", 0.0)}  # its sum; it is told beside
     return replace(
         alone,
         forward_s=alone.forward_s + ahead,
         backward_s=alone.backward_s + back,
         step_s=alone.step_s + sum(once.values()),
-        seconds={**alone.seconds, "transfer": received, "sends": ahead + back, **once},
+        seconds={**alone.seconds, "transfer": received, "sends": ahead + back, **_summed([loss, once])},
         chunk_s=tuple((f + a, b + c, w) for (f, b, w), (a, c) in zip(alone.chunk_s, posts)),
     )
 

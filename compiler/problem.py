@@ -21,6 +21,7 @@ from torch.fx import Node
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .intra_op import Edge, Operator, Problem
 from .layers import Layering
+from .loss_sum import leaving, lone_losses
 from .plan import Residency
 from .pricing import MeshPricer
 from .recompute import NOTHING, Recompute
@@ -87,8 +88,8 @@ Choice = MeshChoice | Residency | Pair
 class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
-    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole); choices: MeshChoice for
-    ops, Residency for parameters, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch;
+    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are
+    summed once per step: ``loss_sum``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch;
     bytes; bytes per microbatch in flight). transient and edge_transient, empty where nothing needs them: where layers
     are recomputed, what autograd saves, beside the bytes kept, while the op's layer is; and the gathered value of a
     parameter that is stored in parts.
@@ -205,7 +206,7 @@ class _Builder:
         self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
         self.nodes = graph.by_name()
-        self.members = {node.name for node in ops}
+        self.members, self.late = {node.name for node in ops}, lone_losses(graph)
         self.saved = saved_tensors(ops, self.grad)
         self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
 
@@ -246,9 +247,8 @@ class _Builder:
             wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
         for result in self.graph.results:
             if result.node in gives and result.node not in self.entries:
-                whole = Pair((R,) * len(self.mesh), (R,) * len(self.mesh))
-                i = self._add(result.node, "result", (whole,), np.zeros(1), np.zeros(1), np.zeros(1))
-                wants.setdefault(result.node, []).append((i, [whole], False))
+                i, pairs = self._add_result(result.node, gives[result.node][1])
+                wants.setdefault(result.node, []).append((i, pairs, False))
         for name in list(wants):
             node = self.nodes[name]
             if name not in gives and node.op == "placeholder":
@@ -374,6 +374,14 @@ class _Builder:
         )
         return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
 
+    def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
+        """given: the pairs in which it may be made."""
+        whole = Pair((R,) * len(self.mesh), (R,) * len(self.mesh))
+        pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
+        kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
+        seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m
+        return self._add(name, "result", tuple(pairs), seconds, zero, zero), pairs
+
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
         source, kind = node.meta["source"], node.meta["type"]
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
@@ -455,6 +463,8 @@ class _Builder:
                 free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
                 ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
                 seconds[s, t] = (2 if again else 1) * ahead + back
+                if name in self.late and leaving(source).value != target.value:
+                    seconds[s, t] = np.inf
                 if copied and source.value != target.value and np.isfinite(seconds[s, t]):
                     nbytes[s, t] = self.pricer.local_bytes(kind, target.value)
         edge = Edge(

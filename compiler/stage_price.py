@@ -7,6 +7,7 @@
     per step         gradient, overlapped                       the reduction that is exposed, and what hides
                      gather                                     of values that are cut further than ops read them
                      optimizer
+                     loss                                       its sum over devices (``loss_sum``)
     added later      transfer, sends; loss, tied (per step)     what several stages do together (``predict``)
 
 ``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum. "gradient"
@@ -33,7 +34,7 @@ from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled_seconds
 from .rules import MeshChoice
-from .spec import Pair
+from .spec import Pair, without_partials
 from .wires import bucket_seconds, choose_ways, coding_source, way_source
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
@@ -106,7 +107,8 @@ class _Pricing:
     def run(self) -> StagePrice:
         trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
         blocks: dict[str, tuple[TensorType, Residency]] = {}  # those whose blocks are, and are gathered once per step
-        for name, choices, pick in zip(self.section.names, self.section.choices, self.chosen):
+        section = self.section
+        for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
             if isinstance(choice, MeshChoice):
                 self._op(node, choice)
@@ -117,6 +119,8 @@ class _Pricing:
                     trained[name] = (node, choice.compute)
                 elif trainable and choice.gather != "microbatch":
                     blocks[name] = (node.meta["type"], choice)
+            elif role == "result":
+                self._loss(node.meta["type"], choice)
         self._reshards()
         self._host()
         self._blocks(blocks)
@@ -160,6 +164,15 @@ class _Pricing:
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m
         self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), residency.compute.value)] += added_s
+
+    def _loss(self, kind: TensorType, pair: Pair) -> None:
+        """The sum of the addends that the microbatches have left."""
+        once = self.pricer.convert(pair.value, without_partials(pair.value), kind)
+        self.seconds["loss"] += once
+        self.once += once
+        axes = [axis for axis, placement in enumerate(pair.value) if placement.is_partial]
+        for axis in axes:
+            self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
 
     def _scattered(self, price: ResidencyPrice, source_of: Callable[[str], str]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""

@@ -58,8 +58,8 @@ class Evaluation:
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
                 if index == self.state.stage and self.comm is not None:
                     exits = executor.programs[chunk].exits
-                    pair = next(e.pair for e in exits if e.name == name or (name == "loss" == e.kind))
-                    steps = steps_between(pair.value, (R,) * len(pair.value))
+                    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
+                    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
                     whole = apply_steps(mine[name], steps, self.comm).contiguous()
                 if len(here.devices) < self.plan.num_devices:
                     dist.broadcast(wire(whole), here.devices[0])

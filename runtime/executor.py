@@ -25,6 +25,7 @@ from .facts import Facts, differentiable_links, links_of, places_of, settled
 from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import DistributedComm
+from .losses import BatchLoss
 from .replicas import Alone
 from .state import State
 from .trace import TimedComm, Trace
@@ -93,6 +94,7 @@ class Executor:
             BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
             for chunk, program in enumerate(programs)
         ]
+        self.loss = BatchLoss(self.parts, comm, alone)
         bind_links(self.parts, plan, facts, links, back, groups, self.window, seed)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
@@ -136,8 +138,8 @@ class Executor:
         scale: float = 1.0,
         loss_scale: float = 1.0,
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """One accumulation over all microbatches, gradients left in the leaves and summed over partial axes. scale:
-        multiplies gradients; loss_scale: too, but only until they are fp32.
+        """One accumulation over all microbatches, gradients left in the leaves, and with the loss summed over partial
+        axes. scale: multiplies gradients; loss_scale: too, but only until they are fp32.
 
         Returns (the mean loss on ranks of the loss stage else None, the outputs of an evaluation on ranks of their
         stages).
@@ -150,7 +152,6 @@ class Executor:
         self._refresh()
         if reducer is not None:
             reducer.begin(1 / loss_scale)
-        losses: list[torch.Tensor] = []
         outputs: dict[str, torch.Tensor] = {}
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
@@ -178,7 +179,7 @@ class Executor:
                     if part.buffer_exits:
                         self._refresh()
                     if part.loss_exit is not None:
-                        losses.append(exits[part.loss_exit].detach())
+                        self.loss.add(exits[part.loss_exit])
                     if self.training:
                         saved[action.chunk, microbatch] = (arguments, exits)
                     else:
@@ -203,16 +204,16 @@ class Executor:
                     held[index] = sends
                 self.trace.action(work.label, started, ready, worked, mark())
             comm.phase = "step"
+            total = self.loss.start()
             if reducer is not None:
                 with self.trace.span("gradient"):
                     reducer.finish()
+        with self.trace.span("loss"):
+            loss = None if total is None else total.wait()
         with self.trace.span("drain"):
             for sends in held.values():
                 _drain(sends)
-        if not losses:
-            return None, outputs
-        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / self.microbatches
-        return total, outputs
+        return loss, outputs
 
     def _refresh(self) -> None:
         for part in self.parts:

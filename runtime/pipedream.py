@@ -99,7 +99,6 @@ class StashingExecutor(Executor):
         validate(generate(PIPEDREAM, p, m * _CHECKED_STEPS + p), self.edges)
         self.forwards = self.backwards = 0
         self.batch_loss: torch.Tensor | None = None  # of the batch that this stage has just finished
-        self._losses: list[torch.Tensor] = []
         self._flying: dict[int, tuple[list[Any], tuple[Any, ...], int]] = {}  # arguments, exits, step
         self._values: deque[tuple[int, Sends]] = deque()
         self._cotangents: deque[tuple[int, Sends]] = deque()
@@ -169,6 +168,8 @@ class StashingExecutor(Executor):
                 else:
                     worked = self._backward(number, arrived)
                 self.trace.action(f"{kind}{number % self.microbatches}", started, ready, worked, mark())
+                if len(self.loss.losses) == self.microbatches:
+                    self._told()
                 if kind == "B" and self.backwards % self.microbatches == 0:
                     self._updated()
 
@@ -187,9 +188,7 @@ class StashingExecutor(Executor):
         if part.buffer_exits:
             self._refresh()
         if part.loss_exit is not None:
-            self._losses.append(exits[part.loss_exit].detach())
-            if len(self._losses) == self.microbatches:
-                self.batch_loss, self._losses = torch.stack(self._losses).sum() / self.microbatches, []
+            self.loss.add(exits[part.loss_exit])
         self._flying[number] = arguments, exits, step
         self.forwards += 1
         return worked
@@ -209,6 +208,14 @@ class StashingExecutor(Executor):
             self._hold(self._cotangents, number, part.send_cotangents(arguments, number % self.window, number))
         self.backwards += 1
         return worked
+
+    def _told(self) -> None:
+        """A batch has all its losses here."""
+        assert self.comm is not None
+        self.comm.phase = "step"
+        with self.trace.span("loss"):
+            started = self.loss.start()
+            self.batch_loss = None if started is None else started.wait()
 
     def _updated(self) -> None:
         """A batch has all its gradients here."""

@@ -369,9 +369,18 @@ class StageDocuments:
         for out, k in outputs:
             tensor = self._tensor(out.name)
             self._introduce(out.name, np.array([tensor.index(c.outputs[k]) for c in choices])[pick])
-            if any(result.node == out.name for result in self.graph.results):
-                whole = (R,) * len(self.mesh.shape)
-                self._read(tensor, np.full(len(self.values), tensor.index(Pair(whole, whole))), None)
+            whole = (R,) * len(self.mesh.shape)
+            for kind in (result.kind for result in self.graph.results if result.node == out.name):
+                left = [whole] * len(choices)
+                if kind == "loss" and not any(user.op != "output" for user in out.users):  # addends, summed once
+                    left = [tuple(P if p == P else R for p in c.outputs[k].value) for c in choices]
+                    self.values[:, ONCE] += np.array([self._sum_seconds(spec, tensor.kind) for spec in left])[pick]
+                wanted = np.array([tensor.index(Pair(spec, whole)) for spec in left])
+                self._read(tensor, wanted[pick], None)
+
+    def _sum_seconds(self, spec: Sequence[Any], kind: Any) -> float:
+        """Of all-reduces over the axes where the devices have addends."""
+        return sum(axis.seconds("all_reduce", kind.nbytes) for axis, p in zip(self.pricer.axes, spec) if p == P)
 
     def _op_values(self, node: Any, choices: Sequence[MeshChoice]) -> np.ndarray:
         out, pricer = np.zeros((len(choices), COLUMNS)), self.pricer

@@ -1,0 +1,51 @@
+"""The loss of a batch: the mean of its microbatches', summed once over the axes where each device has an addend.
+
+The sum travels while the last gradients do. Over an axis on which replicas step by themselves it is p times a
+replica's own share, as if all p had its samples (``replicas.Alone``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+import torch
+
+from .chunk import BoundChunk
+from .groups import DistributedComm, Pending
+
+__all__ = ["BatchLoss"]
+
+
+class BatchLoss:
+    """The losses of the microbatches that one rank's chunks have run. alone: axes over which nothing is sent."""
+
+    def __init__(self, parts: Sequence[BoundChunk], comm: DistributedComm, alone: Collection[int] = ()) -> None:
+        self.comm, self.losses = comm, list[torch.Tensor]()
+        exits = [part.program.exits[part.loss_exit] for part in parts if part.loss_exit is not None]
+        addends = [axis for exit in exits for axis, value in enumerate(exit.pair.value) if value.is_partial]
+        self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in alone]
+        self.times = prod(comm.size(axis) for axis in addends if axis in alone)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """What a microbatch left (0-d)."""
+        self.losses.append(loss.detach())
+
+    def start(self) -> Pending | None:
+        """Start the sum of what is there; nothing is left. None where this rank has no loss."""
+        losses, self.losses = self.losses, []
+        if not losses:
+            return None
+        mine = losses[0].clone() if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
+        if self.times > 1:
+            mine *= self.times
+        if not self.axes:
+            return Pending(None, mine, mine)
+        first, *rest = self.axes
+
+        def others(came: torch.Tensor) -> torch.Tensor:
+            for axis in rest:
+                came = self.comm.all_reduce(came, axis)
+            return came
+
+        return Pending(self.comm.start_all_reduce(mine, (first,)), mine, mine, others)
