@@ -89,10 +89,10 @@ class Section:
     """The numeric problem with the way back to the graph. Parallel arrays over operators.
 
     kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are
-    summed once per step: ``loss_sum``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest; seconds, resident, saved: [num_choices] arrays (per microbatch;
-    bytes; bytes per microbatch in flight). transient and edge_transient, empty where nothing needs them: where layers
-    are recomputed, what autograd saves, beside the bytes kept, while the op's layer is; and the gathered value of a
-    parameter that is stored in parts.
+    summed once per step: ``loss_sum``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest;
+    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight). transient
+    and edge_transient, empty where nothing needs them: where layers are recomputed, what autograd saves, beside the
+    bytes kept, while the op's layer is; and the gathered value of a parameter that is stored in parts.
     """
 
     names: tuple[str, ...]

@@ -43,8 +43,9 @@ class Exit:
     """One result of the module.
 
     kind: "send" (name: the node's, leaves for later stages in spec ``pair.value``, its cotangent comes back in
-    ``pair.cotangent``), "loss" (0-d; on axes where ``pair.value`` is P this device's addend, to be summed once per step;
-    seed its cotangent on every device), "output" (name: flat index) or "buffer" (name: the buffer's; already in the buffer's own spec).
+    ``pair.cotangent``), "loss" (0-d; on axes where ``pair.value`` is P this device's addend, to be summed once per
+    step; seed its cotangent on every device), "output" (name: flat index) or "buffer" (name: the buffer's; already in
+    the buffer's own spec).
     """
 
     kind: str

@@ -28,15 +28,15 @@ class BatchLoss:
         self.times = prod(comm.size(axis) for axis in addends if axis in alone)
 
     def add(self, loss: torch.Tensor) -> None:
-        """What a microbatch left (0-d)."""
-        self.losses.append(loss.detach())
+        """What a microbatch left (0-d). Its storage may have room for all addends, so it is copied."""
+        self.losses.append(loss.detach().clone())
 
     def start(self) -> Pending | None:
         """Start the sum of what is there; nothing is left. None where this rank has no loss."""
         losses, self.losses = self.losses, []
         if not losses:
             return None
-        mine = losses[0].clone() if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
+        mine = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
         if self.times > 1:
             mine *= self.times
         if not self.axes:
