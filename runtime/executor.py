@@ -150,6 +150,7 @@ class Executor:
         self.context.step, self.context.unscale = step, 1 / loss_scale
         mark, comm, reducer = self.trace.mark, self.comm, self.reducer if self.training else None
         self._refresh()
+        self.loss.begin()
         if reducer is not None:
             reducer.begin(1 / loss_scale)
         outputs: dict[str, torch.Tensor] = {}

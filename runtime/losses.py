@@ -27,6 +27,10 @@ class BatchLoss:
         self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in alone]
         self.times = prod(comm.size(axis) for axis in addends if axis in alone)
 
+    def begin(self) -> None:
+        """Before the first microbatch of a batch: nothing is there, whatever became of the last one."""
+        self.losses = []
+
     def add(self, loss: torch.Tensor) -> None:
         """What a microbatch left (0-d). Its storage may have room for all addends, so it is copied."""
         self.losses.append(loss.detach().clone())

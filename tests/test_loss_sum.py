@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.compiler.capture import capture
+from meshwright.compiler.delays import worthwhile_delay
 from meshwright.compiler.loss_sum import leaving, lone_losses
 from meshwright.compiler.lower import lower
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.spec import parse_pair
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
+from meshwright.costmodel.hardware import Link
 from meshwright.runtime.groups import DistributedComm
 from meshwright.runtime.stage import NonFiniteLoss
 from ranks import RankPool
@@ -131,6 +133,17 @@ def test_a_step_pays_for_one_sum():
             assert stage.step_s == pytest.approx(other.step_s)
     stage = plans[0].prediction.stages[0]
     assert stage.step_s == pytest.approx(sum(stage.seconds[cause] for cause in ("gradient", "optimizer", "loss")))
+
+
+def test_a_delay_waits_for_no_loss():
+    near = fast_links(1)
+    far = replace(near, hosts=near.hosts * 2, link=Link("far", 1e-5, 1e12, "assumed"))
+    plan = planned("mean", "dp2", 1, far)
+    seconds, found = plan.prediction.stages[0].seconds, worthwhile_delay(plan)
+    rest = plan.prediction.step_s - seconds["gradient"] - seconds["loss"]
+    assert seconds["loss"] > 2e-5
+    assert found is not None
+    assert found.step_s == pytest.approx(rest)
 
 
 # ---- on ranks
