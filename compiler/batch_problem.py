@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from .batch_parameters import ParameterChoice
 from .batch_pricing import BatchPricer
 from .graph import TensorType
+from .loose_choices import converts_over
 from .op_choices import OpChoices
 from .rules import MeshChoice
 from .spec import Pair
@@ -35,7 +37,10 @@ class Conversions:
         targets: tuple[Pair, ...],
         grad: bool,
         is_placeholder: bool,
+        loose: tuple[int, ...] = (),
     ) -> None:
+        """loose: axes over which nothing may be sent (``loose_choices``)."""
+        self.loose = loose
         self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
         self.grad, self.is_placeholder = grad, is_placeholder
 
@@ -50,6 +55,11 @@ class Conversions:
                 for source in values[0]
             ]
             seconds[:, np.array(free)] = 0.0
+        for axis in self.loose:
+            pairs = product(self.sources, self.targets)
+            sends = np.array([converts_over(*pair, self.kind, self.grad, axis) for pair in pairs], dtype=bool)
+            there = self.pricer.variants.sizes[:, axis, None, None] > 1
+            seconds = np.where(there & sends.reshape(seconds.shape[1:]), np.inf, seconds)
         return seconds
 
     @cached_property
