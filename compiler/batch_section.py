@@ -17,6 +17,7 @@ from .batch_parameters import ParameterPrices, parameter_prices
 from .batch_pricing import BatchPricer
 from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
 from .graph import op_name, output_of, tensor_operands, types_of
+from .layer_gathers import LayerReads
 from .loose_choices import lies_loosely
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
@@ -95,6 +96,7 @@ class _Builder:
             for mode, re in self.recompute.items()
         }
         self.sharing = _sharing(variants)
+        self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
         self.entries, self.exits = self._borders(into, out)
@@ -332,7 +334,7 @@ class _Builder:
             trainable = source.requires_grad and node.name in self.grad
             allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
             prices = parameter_prices(
-                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed
+                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed, self.reads.of(node)
             )
             i = self._add_parameter(node.name, prices)
             return i, [normalized(choice.pair, node.name in self.grad) for choice in prices.choices]

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .intra_op import Edge, Operator, Problem
+from .layer_gathers import LayerReads
 from .layers import Layering
 from .loose_choices import converts_over, lies_loosely, sends_over
 from .plan import Residency
@@ -214,6 +215,7 @@ class _Builder:
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
         self.nodes = graph.by_name()
         self.members = {node.name for node in ops}
+        self.reads = LayerReads(ops, layering.layer_of, self.grad)
         self.saved = saved_tensors(ops, self.grad)
         self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
 
@@ -431,9 +433,10 @@ class _Builder:
         allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
         choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
+        uses = self.reads.of(node)
         for i, residency in enumerate(choices):
             bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
-            price = residency_seconds(pricer, kind, residency, self.m, trainable)
+            price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
             once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
             held[i] = gathered_bytes(pricer, kind, residency)
