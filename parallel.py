@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .compiler.delays import chosen_delay, delay_taken
+from .compiler.delays import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.driver import make_plans
 from .compiler.example import batch_dims_of, batch_extent, flat_inputs
 from .compiler.fastest import fastest, searched
@@ -228,12 +228,28 @@ class Parallel:
         assert cluster is not None
         batch = self._global_batch or batch_extent(graph, inputs)
         name = "AdamW" if self._factory is None else optimizer_name(self._factory)
-        return self._search(graph, cluster, batch, optimizer=name, capture_s=capture_s, **self._question())
+        facts: dict[str, Any] = {"optimizer": name, "capture_s": capture_s}
+        found = self._search(graph, cluster, batch, **facts)
+        if self._choose_delay and worthwhile_delay(found) is not None and chosen_delay(found, graph) is None:
+            with suppress(InfeasibleError):
+                other = self._search(graph, cluster, batch, True, **facts)
+                delay = chosen_delay(other, graph)
+                if delay is not None and LEAST_GAIN * delay.step_s <= found.prediction.step_s:
+                    return other
+        return found
 
-    def _search(self, graph: Graph, cluster: Cluster, batch: int, **question: Any) -> Plan:
-        """The fastest plan of the precisions that are open."""
-        arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **question}
-        return fastest(searched(make_plans, arguments, check_precision(self._asked.precision)), 1)[0]
+    def _search(self, graph: Graph, cluster: Cluster, batch: int, loose: bool = False, **besides: Any) -> Plan:
+        """The fastest plan of the precisions that are open; of those whose replicas can step by themselves if
+        ``loose``, and where there are some if that is asked for. besides: more arguments of ``make_plans``."""
+        arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **self._question(), **besides}
+        precisions, apart = check_precision(self._asked.precision), replace(self._space, loose=True)
+        if loose or not self._looseness.is_tight:
+            try:
+                return fastest(searched(make_plans, {**arguments, "space": apart}, precisions), 1)[0]
+            except InfeasibleError:
+                if loose:
+                    raise
+        return fastest(searched(make_plans, arguments, precisions), 1)[0]
 
     def _question(self) -> dict[str, Any]:
         """The arguments of ``make_plan`` that say what is asked for."""
@@ -400,9 +416,8 @@ class Parallel:
 
         def search(cluster: Cluster) -> Plan:
             return self._search(
-                graph, cluster, plan.global_batch, optimizer=plan.optimizer, alternatives=False,
-                **{**self._question(), "strategy": None},
-            )  # fmt: skip
+                graph, cluster, plan.global_batch, optimizer=plan.optimizer, alternatives=False, strategy=None
+            )
 
         def find() -> Recalibration:
             found = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)

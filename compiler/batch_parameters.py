@@ -11,6 +11,7 @@ import numpy as np
 from .batch_pricing import BatchPricer
 from .carried import wire_share
 from .graph import TensorType
+from .layer_gathers import GatherUse
 from .plan import BUCKET_BYTES
 from .residency import PATTERNS, summed
 from .spec import P, Pair, R
@@ -53,12 +54,14 @@ def parameter_prices(
     trainable: bool,
     requires_grad: bool,
     allowed: Collection[str] = ("replicated",),
+    uses: tuple[GatherUse, ...] = (),
 ) -> ParameterPrices:
     """Prices of a parameter of ``kind`` (at the capture extent). offered: bool [num, pairs]; trainable: whether a
-    gradient reaches it; requires_grad: whether one could. Choices of one pair stand together, "replicated" first."""
-    key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed))
+    gradient reaches it; requires_grad: whether one could; uses: the layers that read it. Choices of one pair stand
+    together, "replicated" first."""
+    key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed), uses)
     if key not in pricer.variants.cache:
-        table = _Table(pricer, kind, trainable, requires_grad)
+        table = _Table(pricer, kind, trainable, requires_grad, uses)
         table.add_all(pairs, offered, allowed)
         pricer.variants.cache[key] = table.prices()
     found: ParameterPrices = pricer.variants.cache[key]
@@ -66,7 +69,15 @@ def parameter_prices(
 
 
 class _Table:
-    def __init__(self, pricer: BatchPricer, kind: TensorType, trainable: bool, requires_grad: bool) -> None:
+    def __init__(
+        self,
+        pricer: BatchPricer,
+        kind: TensorType,
+        trainable: bool,
+        requires_grad: bool,
+        uses: tuple[GatherUse, ...],
+    ) -> None:
+        self.uses = uses
         self.pricer, self.kind, self.trainable, self.requires_grad = pricer, kind, trainable, requires_grad
         self.variants, self.sums = pricer.variants, pricer.gradient_type(kind)
         self.shapes = self.variants.shapes(kind)[self.variants.extent_of]
@@ -137,26 +148,36 @@ class _Table:
         gathers per step, update)."""
         nothing = np.zeros(self.variants.num)
         size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
-        code = self.variants.communication.weights if pattern == "zero3" else "none"
-        gather = nothing
-        if pattern != "replicated":
-            gather = self._bucket("all_gather", shared, size * wire_share(code, self.kind))
-            gather = gather + (whole + part) * self.pricer.coder_seconds(code, self.kind)
+        gathers = [self._share("all_gather", shared, self.kind, use, whole, whole + part) for use in self.uses]
+        ahead = sum(gathers, nothing)
+        again = sum((seconds for seconds, use in zip(gathers, self.uses) if use.again), nothing)
         if not self.trainable:
-            return gather, gather, nothing, nothing, nothing
+            return (ahead, again, nothing, nothing, nothing) if pattern == "zero3" else (nothing,) * 5
         update = self.pricer.update_seconds(self.kind, part)
         # gradients add up where they are kept: whole unless every microbatch reduces them
         added = self._added(pair, shared if pattern in ("zero2", "zero3") else 0, dim)
         if pattern == "replicated":
             partial = sum(1 << axis for axis, placement in enumerate(pair.cotangent) if placement == P)
             return nothing, added, added, self._bucket("all_reduce", partial, sums), update
-        reduce = self._bucket("reduce_scatter", shared, sums * wire_share(code, self.sums))
-        reduce = reduce + 2 * whole * self.pricer.coder_seconds(code, self.sums)
+        if pattern == "zero3":
+            sent = (self._share("reduce_scatter", shared, self.sums, use, whole, 2 * whole) for use in self.uses)
+            return ahead, added + again + sum(sent, nothing), added, nothing, update
+        reduce, gather = self._bucket("reduce_scatter", shared, sums), self._bucket("all_gather", shared, size)
         if pattern == "zero1":
             return nothing, added, added, reduce + gather, update
-        if pattern == "zero2":
-            return nothing, added + reduce, added, gather, update
-        return gather, added + reduce + gather, added, nothing, update
+        return nothing, added + reduce, added, gather, update
+
+    def _share(
+        self, collective: str, mask: int, sent: TensorType, use: GatherUse, whole: np.ndarray, coded: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of its elements in a layer's message, no more than in any that may be sent. coded: elements to encode
+        and decode."""
+        if not mask:
+            return np.zeros_like(whole)
+        code = self.variants.communication.weights
+        each = sent.dtype.itemsize * wire_share(code, sent)
+        rate = self.pricer.tariff(mask, collective).least_rate(whole * each, np.full_like(whole, use.largest * each))
+        return whole * each * rate + coded * self.pricer.coder_seconds(code, sent)
 
     def _added(self, pair: Pair, shared: int, dim: np.ndarray) -> np.ndarray:
         """[num] seconds per microbatch to add its gradient up."""

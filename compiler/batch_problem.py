@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from .batch_parameters import ParameterChoice
 from .batch_pricing import BatchPricer
 from .graph import TensorType
+from .loose_choices import converts_over
 from .loss_sum import leaving
 from .op_choices import OpChoices
 from .rules import MeshChoice
@@ -27,7 +29,7 @@ ByMode = dict[str, np.ndarray]
 
 class Conversions:
     """Seconds of all conversions of one tensor between its source and target pairs. late: of a lone loss, which leaves
-    as it is made (``loss_sum``)."""
+    as it is made (``loss_sum``). loose: axes over which nothing may be sent (``loose_choices``)."""
 
     def __init__(
         self,
@@ -38,9 +40,10 @@ class Conversions:
         grad: bool,
         is_placeholder: bool,
         late: bool = False,
+        loose: tuple[int, ...] = (),
     ) -> None:
         self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
-        self.grad, self.is_placeholder, self.late = grad, is_placeholder, late
+        self.grad, self.is_placeholder, self.late, self.loose = grad, is_placeholder, late, loose
 
     @cached_property
     def ahead(self) -> np.ndarray:
@@ -56,6 +59,11 @@ class Conversions:
         if self.late:
             left = [[leaving(source).value != target for target in values[1]] for source in self.sources]
             seconds[:, np.array(left)] = np.inf
+        for axis in self.loose:
+            pairs = product(self.sources, self.targets)
+            sends = np.array([converts_over(*pair, self.kind, self.grad, axis) for pair in pairs], dtype=bool)
+            there = self.pricer.variants.sizes[:, axis, None, None] > 1
+            seconds = np.where(there & sends.reshape(seconds.shape[1:]), np.inf, seconds)
         return seconds
 
     @cached_property

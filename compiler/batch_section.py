@@ -17,6 +17,8 @@ from .batch_parameters import ParameterPrices, parameter_prices
 from .batch_pricing import BatchPricer
 from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
 from .graph import op_name, output_of, tensor_operands, types_of
+from .layer_gathers import LayerReads
+from .loose_choices import lies_loosely
 from .loss_sum import leaving, lone_losses
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
@@ -95,6 +97,7 @@ class _Builder:
             for mode, re in self.recompute.items()
         }
         self.sharing = _sharing(variants)
+        self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
         self.entries, self.exits = self._borders(into, out)
@@ -259,6 +262,8 @@ class _Builder:
         if node.name in self.restriction.split:
             fits = choices.keeps_to(self.restriction, node.name, self.variants)
             seconds = np.where(fits, seconds, np.inf)
+        if loose := self.restriction.loose_axes:
+            seconds = np.where(choices.sends_over(node, loose, self.grad), np.inf, seconds)
         floor = seconds
         if self.sharing.floats(node.name):
             floor = np.where(np.isinf(seconds), seconds, 0.0)
@@ -329,6 +334,9 @@ class _Builder:
             found = placeholder_pairs(self.variants, node, asked, self.restriction.roles)
             if node.name in self.restriction.replicated:
                 found = {p: where for p, where in found.items() if not any(value.is_shard for value in p.value)}
+            if source.kind in ("parameter", "buffer"):
+                trained, loose = source.requires_grad and node.name in self.grad, self.restriction.loose_axes
+                found = {p: where for p, where in found.items() if lies_loosely(p, loose, trained)}
         found = {pair: found[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(found, key=str)}
         found = {pair: where for pair, where in found.items() if where.any()}
         if not found:
@@ -338,7 +346,7 @@ class _Builder:
             trainable = source.requires_grad and node.name in self.grad
             allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
             prices = parameter_prices(
-                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed
+                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed, self.reads.of(node)
             )
             i = self._add_parameter(node.name, prices)
             return i, [normalized(choice.pair, node.name in self.grad) for choice in prices.choices]
@@ -372,12 +380,13 @@ class _Builder:
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
         targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in wanted for p in pairs))}
         is_placeholder = node.op == "placeholder" and not grad
-        late = name in self.late
-        key = ("edge", node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, late)
+        asked = (
+            node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, name in self.late,
+            self.restriction.loose_axes,
+        )  # fmt: skip
+        key = ("edge", *asked)
         if key not in self.variants.cache:
-            self.variants.cache[key] = Conversions(
-                self.pricer, node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, late
-            )
+            self.variants.cache[key] = Conversions(self.pricer, *asked)
         return BatchEdge(
             name,
             producer,

@@ -22,7 +22,7 @@ from .plan import Plan, Stage, StagePrediction
 from .precision import in_precision
 from .simulate import simulate_stages
 
-__all__ = ["Delay", "chosen_delay", "delay_notes", "delay_taken", "worthwhile_delay"]
+__all__ = ["LEAST_GAIN", "Delay", "chosen_delay", "delay_notes", "delay_taken", "worthwhile_delay"]
 
 MOST = 20  # steps: what has been published without loss of accuracy (Zhu et al. 2021)
 LEAST_GAIN = 1.25

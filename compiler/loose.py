@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 
 import torch.fx
 
+from .loose_choices import LOSS_NUMBERS
 from .plan import Stage
 from .program import ChunkProgram
 from .reshard import FREE, run_steps
 
 __all__ = ["loose_axes"]
-
-_NUMBERS = 2  # that a loss may be made of: a sum and a count
 
 
 def loose_axes(stage: Stage, programs: Sequence[ChunkProgram]) -> tuple[tuple[int, ...], str]:
@@ -64,7 +63,7 @@ def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
             # a mask would leave to the first replica what all add
             if at != axis or (kind in FREE and kind != "mask"):
                 continue
-            if kind != "all_reduce" or reach[node] != {"loss"} or node.meta["numel"] > _NUMBERS:
+            if kind != "all_reduce" or reach[node] != {"loss"} or node.meta["numel"] > LOSS_NUMBERS:
                 yield f"tensor {name!r} is resharded by {kind}"
 
 

@@ -14,7 +14,7 @@ and no heavy work done whole where it could be split.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -66,6 +66,14 @@ class OpChoices:
         """bool [num, C]: which choices have the labels that a restriction wants split."""
         fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
         found: np.ndarray = np.array(fits)[self.group_of][variants.extent_of]
+        return found
+
+    def sends_over(self, node: Node, axes: Sequence[int], needs_grad: Collection[str]) -> np.ndarray:
+        """bool [C]: which choices send something over one of the axes themselves."""
+        found = np.zeros(len(self.choices), dtype=bool)
+        for message in self.messages:
+            if message.axis in axes and message.internal.is_sent(node, needs_grad):
+                found[list(message.columns)] = True
         return found
 
 

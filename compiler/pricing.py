@@ -280,6 +280,34 @@ class MeshPricer:
         prices = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, split))
         return prices[first + 1], prices[first]
 
+    def message_seconds(self, collective: str, axes: Sequence[int], size: float) -> float:
+        """Seconds of one collective of ``size`` whole bytes; axes that are no neighbours act one by one."""
+        if not axes or not size:
+            return 0.0
+        joint = self.joint(axes)
+        if joint is not None:
+            return joint.seconds(collective, size)
+        seconds, left = 0.0, float(size)
+        for axis in axes:
+            seconds += self.axes[axis].seconds(collective, left)
+            left /= self.mesh_shape[axis]
+        return seconds
+
+    def message_source(self, collective: str, axes: Sequence[int]) -> str:
+        """Where ``message_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        return (self.joint(axes) or self.axes[axes[0]]).source(collective)
+
+    def message_rate(self, collective: str, axes: Sequence[int], smallest: float, largest: float) -> float:
+        """The least seconds per byte of ``message_seconds`` for any size between these."""
+        joint = self.joint(axes)
+        if joint is not None:
+            return joint.least_rate(collective, smallest, largest)
+        rate, share = 0.0, 1.0
+        for axis in axes:
+            rate += share * self.axes[axis].least_rate(collective, smallest * share, largest * share)
+            share /= self.mesh_shape[axis]
+        return rate
+
     def reduce_seconds(self, size: float, axes: Sequence[int]) -> float:
         """Seconds to sum ``size`` bytes over the groups that these axes form together."""
         joint = self.joint(axes)
@@ -289,7 +317,7 @@ class MeshPricer:
 
     def reduce_source(self, axes: Sequence[int]) -> str:
         """Where ``reduce_seconds`` comes from: "measured", "scaled" or "analytic"."""
-        return (self.joint(axes) or self.axes[axes[0]]).source(IN_PLACE)
+        return self.message_source(IN_PLACE, axes)
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
         """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full

@@ -20,7 +20,9 @@ from torch.fx import Node
 
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .intra_op import Edge, Operator, Problem
+from .layer_gathers import LayerReads
 from .layers import Layering
+from .loose_choices import converts_over, lies_loosely, sends_over
 from .loss_sum import leaving, lone_losses
 from .plan import Residency
 from .pricing import MeshPricer
@@ -51,7 +53,8 @@ class Restriction:
     pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
     parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
     residencies: patterns of ``residency.PATTERNS`` that a parameter may take if it is not pinned; "replicated" it may
-    where it can take none of them. replicated: parameter nodes that are whole on every device. split: op node → labels
+    where it can take none of them. loose: replicas along the "data" axes send each other nothing but gradients and the
+    loss (``loose_choices``). replicated: parameter nodes that are whole on every device. split: op node → labels
     each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the recompute
     modes that its layers may take, where these are not all that the search has.
     """
@@ -63,6 +66,12 @@ class Restriction:
     replicated: frozenset[str] = frozenset()
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    loose: bool = False
+
+    @property
+    def loose_axes(self) -> tuple[int, ...]:
+        """The axes over which replicas are to step by themselves."""
+        return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
 
     def splits(self, op: str, labels: Sequence[str]) -> bool:
         """Whether a choice with these labels keeps to ``split``."""
@@ -207,6 +216,7 @@ class _Builder:
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
         self.nodes = graph.by_name()
         self.members, self.late = {node.name for node in ops}, lone_losses(graph)
+        self.reads = LayerReads(ops, layering.layer_of, self.grad)
         self.saved = saved_tensors(ops, self.grad)
         self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
 
@@ -369,6 +379,8 @@ class _Builder:
         if node.name in self.restriction.split:
             fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
             seconds[~np.array(fits)] = np.inf
+        if loose := self.restriction.loose_axes:
+            seconds[[sends_over(node, c, loose, self.grad) for c in choices]] = np.inf
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )
@@ -388,6 +400,9 @@ class _Builder:
         pairs = {parse_pair(pinned)} if pinned else self._pairs(node, wanted)
         if not pinned and node.name in self.restriction.replicated:
             pairs = {pair for pair in pairs if not any(value.is_shard for value in pair.value)}
+        if source.kind in ("parameter", "buffer") and not pinned:
+            loose, trained = self.restriction.loose_axes, self._trainable(node)
+            pairs = {pair for pair in pairs if lies_loosely(pair, loose, trained)}
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         if source.kind == "parameter":
             i = self._add_parameter(node, ordered, pattern)
@@ -426,9 +441,10 @@ class _Builder:
         allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
         choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
+        uses = self.reads.of(node)
         for i, residency in enumerate(choices):
             bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
-            price = residency_seconds(pricer, kind, residency, self.m, trainable)
+            price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
             once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
             held[i] = gathered_bytes(pricer, kind, residency)
@@ -463,7 +479,8 @@ class _Builder:
                 free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
                 ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
                 seconds[s, t] = (2 if again else 1) * ahead + back
-                if name in self.late and leaving(source).value != target.value:
+                late = name in self.late and leaving(source).value != target.value
+                if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.loose_axes):
                     seconds[s, t] = np.inf
                 if copied and source.value != target.value and np.isfinite(seconds[s, t]):
                     nbytes[s, t] = self.pricer.local_bytes(kind, target.value)

@@ -17,7 +17,8 @@ A frozen parameter is replicated, or "zero3" without gradient, reduction and upd
 what is cut, and the frequency of the reduction which of zero1 and zero2 it is (Rajbhandari et al. 2020, ZeRO).
 
 Collectives run in the groups that A forms together and cost their share of a full bucket, as gradients do
-(``MeshPricer.gradient_seconds``). Gradients of later microbatches are added where the gradient is kept
+(``MeshPricer.gradient_seconds``); those of "zero3" no more than their share of any message that may be sent, and the
+second gather only where it is (``layer_gathers``). Gradients of later microbatches are added where the gradient is kept
 (``accumulate_seconds``). Under mixed precision gradients are kept and summed in fp32, and so is the n/d of a value in
 "zero3", which is the master.
 """
@@ -30,6 +31,7 @@ from math import prod
 
 from .carried import coder_seconds, wire_share
 from .graph import TensorType
+from .layer_gathers import GatherUse
 from .overlap import Bucket, Gradient, bucketed
 from .plan import BUCKET_BYTES, Residency
 from .pricing import MeshPricer, gradient_type, partial_axes
@@ -38,6 +40,7 @@ from .spec import P, Pair, R, S, Spec, without_partials
 __all__ = [
     "PATTERNS",
     "ResidencyPrice",
+    "Unfilled",
     "accumulate_seconds",
     "gathered_bytes",
     "parameter_residencies",
@@ -47,7 +50,7 @@ __all__ = [
     "residency_seconds",
     "residency_text",
     "summed",
-    "unfilled_seconds",
+    "unfilled",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -59,7 +62,8 @@ class ResidencyPrice:
     microbatch and per step, and the update (per step)."""
 
     reduce_microbatch_s: float = 0.0
-    gather_microbatch_s: float = 0.0
+    gather_forward_s: float = 0.0
+    gather_backward_s: float = 0.0
     reduce_step_s: float = 0.0
     gather_step_s: float = 0.0
     update_s: float = 0.0
@@ -67,7 +71,7 @@ class ResidencyPrice:
     @property
     def per_microbatch_s(self) -> float:
         """Of every microbatch."""
-        return self.reduce_microbatch_s + self.gather_microbatch_s
+        return self.gather_forward_s + self.gather_backward_s + self.reduce_microbatch_s
 
     @property
     def per_step_s(self) -> float:
@@ -152,60 +156,79 @@ def residency_text(residency: Residency) -> str:
 
 
 def residency_seconds(
-    pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int = 1, trainable: bool = True
+    pricer: MeshPricer,
+    kind: TensorType,
+    residency: Residency,
+    microbatches: int = 1,
+    trainable: bool = True,
+    uses: Sequence[GatherUse] = (),
 ) -> ResidencyPrice:
     """What the reductions, gathers and the update of one parameter take, all of it exposed; the addition of gradients
-    apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step."""
+    apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step. uses: the layers that
+    gather it in every microbatch; without them those messages are priced elsewhere (``layer_gathers``)."""
     assert microbatches >= 1, microbatches
-    size = pricer.local_bytes(kind, residency.compute.value)
-    sums = gradient_type(kind, pricer.mixed)
-    axes, each = residency.scattered_axes, residency.gather == "microbatch"
-    code = pricer.communication.weights if each else "none"
-    gather = _full_bucket(pricer, "all_gather", axes, size * wire_share(code, kind))
-    elements, parts = size / kind.dtype.itemsize, prod(pricer.mesh_shape[axis] for axis in axes)
-    gather += elements * (1 + 1 / parts) * coder_seconds(code, kind, pricer.device)
+    axes = residency.scattered_axes
+    update = 0.0
+    if trainable:
+        update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
+    if axes and residency.gather == "microbatch":
+        forward, backward, reduce = _shares(pricer, kind, residency, uses)
+        return ResidencyPrice(reduce if trainable else 0.0, forward, backward, update_s=update)
     if not trainable:
-        return ResidencyPrice(gather_microbatch_s=2 * gather if each else 0.0)
-    update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
+        return ResidencyPrice()
     if not axes:
         return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
-    told = pricer.local_bytes(sums, residency.compute.value) * wire_share(code, sums)
-    reduce = _full_bucket(pricer, "reduce_scatter", axes, told) + 2 * elements * coder_seconds(
-        code, sums, pricer.device
-    )
+    sums, value = gradient_type(kind, pricer.mixed), residency.compute.value
+    reduce = _full_bucket(pricer, "reduce_scatter", axes, pricer.local_bytes(sums, value))
+    gather = _full_bucket(pricer, "all_gather", axes, pricer.local_bytes(kind, value))
     often = residency.reduce == "microbatch"
     return ResidencyPrice(
         reduce_microbatch_s=reduce if often else 0.0,
-        gather_microbatch_s=2 * gather if each else 0.0,
         reduce_step_s=0.0 if often else reduce,
-        gather_step_s=0.0 if each else gather,
+        gather_step_s=gather,
         update_s=update,
     )
+
+
+def _shares(
+    pricer: MeshPricer, kind: TensorType, residency: Residency, uses: Sequence[GatherUse]
+) -> tuple[float, float, float]:
+    """Seconds of the messages of these layers that no message undercuts: (gathers in the forward, in the backward,
+    reductions)."""
+    axes, value, code = residency.scattered_axes, residency.compute.value, pricer.communication.weights
+    sums, elements = gradient_type(kind, pricer.mixed), pricer.local_bytes(kind, value) / kind.dtype.itemsize
+    parts = prod(pricer.mesh_shape[axis] for axis in axes)
+
+    def share(collective: str, sent: TensorType, largest: int, codings: float) -> float:
+        each = sent.dtype.itemsize * wire_share(code, sent)
+        seconds = elements * each * pricer.message_rate(collective, axes, elements * each, largest * each)
+        return seconds + elements * codings * coder_seconds(code, sent, pricer.device)
+
+    gathers = [share("all_gather", kind, use.largest, 1 + 1 / parts) for use in uses]
+    again = sum(seconds for seconds, use in zip(gathers, uses) if use.again)
+    return sum(gathers), again, sum(share("reduce_scatter", sums, use.largest, 2) for use in uses)
 
 
 def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:
     """Seconds of ``size`` whole bytes as a share of a full bucket."""
     full = max(size, BUCKET_BYTES)
-    return message_seconds(pricer, collective, axes, full) * size / full
+    return pricer.message_seconds(collective, axes, full) * size / full
 
 
-def message_seconds(pricer: MeshPricer, collective: str, axes: Sequence[int], size: float) -> float:
-    """Seconds of one collective of ``size`` whole bytes; axes that are no neighbours act one by one."""
-    if not axes or not size:
-        return 0.0
-    joint = pricer.joint(axes)
-    if joint is not None:
-        return float(joint.seconds(collective, size))
-    seconds, left = 0.0, float(size)
-    for axis in axes:
-        seconds += pricer.axes[axis].seconds(collective, left)
-        left /= pricer.mesh_shape[axis]
-    return seconds
+@dataclass(frozen=True)
+class Unfilled:
+    """What one message that is not full takes beyond its share of a full one; often: in every microbatch, not once per
+    step."""
+
+    collective: str
+    axes: tuple[int, ...]
+    often: bool
+    seconds: float
 
 
-def unfilled_seconds(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]]) -> tuple[float, float, float]:
-    """What buckets that are not full add to ``residency_seconds`` of parameters, in program order, whose optimizer has
-    blocks while programs read whole values (ZeRO-1 and 2): (reductions per microbatch, per step, gathers per step)."""
+def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]]) -> list[Unfilled]:
+    """What messages add to ``residency_seconds`` of parameters, in program order, whose optimizer has blocks while
+    programs read whole values (ZeRO-1 and 2): reductions, and gathers per step."""
 
     def buckets(kinds: Sequence[TensorType], often: bool | None = None) -> list[Bucket]:
         """Of these types, of all parameters or of those that are reduced in every microbatch or not."""
@@ -217,14 +240,13 @@ def unfilled_seconds(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Resi
 
     values = [kind for kind, _ in blocks]
     sums = [gradient_type(kind, pricer.mixed) for kind in values]
-    often, once = (_unfilled(pricer, "reduce_scatter", buckets(sums, each)) for each in (True, False))
-    return often, once, _unfilled(pricer, "all_gather", buckets(values))
-
-
-def _unfilled(pricer: MeshPricer, collective: str, buckets: Sequence[Bucket]) -> float:
-    """What they take beyond their shares of full ones."""
-    asked = [(pricer, collective, bucket.axes, bucket.nbytes) for bucket in buckets]
-    return sum(max(0.0, message_seconds(*one) - _full_bucket(*one)) for one in asked)
+    sent = [("reduce_scatter", often, bucket) for often in (True, False) for bucket in buckets(sums, often)]
+    sent += [("all_gather", False, bucket) for bucket in buckets(values)]
+    return [
+        Unfilled(collective, bucket.axes, often, max(0.0, pricer.message_seconds(*one) - _full_bucket(pricer, *one)))
+        for collective, often, bucket in sent
+        for one in [(collective, bucket.axes, bucket.nbytes)]
+    ]
 
 
 def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int) -> float:

@@ -122,6 +122,7 @@ class Search:
             replicated=self.resolved.replicated,
             split=self.resolved.split,
             modes=self.resolved.modes,
+            loose=self.space.loose,
         )
 
     @property

@@ -58,7 +58,8 @@ class Space:
     replicated); recompute: modes that a layer may take; sequence: whether matmuls and attentions may be cut along the
     sequence; executable_only: leave out what the runtime cannot run; min_tensor, max_tensor: at least and at most this
     many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host;
-    communication: by which algorithms and in which codes gradients may travel.
+    communication: by which algorithms and in which codes gradients may travel. loose: replicas of every stage send each
+    other nothing but gradients and the loss.
     """
 
     schedules: tuple[str, ...] = ("1f1b",)
@@ -71,6 +72,7 @@ class Space:
     max_tensor: int | None = None
     tensor_inside_host: bool = False
     communication: Communication = EXACT
+    loose: bool = False
 
     @property
     def guide(self) -> str:
@@ -273,16 +275,19 @@ def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool
 
 def _roles(shape: tuple[int, ...], space: Space, inside: Sequence[bool]) -> list[tuple[str | None, ...]]:
     """What the axes may be for: () where anything goes. Else every assignment that keeps the limits on tensor
-    parallelism: "data" where an axis may not be for tensors, "tensor" where it must be, None where it is open."""
+    parallelism: "data" where an axis may not be for tensors, "tensor" where it must be, None where it is open. Where
+    replicas are to be loose, some axis is "data"."""
     size, low = prod(shape), space.min_tensor
     high = size if space.max_tensor is None else space.max_tensor
     mays = [not space.tensor_inside_host or near for near in inside]
-    if low <= 1 and size <= high and all(mays):
+    if low <= 1 and size <= high and all(mays) and not space.loose:
         return [()]
     found: list[tuple[str | None, ...]] = []
     for roles in product(("data", "tensor", None) if low > 1 else ("data", None), repeat=len(shape)):
         least = prod(extent for extent, role in zip(shape, roles) if role == "tensor")
         most = prod(extent for extent, role in zip(shape, roles) if role != "data")
+        if space.loose and not any(role == "data" and extent > 1 for extent, role in zip(shape, roles)):
+            continue
         if low <= least and most <= high and all(may or role == "data" for may, role in zip(mays, roles)):
             found.append(roles)
     return found

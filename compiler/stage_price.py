@@ -24,7 +24,8 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from .graph import Graph, TensorType, tensor_operands
+from .graph import Graph, TensorType, output_of, tensor_operands
+from .layer_gathers import gather_seconds, layer_gathers, scatter_seconds
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
 from .plan import Residency, Wire
@@ -32,7 +33,7 @@ from .pricing import MeshPricer, gradient_type, partial_axes
 from .problem import Section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
-from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled_seconds
+from .residency import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled
 from .rules import MeshChoice
 from .spec import Pair, without_partials
 from .wires import bucket_seconds, choose_ways, coding_source, way_source
@@ -94,6 +95,7 @@ class _Pricing:
         recompute: Recompute,
         wire: Sequence[Wire],
     ) -> None:
+        self.layer_of = layering.layer_of
         self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
         self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
         self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
@@ -107,6 +109,7 @@ class _Pricing:
     def run(self) -> StagePrice:
         trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
         blocks: dict[str, tuple[TensorType, Residency]] = {}  # those whose blocks are, and are gathered once per step
+        layerwise: dict[str, Residency] = {}  # those that are gathered in every microbatch
         section = self.section
         for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
@@ -119,11 +122,14 @@ class _Pricing:
                     trained[name] = (node, choice.compute)
                 elif trainable and choice.gather != "microbatch":
                     blocks[name] = (node.meta["type"], choice)
+                if choice.scattered_axes and choice.gather == "microbatch":
+                    layerwise[name] = choice
             elif role == "result":
                 self._loss(node.meta["type"], choice)
         self._reshards()
         self._host()
         self._blocks(blocks)
+        self._layerwise(layerwise)
         self._gradients(trained)
         step_s = self.once + self.seconds["optimizer"]
         return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways)
@@ -155,7 +161,7 @@ class _Pricing:
         price = residency_seconds(pricer, kind, residency, self.m, trainable)
         axes = residency.scattered_axes
         if axes:
-            self._scattered(price, (pricer.joint(axes) or pricer.axes[axes[0]]).source)
+            self._scattered(price, axes)
         if not trainable:
             return
         self.seconds["optimizer"] += price.update_s
@@ -174,17 +180,30 @@ class _Pricing:
         for axis in axes:
             self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
 
-    def _scattered(self, price: ResidencyPrice, source_of: Callable[[str], str]) -> None:
+    def _scattered(self, price: ResidencyPrice, axes: tuple[int, ...]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
-        self.forward += price.gather_microbatch_s / 2
-        self.backward += price.gather_microbatch_s / 2 + price.reduce_microbatch_s
+        self.backward += price.reduce_microbatch_s
         self.once += price.gather_step_s + price.reduce_step_s
-        for cause, collective, often, once in (
-            ("gather", "all_gather", price.gather_microbatch_s, price.gather_step_s),
-            ("gradient", "reduce_scatter", price.reduce_microbatch_s, price.reduce_step_s),
-        ):
-            self.seconds[cause] += self.m * often + once
-            self.sources[source_of(collective)] += self.m * often + once
+        self._sent("gather", "all_gather", axes, price.gather_step_s)
+        self._sent("gradient", "reduce_scatter", axes, self.m * price.reduce_microbatch_s + price.reduce_step_s)
+
+    def _sent(self, cause: str, collective: str, axes: tuple[int, ...], seconds: float) -> None:
+        """Seconds per step of messages over these axes, by cause and source."""
+        self.seconds[cause] += seconds
+        self.sources[self.pricer.message_source(collective, axes)] += seconds
+
+    def _layerwise(self, homes: Mapping[str, Residency]) -> None:
+        """Weights that are gathered in every microbatch, in a message per layer and kind."""
+        if not homes:
+            return
+        members = [node for node in self.graph if output_of(node)[0].name in self.spans]
+        for one in layer_gathers(members, self.layer_of, homes, self.grad, self.recompute):
+            ahead = gather_seconds(self.pricer, one)
+            back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
+            self.forward += ahead
+            self.backward += back + reduce
+            self._sent("gather", "all_gather", one.axes, self.m * (ahead + back))
+            self._sent("gradient", "reduce_scatter", one.axes, self.m * reduce)
 
     def _reshards(self) -> None:
         section, chosen = self.section, self.chosen
@@ -234,12 +253,13 @@ class _Pricing:
             return
         _, order = self._order
         inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
-        often, once, gathers = unfilled_seconds(self.pricer, inside)
-        self.backward += often
-        self.once += once + gathers
-        self.seconds["gradient"] += self.m * often + once
-        self.seconds["gather"] += gathers
-        self.sources["measured" if self.pricer.cluster.wires else "analytic"] += self.m * often + once + gathers
+        for more in unfilled(self.pricer, inside):
+            if more.often:
+                self.backward += more.seconds
+            else:
+                self.once += more.seconds
+            cause = "gather" if more.collective == "all_gather" else "gradient"
+            self._sent(cause, more.collective, more.axes, (self.m if more.often else 1) * more.seconds)
 
     def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
         """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""

@@ -5,11 +5,11 @@ Composition decides layer by layer between boundary states; here the stage's ten
 are seen at once. First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around
 it. Then, where it may help, the stage is solved freely under the memory limit.
 
-**Reductions.** In the problem a gradient costs its share of a full bucket: seconds that add up, and no more than it
-really takes. Small stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where
-the real price (``price_stage``) is above the problem's, the stage is solved again without gradients that are summed
-over one of the groups that its choice has, whole or in blocks, as long as this helps. Of all choices that fit, the one
-with the least real price stands.
+**Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
+layer by layer its share of the layer's largest message: seconds that add up, and no more than they really take. Small
+stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where the real price
+(``price_stage``) is above the problem's, the stage is solved again without one kind of message that its choice has,
+over one group of axes, as long as this helps. Of all choices that fit, the one with the least real price stands.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["assemble_stage"]
 FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
 ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
-_Sum = tuple[bool, tuple[int, ...]]  # whether gradients are summed in blocks, and over which axes
+_Sent = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
 
@@ -109,8 +109,8 @@ class _Stage:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
         found, priced = [first], [self._price(first)]
 
-        def offer(without: Sequence[_Sum]) -> bool:
-            """Whether a choice without these reductions is better than all there are."""
+        def offer(without: Sequence[_Sent]) -> bool:
+            """Whether a choice without these messages is better than all there are."""
             best = min(priced)
             chosen = self._solved(free, without, self._held(*first))
             if chosen is None:
@@ -120,26 +120,24 @@ class _Stage:
             return priced[-1] < best
 
         offer(())
-        banned: list[_Sum] = []
+        banned: list[_Sent] = []
         while True:
             best = found[priced.index(min(priced))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
             if min(priced)[1] <= seconds * (1 + ALIKE):
                 return best
-            better = [axes for axes in dict.fromkeys(_reduced(self.pricer, *best)) if offer([*banned, axes])]
+            better = [sent for sent in dict.fromkeys(_sends(self.pricer, *best)) if offer([*banned, sent])]
             if not better:
                 return found[priced.index(min(priced))]
             banned.append(better[-1])
 
-    def _solved(self, section: Section, without: Sequence[_Sum], held: float) -> tuple[int, ...] | None:
-        """The fastest choice by the problem in which no gradient is summed so, nor gathered in every microbatch (whose
-        real price is that of full buckets) instead; None if none fits. held: bytes beside those of the problem."""
-
-        def stays(one: object) -> bool:
-            often = isinstance(one, Residency) and one.gather == "microbatch"
-            return not without or not (often or _summed(self.pricer, one) in without)
-
-        alive = [np.array([k for k, one in enumerate(choices) if stays(one)]) for choices in section.choices]
+    def _solved(self, section: Section, without: Sequence[_Sent], held: float) -> tuple[int, ...] | None:
+        """The fastest choice by the problem that sends none of this; None if none fits. held: bytes beside those of the
+        problem."""
+        alive = [
+            np.array([k for k, one in enumerate(choices) if _sent(self.pricer, one) not in without])
+            for choices in section.choices
+        ]
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
@@ -164,15 +162,18 @@ class _Stage:
         return transient_bytes(section, chosen, self.layering)
 
 
-def _summed(pricer: MeshPricer, choice: object) -> _Sum | None:
-    """How a parameter's gradient is summed in a bucket; None where it is in none."""
-    if not isinstance(choice, Residency) or choice.gather == "microbatch":
+def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:
+    """What is sent of a parameter: its gradient whole, blocks of it and of its value in buckets, or both with its
+    layer; None if nothing is."""
+    if not isinstance(choice, Residency):
         return None
-    axes = choice.scattered_axes or partial_axes(choice.compute, pricer.mesh_shape)
-    return (bool(choice.scattered_axes), axes) if axes else None
+    if axes := choice.scattered_axes:
+        return "layers" if choice.gather == "microbatch" else "blocks", axes
+    axes = partial_axes(choice.compute, pricer.mesh_shape)
+    return ("gradients", axes) if axes else None
 
 
-def _reduced(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Sum]:
+def _sends(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Sent]:
     for choices, pick in zip(section.choices, chosen):
-        if (axes := _summed(pricer, choices[pick])) is not None:
-            yield axes
+        if (sent := _sent(pricer, choices[pick])) is not None:
+            yield sent

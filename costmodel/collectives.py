@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -83,6 +84,17 @@ class AxisPrice:
                 for price in measured
             )
         return tuple(((0.0, a, b),) for a, b in self.pieces[kind])
+
+    def least_rate(self, kind: str, smallest: float, largest: float) -> float:
+        """The least seconds per byte of any message of ``smallest`` to ``largest`` bytes."""
+        if self.size == 1:
+            return 0.0
+        found = inf
+        for pieces in self.pieces_of(kind):
+            for (start, a, b), (end, *_) in pairwise((*pieces, (inf, 0.0, 0.0))):
+                if start <= largest and smallest < end:  # α is spread widest at a piece's end
+                    found = min(found, a / min(end, largest) + b)
+        return found
 
     def seconds_many(self, kind: str, nbytes: np.ndarray) -> np.ndarray:
         """``seconds`` of every element; same shape."""

@@ -27,7 +27,7 @@ from meshwright.compiler.residency import (
     parameter_residencies,
     residency_bytes,
     residency_seconds,
-    unfilled_seconds,
+    unfilled,
 )
 from meshwright.compiler.rules import MeshChoice, mesh_choices, rule_for
 from meshwright.compiler.saved import saved_bytes, saved_tensors
@@ -449,8 +449,7 @@ class StageDocuments:
                 continue
             price = residency_seconds(pricer, tensor.kind, choice, self.m, trained)
             added = accumulate_seconds(pricer, tensor.kind, choice, self.m) if trained else 0.0
-            row[FORWARD] = price.gather_microbatch_s / 2
-            row[BACKWARD] = price.gather_microbatch_s / 2 + price.reduce_microbatch_s + added / self.m
+            row[BACKWARD] = price.reduce_microbatch_s + added / self.m
             row[WEIGHT] = added / self.m
             row[ONCE] = price.gather_step_s + price.update_s
             row[ONCE] += price.reduce_step_s if choice.scattered_axes else 0.0
@@ -459,11 +458,11 @@ class StageDocuments:
         return rows
 
     def _gradient_key(self, tensor: _Tensor, choice: Any) -> tuple:
-        """What the buckets at the end of the step need to know."""
+        """What the messages of parameters need to know."""
         if not isinstance(choice, Residency):
             return ()
         if choice.scattered_axes:
-            return (choice,) if choice.gather == "step" else ()
+            return (choice,)
         axes = partial_axes(choice.compute, self.mesh.shape)
         return (axes, self.pricer.local_bytes(tensor.kind, choice.compute.value)) if axes else ()
 
@@ -564,8 +563,9 @@ class StageDocuments:
             keys = np.stack([self.columns[f"{name} gradient"] for name in trained], axis=1)
             kinds, which = np.unique(keys, axis=0, return_inverse=True)
             seconds = np.array([self._reduction(trained, kind) for kind in kinds])[which.reshape(-1)]
-            self.values[:, BACKWARD] += seconds[:, 0]
-            self.values[:, ONCE] += seconds[:, 1]
+            self.values[:, FORWARD] += seconds[:, 0]
+            self.values[:, BACKWARD] += seconds[:, 1]
+            self.values[:, ONCE] += seconds[:, 2]
             for name in trained:
                 del self.columns[f"{name} gradient"]
         self._prune()
@@ -586,22 +586,49 @@ class StageDocuments:
         values = [list(self._tensor(name).pairs)[self.columns[f"{side} {name}"][row]].value for name in names]
         return tuple((name, Pair(value, value)) for name, value in zip(names, values))
 
-    def _reduction(self, trained: Sequence[str], kinds: Sequence[int]) -> tuple[float, float]:
-        """Seconds per microbatch, per step."""
-        gradients, blocks = [], []
+    def _reduction(self, trained: Sequence[str], kinds: Sequence[int]) -> tuple[float, float, float]:
+        """Seconds per microbatch in the forward, in the backward, per step."""
+        gradients, blocks, layerwise = [], [], {}
         for name, kind in zip(trained, kinds):
             found = self._classes[name][kind]
-            if len(found) == 1:
+            if len(found) == 1 and found[0].gather == "microbatch":
+                layerwise[name] = found[0]
+            elif len(found) == 1:
                 blocks.append((self._tensor(name).kind, *found))
             elif found:
                 gradients.append(Gradient(name, found[0], found[1], self._tensor(name).kind.dtype))
-        often, once, gathers = unfilled_seconds(self.pricer, blocks)
-        seconds = once + gathers
+        more = unfilled(self.pricer, blocks)
+        forward, back = self._layerwise(layerwise)
+        often = back + sum(one.seconds for one in more if one.often)
+        seconds = sum(one.seconds for one in more if not one.often)
         for bucket in bucketed(gradients):
             seconds += self.pricer.reduce_seconds(bucket.nbytes, bucket.axes)
             if len(bucket.gradients) > 1:
                 seconds += 2 * bucket.nbytes / self.pricer.device.memory_bytes_per_s
-        return often, seconds
+        return forward, often, seconds
+
+    def _layerwise(self, homes: dict[str, Residency]) -> tuple[float, float]:
+        """Seconds of one message per layer and axes: gathered, gathered again where a product with an activation that
+        has a gradient, or a layer that is run again, reads them; summed."""
+        forward = back = 0.0
+        for layer in range(*self.layers) if homes else ():
+            ops = [node for node in self.ops if self.layer_of.get(node.name) == layer]
+            sizes: dict[tuple[int, ...], float] = defaultdict(float)
+            for name in {operand.name for node in ops for operand in tensor_operands(node)} & set(homes):
+                sizes[homes[name].scattered_axes] += self.pricer.local_bytes(
+                    self._tensor(name).kind, homes[name].compute.value
+                )
+            again = any(
+                node.name in self.recompute.repeated or (any(o.name in self.grad for o in others) and read)
+                for node in ops
+                for read in [[o for o in tensor_operands(node) if o.name in homes]]
+                for others in [[o for o in tensor_operands(node) if o.name not in homes]]
+            )
+            for axes, size in sizes.items():
+                gather = self.pricer.joint(axes).seconds("all_gather", size)
+                forward += gather
+                back += again * gather + self.pricer.joint(axes).seconds("reduce_scatter", size)
+        return forward, back
 
     # ---- back to a document
 

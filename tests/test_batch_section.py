@@ -218,6 +218,14 @@ def test_roles(roles):
         check(name, cluster, rng, Restriction(roles), cases=cases_of(cluster, rng, len(roles), 6))
 
 
+@pytest.mark.parametrize("roles", [("data",), ("tensor", "data")])
+def test_loose_replicas(roles):
+    rng = random.Random(str(roles))
+    cluster = Cluster.parse("p3.16xlarge:2")
+    for name in ("gpt", "convnet"):
+        check(name, cluster, rng, Restriction(roles, loose=True), cases=cases_of(cluster, rng, len(roles), 3), layers=3)
+
+
 @pytest.mark.parametrize("name", ["rope", "convnet", "moe"])
 def test_sequence_splits(name):
     rng = random.Random(name)

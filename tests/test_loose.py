@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -15,8 +16,15 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import fast_links
+from meshwright.compiler.capture import capture
+from meshwright.compiler.driver import make_plan
+from meshwright.compiler.loose import loose_axes
+from meshwright.compiler.lower import lower
+from meshwright.compiler.space import Space
+from meshwright.compiler.strategy import parse_strategy
+from test_parity import case, fast_links
 from torch import nn
+from zoo import ZOO
 
 BATCH, WIDTH, STEPS, LR = 8, 8, 9, 0.05
 
@@ -74,6 +82,56 @@ CASES: dict[str, tuple[str, int, int, str, int, int, str]] = {
     "diloco of stages": ("pp2,dp2", 2, 2, "adamw", 0, 4, "diloco"),
     "diloco, late": ("tp2,dp2", 1, 2, "sgd", 2, 3, "diloco"),
 }
+
+
+# ---- what is planned
+
+
+@pytest.mark.parametrize("strategy", ["dp2", "pp2,dp2", "dp2,tp2", "2:dp2 + 2:dp2", None])
+def test_plans_for_replicas_by_themselves_are_loose(strategy):
+    """Where it is cheaper to cut a table by its width, and to gather what is read of it, such a plan is not offered."""
+    graph = capture(*ZOO["gpt"](BATCH, device="meta"))
+    found = {}
+    for loose in (False, True):
+        space = replace(Space.asked(zero=0, executable=True), loose=loose)
+        shape = parse_strategy(strategy)
+        plan = make_plan(
+            graph,
+            fast_links(shape.num_devices if shape else 2),
+            BATCH,
+            2,
+            shape,
+            "1f1b",
+            alternatives=False,
+            space=space,
+        )
+        small = graph.with_batch(plan.microbatch_size)
+        axes = [loose_axes(stage, [lower(small, plan, k)])[0] for k, stage in enumerate(plan.stages)]
+        found[loose] = all(prod(stage.mesh_shape[a] for a in some) == 2 for stage, some in zip(plan.stages, axes))
+    assert found[True]
+    assert strategy != "dp2" or not found[False]
+
+
+def test_no_plan_is_loose_whose_ops_need_the_whole_batch():
+    graph, space = capture(*ZOO["convnet"](BATCH, device="meta")), Space.asked(zero=0, executable=True)
+    with pytest.raises(mw.InfeasibleError):
+        make_plan(graph, fast_links(2), BATCH, 1, parse_strategy("dp2"), space=replace(space, loose=True))
+
+
+def planned(delay: int) -> list[float]:
+    """Two losses, means over ranks, of a model whose fastest plan has no loose axis."""
+    model, (tokens, _), _ = case("gpt")
+    args = tokens, tokens  # a label for every token, so that all replicas' means count alike
+    parallel = mw.parallelize(
+        model, fast_links(2), example_inputs=args, strategy="dp2", microbatches=1, delay=delay, optimizer=INNER["sgd"]
+    )
+    return [float(parallel.mean_loss(parallel.train_step(*args))) for _ in range(2)]
+
+
+def test_a_delay_is_planned_for(ranks):
+    model, (tokens, _), _ = case("gpt")
+    losses = ranks.run(2, "test_loose:planned", 1)[0]
+    assert losses[0] == pytest.approx(float(model(tokens, tokens)), rel=1e-5) != losses[1]
 
 
 # ---- in one process

@@ -1,14 +1,17 @@
 """Prices from measurements: wires by form, curves and surfaces by kind, dtype and direction; and where each is from."""
 
 import math
+import operator
 import pickle
 from dataclasses import fields, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.compiler.batch_messages import Tariff
 from meshwright.costmodel.cluster import Cluster, Device, Mesh
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds, p2p_source
 from meshwright.costmodel.compute import measured_backward, op_price
@@ -54,6 +57,31 @@ def test_a_wire_of_the_very_form_is_the_price():
     assert price.source("all_gather") == "analytic"
     assert price.seconds("all_gather", 1e7) == plain.seconds("all_gather", 1e7)
     assert plain.source("all_reduce") == "analytic"
+
+
+LINES = st.tuples(st.floats(1, 1e8), st.floats(0, 1e-2), st.floats(1e-12, 1e-8))  # from bytes on, a jump, β
+
+
+@given(
+    st.lists(LINES, max_size=3, unique_by=lambda line: line[0]),
+    st.lists(st.floats(1, 1e8), min_size=1, max_size=4),
+    st.floats(1, 10),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_message_is_cheaper_per_byte_than_the_least_rate(lines, parts, more):
+    """Shares of a message at the least rate of any that they may be in add up to no more than it takes, whatever was
+    measured; and to all of it where it is the only one."""
+    steps, lines = sorted(lines), [(0.0, 1e-5, 1e-9)]
+    for start, jump, beta in steps:  # seconds do not fall
+        _, a, b = lines[-1]
+        lines.append((start, max(0.0, a + (b - beta) * start) + jump, beta))
+    price = mesh_prices(replace(CPU, wires=(wire("all_gather", (4, 4, 1), *lines),)), Mesh.of(CPU, 0, (4,)))[0]
+    total, tariff = sum(parts), Tariff([price.pieces_of("all_gather")])
+    rates = [price.least_rate("all_gather", part, more * total) for part in parts]
+    assert sum(map(operator.mul, parts, rates)) <= price.seconds("all_gather", total) * (1 + 1e-9)
+    assert price.least_rate("all_gather", total, total) * total == pytest.approx(price.seconds("all_gather", total))
+    for part, rate in zip(parts, rates):
+        assert tariff.least_rate(np.array([part]), np.array([more * total])) == pytest.approx([rate])
 
 
 @given(st.sampled_from(list(axes())), st.sampled_from(list(axes())), st.floats(0.1, 10), st.floats(1, 1e9))

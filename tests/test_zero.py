@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -15,11 +17,16 @@ from held_bytes import least_peak
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.footprint import stage_memory
+from meshwright.compiler.graph import Graph, output_of
+from meshwright.compiler.layer_gathers import layer_gathers
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.precision import in_precision
 from meshwright.compiler.prefetch import Ahead, Order
+from meshwright.compiler.pricing import gradient_type
+from meshwright.compiler.recompute import PlanLayers
 from meshwright.compiler.residency import residencies
-from meshwright.compiler.spec import P, Pair, R
+from meshwright.compiler.space import Space
+from meshwright.compiler.spec import P, Pair, R, local_shape
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.runtime.meter import storages_alive
@@ -39,7 +46,7 @@ def forced(
     graph = in_precision(capture(model, args, kwargs), precision)
     shape = parse_strategy(strategy)
     cluster = cluster or fast_links(shape.num_devices)
-    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, "AdamW", alternatives=False)
+    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, "AdamW", alternatives=False, space=Space(loose=True))
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
     stages = []
     for stage in plan.stages:
@@ -72,8 +79,52 @@ def train(document: dict[str, Any], name: str, kind: str, options: dict[str, Any
     for _ in range(STEPS):
         losses.append(float(parallel.train_step(*args, **kwargs)))
         norms.append(float(parallel.grad_norm))
-    counts = {f"{phase} {kind}": n / STEPS for (phase, kind), n in parallel.session.counts.items()}
-    return losses, norms, parallel.full_state_dict(), counts
+    return losses, norms, parallel.full_state_dict(), *sent(parallel)
+
+
+def sent(parallel: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Collectives of one step by phase and kind: how many, and their bytes."""
+    comm = parallel.session.comm
+    found = (comm.counts, comm.bytes) if comm is not None else ({}, {})
+    counts, nbytes = ({f"{phase} {kind}": n / STEPS for (phase, kind), n in some.items()} for some in found)
+    return counts, nbytes
+
+
+def priced(graph: Graph, plan: Plan, stage: int) -> tuple[Counter[str], Counter[str]]:
+    """The messages of weights that are gathered layer by layer as a stage's price has them, as ``sent``."""
+    small = in_precision(graph, plan.precision).with_batch(plan.microbatch_size)
+    layers, counts, nbytes = PlanLayers(small, plan), Counter(), Counter()
+    mesh = plan.stages[stage].mesh_shape
+    for chunk in plan.stages[stage].chunks:
+        found = {key: home for key, home in chunk.parameters.items() if home.gather == "microbatch"}
+        homes = {n.name: found[n.meta["source"].name] for n in small.placeholders("parameter")
+                 if n.meta["source"].name in found}  # fmt: skip
+        ops = [node for node in small if output_of(node)[0].name in chunk.ops]
+        layering = layers.layering
+        for one in layer_gathers(ops, layering.layer_of, homes, layering.needs_grad, layers.recompute):
+            gathered, summed = (
+                sum(prod(local_shape(kind.shape, home.compute.value, mesh)) * size(kind) for kind, home in some)
+                for some, size in ((one.values, lambda k: k.dtype.itemsize),
+                                   (one.sums, lambda k: gradient_type(k, small.mixed).dtype.itemsize))
+            )  # fmt: skip
+            for key, size, there in (
+                ("forward all_gather", gathered, True),
+                ("backward all_gather", gathered, one.again),
+                ("backward reduce_scatter", summed, bool(one.sums)),
+            ):
+                counts[key] += plan.microbatches * there
+                nbytes[key] += plan.microbatches * there * size
+    return counts, nbytes
+
+
+def require_priced(graph: Graph, plan: Plan, stage: int, found: Sequence[dict[str, float]]) -> None:
+    """What was sent is what the price has, no more and no less. Where backwards come in halves, gradients of a layer go
+    in several messages, which have its bytes together."""
+    keys = {"forward all_gather", "backward all_gather", "backward reduce_scatter"}
+    for what, wanted, some in zip(("counts", "bytes"), priced(graph, plan, stage), found, strict=True):
+        halves = {"forward all_gather"} if what == "bytes" else {"forward all_gather", "backward reduce_scatter"}
+        asked = keys - halves if plan.schedule == "zb-v" else keys  # whose plan gathers a cut position table, too
+        assert {key: some.get(key, 0) for key in asked} == {key: wanted[key] for key in asked}
 
 
 def agree(results: Any, name: str, kind: str, m: int, options: dict[str, Any]) -> None:
@@ -98,6 +149,10 @@ def test_a_pattern_equals_one_device(ranks, pattern, strategy, m):
     assert patterns_of(document)[pattern] > 10
     results = ranks.run(parse_strategy(strategy).num_devices, "test_zero:train", document, "gpt", "adamw", {})
     agree(results, "gpt", "adamw", m, {})
+    if pattern == "zero3" and "tp" not in strategy:
+        plan, graph = Plan.from_json(document), capture(*case("gpt"))
+        for rank, found in enumerate(results):
+            require_priced(graph, plan, plan.stage_of(rank), found[3:])
     counts = results[0][3]
     if strategy == "dp2" and pattern == "zero3":  # one message per layer, forth, back and for the gradients
         forth, back = counts["forward all_gather"], counts["backward all_gather"]
@@ -235,8 +290,7 @@ def scheduled(schedule: str, level: int, recompute: str):
     )  # fmt: skip
     losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
     found = {home.pattern for stage in parallel.plan.stages for c in stage.chunks for home in c.parameters.values()}
-    counts = {f"{phase} {kind}": n / STEPS for (phase, kind), n in parallel.session.counts.items()}
-    return losses, parallel.full_state_dict(), found, counts
+    return losses, parallel.full_state_dict(), found, *sent(parallel), parallel.plan.to_json()
 
 
 def freeze(model: torch.nn.Module) -> None:
@@ -260,8 +314,10 @@ def test_other_schedules_and_frozen_weights(ranks, schedule, level, recompute):
         expected.append(sum(float(part.detach()) for part in parts))
     results = ranks.run(4, "test_zero:scheduled", schedule, level, recompute)
     assert f"zero{level}" in results[0][2]
-    for rank in results if level == 3 else ():  # a weight is gathered for a forward and at most once more, for I alone
-        assert 4 < rank[3]["backward all_gather"] <= rank[3]["forward all_gather"]
+    plan, graph = Plan.from_json(results[0][5]), capture(model, args)
+    for rank, one in enumerate(results if level == 3 else ()):  # once in the forward and at most once more, for I alone
+        assert 4 < one[3]["backward all_gather"] <= one[3]["forward all_gather"]
+        require_priced(graph, plan, plan.stage_of(rank), one[3:5])
     for losses, *_ in results:
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6)
     for key, value in model.state_dict().items():
