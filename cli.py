@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ValueError | OSError):
             return _fail(str(error), BAD_INPUT)
         return _fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
+    finally:
+        if argv is not None:  # else the process ends here
+            gc.enable()
 
 
 def _fail(message: str, status: int) -> int:
@@ -235,8 +238,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress("building", 0.0)
         target = build_target(arguments.target)
         gc.freeze()
-        gc.enable()
         atexit.register(gc.freeze)  # nor look for it in all that there is at the end
+        if arguments.pareto or arguments.precision == "auto":
+            gc.enable()  # what one search leaves is garbage to the next
         progress("capture", 0.0)
         asked = {
             "example_inputs": target.args,

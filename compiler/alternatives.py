@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from .explore import explore, nearest_misses
@@ -13,35 +15,67 @@ from .space import microbatch_counts
 from .stage_price import STEP_CAUSES
 from .strategy import Strategy
 
-__all__ = ["find_alternatives"]
+__all__ = ["PurePlan", "find_alternatives", "pure_plans"]
 
 
-def find_alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
-    """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost."""
+@dataclass(frozen=True, eq=False)
+class PurePlan:
+    """The best of a pure kind with one of these microbatch counts, its rows left out; or why there is none."""
+
+    counts: tuple[int, ...] = ()
+    best: Candidate | None = None
+    why: str = ""
+
+
+def find_alternatives(
+    search: Search, plan: Plan, known: Mapping[str, PurePlan] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost.
+    known: ``pure_plans``, of a plan with about as many microbatches."""
+    return [
+        {"name": name, "step_s": None, "why": one.why}
+        if one.best is None
+        else {
+            "name": name,
+            "step_s": one.best.clock_s,
+            "why": _why(plan, one.best),
+            "microbatches": one.best.microbatches,
+        }
+        for name, one in pure_plans(search, plan.microbatches, known).items()
+    ]
+
+
+def pure_plans(
+    search: Search, microbatches: int, known: Mapping[str, PurePlan] = MappingProxyType({})
+) -> dict[str, PurePlan]:
+    """The best plan of each pure kind with about so many microbatches, few and most of them. known: those that need
+    not be looked for where their counts are the same."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
-    return [_alternative(search, plan, name, strategy) for name, strategy in kinds.items()]
+    return {name: _pure_plan(search, microbatches, kind, known.get(name)) for name, kind in kinds.items()}
 
 
-def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "step_s": None, "why": ""}
+def _pure_plan(search: Search, microbatches: int, strategy: Strategy, known: PurePlan | None) -> PurePlan:
     if strategy.pp > len(search.layering.layers):
-        return row | {"why": f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages"}
+        return PurePlan(why=f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages")
     if broken := search.constraints.excludes(strategy):
-        return row | {"why": f"excluded by {' and '.join(map(repr, broken))}"}
+        return PurePlan(why=f"excluded by {' and '.join(map(repr, broken))}")
     usable = [m for m in microbatch_counts(search.global_batch, strategy) if search.microbatches in (None, m)]
     if not usable or search.global_batch // usable[0] % strategy.dp:
         asked = f" in {search.microbatches} parts" if search.microbatches else ""
-        return row | {
-            "why": f"no microbatch of global batch {search.global_batch}{asked} falls into {strategy.dp} equal parts"
-        }
-    counts = {min(usable, key=lambda m: abs(m - plan.microbatches)), usable[-1]}
+        return PurePlan(
+            why=f"no microbatch of global batch {search.global_batch}{asked} falls into {strategy.dp} equal parts"
+        )
+    few_and_most = {min(usable, key=lambda m: abs(m - microbatches)), usable[-1]}
     if strategy.pp == 1:
-        counts.add(usable[len(usable) // 2])
+        few_and_most.add(usable[len(usable) // 2])
+    counts = tuple(sorted(few_and_most))
+    if known is not None and known.counts == counts:
+        return known
     inner = replace(
         search,
         strategy=strategy,
-        counts=tuple(sorted(counts)),
+        counts=counts,
         space=replace(search.space, schedules=search.space.schedules[:1]),
         passes={},
         bounds={},
@@ -49,17 +83,17 @@ def _alternative(search: Search, plan: Plan, name: str, strategy: Strategy) -> d
         thorough=False,
         workers=1,
         proof=None,
+        aside=None,
         beside={},
     )
     try:
         found = list(explore(inner))
     except ValueError as error:
-        return row | {"why": str(error)}
+        return PurePlan(counts, why=str(error))
     if not found:
         missing = nearest(nearest_misses(inner)).why.missing_bytes
-        return row | {"why": f"does not fit: {missing / 2**30:.2f} GiB per device missing"}
-    other = min(found, key=lambda candidate: candidate.clock_s)
-    return row | {"step_s": other.clock_s, "microbatches": other.microbatches, "why": _why(plan, other)}
+        return PurePlan(counts, why=f"does not fit: {missing / 2**30:.2f} GiB per device missing")
+    return PurePlan(counts, replace(min(found, key=lambda candidate: candidate.clock_s), rows=()))
 
 
 def _why(plan: Plan, other: Candidate) -> str:

@@ -14,7 +14,8 @@
                   small instances: refine to memory again, for what tables left out       settle.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 
-With more than one worker a fork proves the bounds beside all that follows, and the pass has the seconds waited for it.
+With more than one worker a fork proves the bounds beside all that follows, and another looks for alternatives: these
+passes have the seconds waited for them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -32,7 +33,7 @@ import torch
 
 from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
-from .alternatives import find_alternatives
+from .alternatives import PurePlan, find_alternatives, pure_plans
 from .asynchronous import notes as asynchronous_notes
 from .constraints import by_layer, parse_constraints
 from .delays import delay_notes
@@ -132,10 +133,11 @@ def make_plans(
         space, constraints, time_limit_s, workers,
     )  # fmt: skip
     search.kept = kept
+    search.alternatives = alternatives and cluster.num_devices > 1 and strategy is None
     with without_gc(), proving(search):
         plans = best_plans(search, top_k)
         others: list[dict[str, Any]] = []
-        if alternatives and cluster.num_devices > 1 and strategy is None and not search.cut_short:
+        if search.alternatives and not search.cut_short:
             with search.timed("alternatives"):
                 others = _alternatives(search, plans[0])
         plans = bounded(search, plans)
@@ -177,7 +179,7 @@ def start_search(
 
 def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
     try:
-        return find_alternatives(search, plan)
+        return find_alternatives(search, plan, search.aside.result() if search.aside is not None else {})
     except KeyboardInterrupt:  # the plan is there
         search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
         return []
@@ -206,7 +208,7 @@ def without_gc() -> Iterator[None]:
 
 @contextmanager
 def proving(search: Search) -> Iterator[None]:
-    """Within it, ``search.proof`` may be of a fork; afterwards nobody is left."""
+    """Within it, ``search.proof`` and ``search.aside`` may be of forks; afterwards nobody is left."""
     try:
         yield
     finally:
@@ -214,29 +216,39 @@ def proving(search: Search) -> Iterator[None]:
 
 
 def _drop(search: Search) -> None:
-    if search.proof is not None:
-        search.proof.drop()
-        search.proof = None
+    for forked in (search.proof, search.aside):
+        if forked is not None:
+            forked.drop()
+    search.proof = search.aside = None
 
 
-def _prove(search: Search, best_s: float) -> None:
-    """Bound all counts under all open families, as far as that is less than ``best_s``; ``bounded`` takes what a fork
-    finds."""
+def _prove(search: Search, best: Candidate) -> None:
+    """Bound all counts under all open families, as far as that is less than the clock of ``best``; ``bounded`` takes
+    what a fork finds. Another fork may look for alternatives meanwhile."""
     _drop(search)
     tables, space = search.tables, search.space
     assert tables is not None
     search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
 
+    def keeping() -> AbstractContextManager[object]:  # a fork keeps its own
+        return nullcontext() if search.kept is None else search.kept.keeping()
+
     def work() -> dict[tuple[int, str], float]:
-        with nullcontext() if search.kept is None else search.kept.keeping():  # a fork keeps its own
+        with keeping():
             if not search.cut_short:
                 tables.bound_the_rest()
-            prove_others(search, best_s)
+            prove_others(search, best.clock_s)
         return search.bounds
+
+    def aside() -> dict[str, PurePlan]:
+        with keeping():
+            return pure_plans(search, best.microbatches)
 
     with search.timed("bounds"):
         try:
             search.proof = Forked(work, search.workers > 1)
+            if search.alternatives and search.workers > 1 and not search.cut_short:
+                search.aside = Forked(aside, True)
         except KeyboardInterrupt:
             search.cut_short = INTERRUPTED
 
@@ -271,7 +283,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     for _ in range(TIGHTER):
         guided = _collected(search, explore(search))
         if guided:
-            _prove(search, min(one.clock_s for one in guided))
+            _prove(search, guided[0])
         found = with_other_schedules(search, guided)
         if guided and not found:
             return [], unfit(search, guided)

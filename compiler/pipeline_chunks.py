@@ -11,7 +11,7 @@ through them — every sound schedule takes at least::
 Equal chunks attain the larger of these over k: the estimate of one pipeline.
 
 Cuts. For each option, one dynamic programme over the number of chunks gives the least largest chunk c*(S), and the
-division that is most even under it: least Σ t² with t ≤ c* (``_divided``). Uneven loads of groups are not searched
+division that is most even under it: least Σ t² with t ≤ c* (``_Divisions``). Uneven loads of groups are not searched
 further: this is a heuristic, and the bound says how good it is. (option, p, v) are tried by ascending
 m · max(c*, Z/p), Z the least sum of S chunks, until nothing left can be among the best.
 
@@ -92,6 +92,7 @@ class _Case:
     option: int
     p: int
     v: int
+    cap_s: float  # the least largest pace of p v chunks
     low_s: float
 
 
@@ -119,13 +120,17 @@ def chunked(
         if counts:
             pace = allowed_only(table.pace_s[index], constraints)
             largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
-            cases += [_Case(index, p, v, m * max(float(largest[p * v]), float(least[p * v]) / p)) for p, v in counts]
+            caps, sums = largest.tolist(), least.tolist()
+            cases += [_Case(index, p, v, caps[p * v], m * max(caps[p * v], sums[p * v] / p)) for p, v in counts]
     found: list[Pipeline] = []
     nearest: tuple[float, Pipeline] | None = None
+    divisions: dict[tuple[int, float], _Divisions] = {}
     for case in sorted((one for one in cases if one.low_s < most), key=lambda one: one.low_s):
         if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
             break
-        one = _pipeline(table, m, schedule, case, constraints, most)
+        if (key := (case.option, case.cap_s)) not in divisions:
+            divisions[key] = _Divisions(allowed_only(table.pace_s[case.option], constraints), case.cap_s)
+        one = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
         if one is None:
             continue
         missing = max(a - b for a, b in zip(one.peak_bytes, one.limit_bytes))
@@ -216,33 +221,39 @@ def _tables(pace: Floats, most: int, combine: np.ufunc) -> Floats:
     return out
 
 
-def _divided(pace: Floats, count: int) -> list[int]:
-    """Where ``count`` chunks begin and end: least Σ t² of those with the least largest t."""
-    layers = len(pace)
-    cap = np.full(layers + 1, inf)
-    cap[0] = 0.0
-    for _ in range(count):
-        cap = np.maximum(cap[:-1, None], pace).min(axis=0)
-    square = np.where(pace <= cap[-1], pace, inf) ** 2
-    value = np.full(layers + 1, inf)
-    value[0] = 0.0
-    came = []
-    for _ in range(count):
-        total = value[:-1, None] + square
-        came.append(total.argmin(axis=0))
-        value = total.min(axis=0)
-    cuts = [layers]
-    for before in reversed(came):
-        cuts.append(int(before[cuts[-1]]))
-    return cuts[::-1]
+class _Divisions:
+    """Of the layers into chunks whose paces are at most ``cap``: the least Σ t², for one number of chunks after the
+    other."""
+
+    def __init__(self, pace: Floats, cap: float) -> None:
+        layers = len(pace)
+        possible = pace <= cap
+        ends = np.arange(layers + 1)
+        longest = int((possible * (ends - ends[:-1, None])).max())
+        self._first = ends[:, None] - longest + np.arange(longest)  # [ends, longest] where a chunk may begin; < 0: not
+        square = np.where(possible, pace, inf) ** 2
+        self._square = np.where(self._first >= 0, square[self._first, ends[:, None]], inf)
+        self._value = np.where(ends > 0, inf, 0.0)
+        self._came: list[NDArray[np.intp]] = []
+
+    def cuts(self, count: int) -> list[int]:
+        """Where ``count`` chunks begin and end; of equal ones the first in reverse order."""
+        while len(self._came) < count:
+            total = self._value[self._first] + self._square
+            best = total.argmin(axis=1)
+            self._came.append(self._first[:, 0] + best)
+            self._value = total[np.arange(len(best)), best]
+        cuts = [len(self._value) - 1]
+        for before in reversed(self._came[:count]):
+            cuts.append(int(before[cuts[-1]]))
+        return cuts[::-1]
 
 
 def _pipeline(
-    table: PipelineTable, m: int, schedule: str, case: _Case, constraints: Constraints, most: float
+    table: PipelineTable, m: int, schedule: str, case: _Case, cuts: Sequence[int], most: float
 ) -> Pipeline | None:
-    """The pipeline of a case; None if its estimate is ``most`` or above."""
+    """The pipeline of a case with these cuts; None if its estimate is ``most`` or above."""
     p, v, option = case.p, case.v, table.options[case.option]
-    cuts = _divided(allowed_only(table.pace_s[case.option], constraints), p * v)
     offsets, places = _offsets(option)[:p], virtual_order(schedule, p, v)
     at = [(case.option, first, end) for first, end in pairwise(cuts)]
     pace = [float(table.pace_s[one]) for one in at]

@@ -26,6 +26,7 @@ from .strategy import Strategy
 from .variants import Samples
 
 if TYPE_CHECKING:
+    from .alternatives import PurePlan
     from .search_tables import SearchTables
 
 __all__ = ["INTERRUPTED", "SLACK", "SMALL_OPS", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
@@ -97,6 +98,8 @@ class Search:
     tables: SearchTables | None = None
     workers: int = 1  # processes: of more than one, the others are forks
     proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
+    alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
+    aside: Forked[dict[str, PurePlan]] | None = None  # these, for a guess of the microbatches
     kept: KeptRows | None = None  # rows of other searches
 
     @cached_property
