@@ -233,7 +233,8 @@ class Parallel:
     def _search(self, graph: Graph, cluster: Cluster, batch: int, **question: Any) -> Plan:
         """The fastest plan of the precisions that are open."""
         arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **question}
-        return fastest(searched(make_plans, arguments, check_precision(self._asked.precision)), 1)[0]
+        precisions = check_precision(self._asked.precision, self._space.schedules)
+        return fastest(searched(make_plans, arguments, precisions), 1)[0]
 
     def _question(self) -> dict[str, Any]:
         """The arguments of ``make_plan`` that say what is asked for."""
@@ -327,7 +328,8 @@ class Parallel:
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The fp32 norm of the whole model's gradient before clipping, every unique element once (0-d). Collective."""
+        """The norm of the whole model's gradient before clipping, every unique element once (0-d; fp32, of models with
+        fp64 weights fp64). Collective."""
         return self.session.grad_norm
 
     @property
