@@ -107,7 +107,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions, count = check_precision(precision, space.schedules), 1 if top_k is None else top_k
+    precisions, count = check_precision(precision), 1 if top_k is None else top_k
     arguments = {**asked(space), "top_k": count}
 
     def find(kept: KeptRows | None = None) -> list[Plan]:
@@ -153,7 +153,7 @@ def pareto(
         strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
     )  # fmt: skip
     space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions = check_precision(precision, space.schedules)
+    precisions = check_precision(precision)
     fronts = searched(make_front, {**asked(space), "points": points}, precisions)
     return undominated([plan for front in fronts for plan in front])[:points]
 

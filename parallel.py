@@ -233,8 +233,7 @@ class Parallel:
     def _search(self, graph: Graph, cluster: Cluster, batch: int, **question: Any) -> Plan:
         """The fastest plan of the precisions that are open."""
         arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **question}
-        precisions = check_precision(self._asked.precision, self._space.schedules)
-        return fastest(searched(make_plans, arguments, precisions), 1)[0]
+        return fastest(searched(make_plans, arguments, check_precision(self._asked.precision)), 1)[0]
 
     def _question(self) -> dict[str, Any]:
         """The arguments of ``make_plan`` that say what is asked for."""

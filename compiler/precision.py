@@ -20,14 +20,12 @@ Sums of activations over devices (tensor parallelism) are of 16 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from .asynchronous import PIPEDREAM
 from .graph import Graph, Result, TensorType, op_name, tensor_operands, types_of
 from .plan import Plan
 from .rules import rule_for
@@ -42,15 +40,12 @@ _STATISTICS = ("aten.batch_norm.default", "aten._native_batch_norm_legit_no_trai
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_precision(asked: str, schedules: Sequence[str] = ()) -> tuple[str, ...]:
-    """The precisions to plan for: one, or "model" and "bf16" for "auto". schedules: that are open; PipeDream alone runs
-    in the model's own. Raises ValueError for what is unknown."""
+def check_precision(asked: str) -> tuple[str, ...]:
+    """The precisions to plan for: one, or "model" and "bf16" for "auto". Raises ValueError for what is unknown."""
     known = ("model", *PRECISIONS, "auto")
     if asked not in known:
         raise ValueError(f"precision is one of {', '.join(known)}, but got {asked!r}; use one of these")
-    if asked == "auto":
-        return ("model",) if tuple(schedules) == (PIPEDREAM,) else ("model", "bf16")
-    return (asked,)
+    return ("model", "bf16") if asked == "auto" else (asked,)
 
 
 def computed_type(kind: TensorType, precision: str) -> TensorType:

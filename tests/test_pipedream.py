@@ -335,3 +335,22 @@ def test_predicts_a_step_without_a_bubble_and_the_versions(m: int) -> None:
 
 def test_auto_never_changes_the_optimisation() -> None:
     assert planned("auto", 4).schedule != "pipedream"
+
+
+def test_what_is_left_open_is_what_it_runs_with() -> None:
+    """16 bits and codes of gradients would be faster, and are refused where they are asked for."""
+    x, y = data(0)
+
+    def asked(**wishes: Any) -> mw.Plan:
+        return mw.plan(
+            Model(), fast_links(4), example_inputs=(x.float(),), targets=(y.float(),), loss_fn=nn.functional.mse_loss,
+            strategy="pp2,dp2", microbatches=2, schedule="pipedream", executable=True, cache=False, **wishes,
+        )  # fmt: skip
+
+    plan = asked(precision="auto", communication="auto-lossy")
+    assert (plan.schedule, plan.precision) == ("pipedream", "model")
+    assert {wire.compressor for stage in plan.stages for wire in stage.wire} <= {"none"}
+    with pytest.raises(ValueError, match="schedule pipedream in precision bf16; plan again without"):
+        asked(precision="bf16")
+    with pytest.raises(ValueError, match=r"sums gradients exactly, but got .* leave out int8"):
+        asked(communication={"gradients": "int8"})
