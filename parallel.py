@@ -343,7 +343,8 @@ class Parallel:
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The fp32 norm of the whole model's gradient before clipping, every unique element once (0-d). Collective."""
+        """The norm of the whole model's gradient before clipping, every unique element once (0-d; fp32, of models with
+        fp64 weights fp64). Collective."""
         return self.session.grad_norm
 
     @property

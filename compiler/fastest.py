@@ -25,7 +25,8 @@ def searched(
     make: Callable[..., list[Plan]], arguments: Mapping[str, Any], precisions: Sequence[str] = ("model",)
 ) -> list[list[Plan]]:
     """What ``make(**arguments)`` (``make_plans`` or ``make_front``) finds, once for each search; those in which nothing
-    fits are left out. A time limit is shared evenly. Raises InfeasibleError if nothing fits in any of them."""
+    fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit is shared
+    evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
     graph: Graph = arguments["graph"]
     space: Space = arguments["space"]
     graphs = list({id(one): one for one in (in_precision(graph, name) for name in precisions)}.values())
@@ -33,16 +34,24 @@ def searched(
     spaces = [space] if exactly == space.communication else [replace(space, communication=exactly), space]
     limit, number = arguments.get("time_limit_s"), len(graphs) * len(spaces)
     found, error = [], None
+    refused: Plan | None = None
     for one in graphs:
         for narrow in spaces:
             asked = {"graph": one, "space": narrow, "time_limit_s": limit / number if limit else limit}
             try:
-                found.append(make(**{**arguments, **asked}))
+                plans = make(**{**arguments, **asked})
             except InfeasibleError as missed:
                 error = missed
+                continue
+            if runs := [plan for plan in plans if not (space.executable_only and plan.not_executable())]:
+                found.append(runs)
+            else:
+                refused = plans[0]
     if not found:
-        assert error is not None
-        raise error
+        if error is not None:
+            raise error
+        assert refused is not None
+        refused.require_executable()
     return found
 
 

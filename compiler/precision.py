@@ -6,6 +6,7 @@
     losses      are float32: ops of losses, and ops that make a scalar, get their operands in float32 (our own cross
                 entropy reads 16 bits and computes in float32)
     statistics  of batch norm are float32, running ones too
+    fills       (of masks, bounds of clamps) beyond what the 16-bit type has become the largest finite that it has
     gradients   are of 16 bits within a backward, and float32 from then on: summed over microbatches and over devices
     optimizer   float32 master weights and states: 2 + 4 + 4 + states bytes per element (``costmodel.memory``)
 
@@ -18,6 +19,7 @@ Sums of activations over devices (tensor parallelism) are of 16 bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ __all__ = ["PRECISIONS", "check_precision", "computed_type", "in_precision", "pr
 
 _CAST = torch.ops.aten._to_copy.default
 _WIDE_INSIDE = ("meshwright.cross_entropy", "meshwright.batch_norm")  # these take 16 bits and compute in float32
+_FILLS = ("masked_fill", "where", "clamp", "clamp_min", "clamp_max", "fill", "full_like", "new_full")  # write a number
 _STATISTICS = ("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default")
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,6 +128,8 @@ class _Conversion:
             made.meta["type"] = (self._typed(first), *rest) if several else self._typed(first)
             if made.meta["type"] != node.meta["type"]:  # a cast says which type it makes
                 made.args, made.kwargs = _cast(made.args, self.dtype), _cast(made.kwargs, self.dtype)
+            if op_name(node).split(".")[1] in _FILLS:
+                made.args, made.kwargs = _within(made.args, self.dtype), _within(made.kwargs, self.dtype)
         return made
 
     def result(self, result: Result, node: Node) -> tuple[Result, Node]:
@@ -157,6 +162,17 @@ def _is_wide(kind: TensorType, scalar: bool = False) -> bool:
 
 def _cast(arguments: Any, dtype: torch.dtype) -> Any:
     return map_aggregate(arguments, lambda value: dtype if value is torch.float32 else value)
+
+
+def _within(arguments: Any, dtype: torch.dtype) -> Any:
+    """Finite numbers that ``dtype`` does not have become its largest: PyTorch refuses to write others."""
+    most = torch.finfo(dtype).max
+
+    def bounded(value: Any) -> Any:
+        too_large = isinstance(value, float | int) and not isinstance(value, bool) and most < abs(value) < math.inf
+        return math.copysign(most, value) if too_large else value
+
+    return map_aggregate(arguments, bounded)
 
 
 def precision_notes(plan: Plan) -> list[str]:

@@ -115,14 +115,20 @@ class Space:
             levels = [str(level) for level in range(len(PATTERNS))]
             level = int(_one_of("zero", str(zero), levels, executable))
             space = replace(space, residencies=(PATTERNS[level],))
+        found = Communication.asked(communication)
         if space.schedules == (PIPEDREAM,):  # it keeps versions of whole parameters
             if zero not in ("auto", 0, "0"):
                 raise ValueError(
                     f"schedule {PIPEDREAM} keeps versions of whole parameters, but got zero={zero!r}; use zero=0, or "
                     "another schedule"
                 )
-            space = replace(space, residencies=PATTERNS[:1])
-        return replace(space, sequence=sequence, communication=Communication.asked(communication))
+            if found.names_codes(communication):
+                raise ValueError(
+                    f"schedule {PIPEDREAM} sums gradients exactly, but got communication={communication!r}; leave out "
+                    f"{', '.join(found.compressors[1:])}, or use another schedule"
+                )
+            space, found = replace(space, residencies=PATTERNS[:1]), replace(found, compressors=EXACT.compressors)
+        return replace(space, sequence=sequence, communication=found)
 
 
 def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> str:

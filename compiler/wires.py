@@ -94,6 +94,11 @@ class Communication:
         """Those of gradients, and those of other tensors."""
         return (*self.compressors, *self.codes.values())
 
+    def names_codes(self, asked: AskedCommunication) -> bool:
+        """Whether ``asked``, which this is, has codes of gradients by name."""
+        gradients = asked.get("gradients") if isinstance(asked, Mapping) else asked
+        return len(self.compressors) > 1 and gradients != "auto-lossy"
+
     def exactly(self) -> Communication:
         """The same, with gradients summed as the backend does it."""
         return replace(self, algorithms=EXACT.algorithms, compressors=EXACT.compressors)

@@ -126,11 +126,18 @@ class Loosely:
             self.means.step()
 
     def gradient_norm(
-        self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], rank: int, device: torch.device
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layouts: Mapping[str, Layout],
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         """The norm of this replica's gradient (0-d)."""
         place = self.replicas.first.get(rank, rank)
-        return gradient_norm(parameters, layouts, place, device, self.replicas.inside, self.replicas.inside is None)
+        return gradient_norm(
+            parameters, layouts, place, device, dtype, self.replicas.inside, self.replicas.inside is None
+        )
 
     # ---- between steps
 

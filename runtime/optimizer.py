@@ -86,17 +86,18 @@ def gradient_norm(
     layouts: Mapping[str, Layout],
     rank: int,
     device: torch.device,
+    dtype: torch.dtype,
     group: Any = None,
     alone: bool = False,
 ) -> torch.Tensor:
-    """The 2-norm over all ranks' gradients in fp32 (0-d); every unique element counts once. Collective over the group,
-    by default the world.
+    """The 2-norm over all ranks' gradients in ``dtype`` (0-d); every unique element counts once. Collective over the
+    group, by default the world.
 
     parameters: those that this rank's stage owns (tied copies left out), with the layout of each. rank: the one whose
     place in the layouts this rank has. alone: no other rank has any.
     """
     grads = [
-        leaf.grad.float()
+        leaf.grad.to(dtype)
         for name, leaf in parameters.items()
         if leaf.grad is not None and layouts[name].is_first_copy(rank)
     ]
@@ -105,7 +106,7 @@ def gradient_norm(
     total = local.to(device=device, dtype=torch.float64).square().reshape(1)
     if not alone:
         dist.all_reduce(total, group=group)
-    return total.sqrt().float().reshape(())
+    return total.sqrt().to(dtype).reshape(())
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

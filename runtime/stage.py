@@ -138,6 +138,8 @@ class Session:
         self._batches = 0  # forward_backward calls since the last optimizer step
         self._stepped = True  # whether the gradients in the leaves are those of a finished step
         self._norm: torch.Tensor | None = None
+        doubles = any(kind.dtype is torch.float64 for kind in types.values())
+        self._norm_dtype = torch.float64 if doubles else torch.float32  # the same on every rank
         self._seconds: dict[str, float] = {}
         self.evaluation = Evaluation(plan, self.comm, self.state, self.groups, seed)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -343,8 +345,8 @@ class Session:
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The fp32 norm of the gradients of the last step, before clipping and not scaled, each unique element once
-        (0-d).
+        """The norm of the gradients of the last step, before clipping and not scaled, each unique element once (0-d;
+        fp32, of models with fp64 weights fp64).
 
         Collective at its first reading after ``forward_backward`` unless ``clip_grad_norm`` is set: read it on every
         rank, before the next batch.
@@ -353,7 +355,7 @@ class Session:
             self.overlapping.refuse_norm()
         if self._norm is None:
             norm = gradient_norm if self.loosely is None else self.loosely.gradient_norm
-            self._norm = norm(self.owned, self.layouts, self.rank, self.device)
+            self._norm = norm(self.owned, self.layouts, self.rank, self.device, self._norm_dtype)
         return self._norm
 
     def forward(

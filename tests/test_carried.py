@@ -112,6 +112,7 @@ def train(
     zero: int = 0,
     steps: int = 5,
     poison: bool = False,
+    recompute: str = "auto",
 ) -> Any:
     """This rank: losses, the whole state (rank 0), bytes that ports were given and sent, those of its collectives, the
     output of an evaluation."""
@@ -130,7 +131,7 @@ def train(
         parallel = mw.parallelize(
             model, fast_links(torch.distributed.get_world_size()), example_inputs=args, example_kwargs=kwargs,
             strategy=strategy, microbatches=m, schedule=schedule, zero=zero, communication=communication, seed=3,
-            optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+            recompute=recompute, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
         )  # fmt: skip
         if poison:
             next(iter(parallel.session.state.parameters.values())).data.fill_(float("nan"))
@@ -173,9 +174,13 @@ def test_weights_in_a_code_train_nearly_alike_and_stay_equal_on_all_ranks(ranks:
 
 
 def test_all_codes_at_once_and_again_alike(ranks: RankPool):
-    """Gradients, activations and weights in codes; two runs draw the same random numbers."""
+    """Gradients, activations and weights in codes; two runs draw the same random numbers, one of which recomputes its
+    layers and gathers their weights once more for that."""
     asked = {"gradients": "bf16", "activations": "int8", "weights": "int8"}
-    one, two = (ranks.run(4, "test_carried:train", "pp2,dp2", asked, 2, "1f1b", 3) for _ in range(2))
+    one, two = (
+        ranks.run(4, "test_carried:train", "pp2,dp2", asked, 2, "interleaved", 3, 5, False, recompute)
+        for recompute in ("none", "full")
+    )
     assert one[0][0] == two[0][0]
     for key, value in one[0][1].items():
         assert torch.equal(value, two[0][1][key]), key

@@ -82,6 +82,13 @@ CASES: dict[str, tuple[str, int, int, str, int, int, str]] = {
     "diloco of stages": ("pp2,dp2", 2, 2, "adamw", 0, 4, "diloco"),
     "diloco, late": ("tp2,dp2", 1, 2, "sgd", 2, 3, "diloco"),
 }
+ASKED: dict[str, dict[str, Any]] = {  # of cases, what else is asked
+    "dga, 1 late": {"recompute": "full", "compile": "eager", "clip_grad_norm": 0.3},
+    "dga of stages": {"recompute": "selective", "schedule": "zb-h1", "clip_grad_norm": 0.3},
+    "dga of cut weights": {"clip_grad_norm": 0.3},
+    "diloco of stages": {"recompute": "full", "schedule": "interleaved"},
+    "diloco, late": {"recompute": "selective", "compile": "eager", "clip_grad_norm": 0.3},
+}
 
 
 # ---- what is planned
@@ -151,6 +158,7 @@ class Simulation:
         self.late: list[list[list[torch.Tensor]]] = []  # step → replica → gradients not yet averaged
         self.sent: list[list[torch.Tensor]] = []
         self.since = 0
+        self.clip = ASKED.get(case, {}).get("clip_grad_norm")
 
     def step(self, step: int) -> list[float]:
         x, y = data(step)
@@ -169,6 +177,8 @@ class Simulation:
                 weight.grad = grads[r][k].clone()
                 if self.every == 1 and old is not None:
                     weight.grad += sum(g[k] for g in old) / self.count - old[r][k]
+            if self.clip is not None:
+                nn.utils.clip_grad_norm_(self.weights[r], self.clip)
             self.inner[r].step()
         if self.every > 1:
             self.since += 1
@@ -238,7 +248,7 @@ def start(case: str, model: nn.Module | None = None, plan: Any = None, **options
         model or Model().double(), fast_links(dist.get_world_size()), example_inputs=(x,), targets=(y,),
         loss_fn=loss_of,
         **{"optimizer": INNER[inner], "delay": delay, "local_steps": every, "outer_optimizer": OUTER[outer], **decided,
-           **options},
+           **({} if plan else ASKED.get(case, {})), **options},
     )  # fmt: skip
 
 

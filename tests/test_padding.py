@@ -204,7 +204,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, multiple, what i
     "ulysses": (2, 2, {"which": "heads"}),
     "megatron": (2, 2, {"which": "megatron"}),
     "stages": (2, 8, {"strategy": "pp2", "microbatches": 2}),
-    "data": (2, 8, {"strategy": "dp2", "zero": 2}),
+    "halves": (2, 8, {"strategy": "pp2", "microbatches": 2, "schedule": "zb-h1", "recompute": "full"}),
+    "data": (2, 8, {"strategy": "dp2", "zero": 3, "recompute": "selective", "compile": "eager"}),
 }
 
 

@@ -12,23 +12,39 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.compiler.abstract import AbstractComm
 from meshwright.compiler.asynchronous import delay, lag_steps, stashed
+from meshwright.compiler.context import Context, use
+from meshwright.compiler.local_ops import dropout
 from meshwright.compiler.schedule import generate, in_flight, in_flight_formula, validate
 from test_parity import fast_links
 from torch import nn
 from torch.func import functional_call
 
-BATCH, WIDTH, STEPS = 12, 8, 7
+BATCH, WIDTH, STEPS, DROPOUT, SEED = 12, 8, 7, 0.1, 3
+
+
+class Drawn(nn.Module):
+    """Dropout as programs have it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropout(x, DROPOUT, self.index)
 
 
 class Model(nn.Module):
-    """Eight blocks with a frozen weight and running statistics among them."""
+    """Eight blocks with a frozen weight, dropout and running statistics among them. drawn: dropout draws as ranks
+    do."""
 
-    def __init__(self) -> None:
+    def __init__(self, drawn: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
+        drop = [Drawn(index) if drawn else nn.Dropout(DROPOUT) for index in range(7)]
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(7)),
+            *(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), one, nn.Linear(2 * WIDTH, WIDTH)) for one in drop),
             nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)),
         )
         self.blocks[1][0].weight.requires_grad_(False)
@@ -50,13 +66,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
 }
 
-CASES: dict[str, tuple[str, int, str]] = {  # strategy, microbatches, optimizer
-    "2 stages, the original": ("pp2", 1, "sgd"),
-    "4 stages, the original": ("pp4", 1, "adamw"),
-    "4 stages, 2 microbatches": ("pp4", 2, "sgd"),
-    "4 stages, 6 microbatches": ("pp4", 6, "adamw"),
-    "data": ("pp2,dp2", 2, "sgd"),
-    "tensor": ("pp2,tp2", 3, "adamw"),
+CASES: dict[str, tuple[str, int, str, dict[str, Any]]] = {  # strategy, microbatches, optimizer, what else is asked
+    "2 stages, the original": ("pp2", 1, "sgd", {}),
+    "4 stages, the original": ("pp4", 1, "adamw", {"recompute": "full"}),
+    "4 stages, 2 microbatches": ("pp4", 2, "sgd", {"recompute": "selective"}),
+    "4 stages, 6 microbatches": ("pp4", 6, "adamw", {}),
+    "data": ("pp2,dp2", 2, "sgd", {"recompute": "full", "compile": "eager"}),
+    "tensor": ("pp2,tp2", 3, "adamw", {"compile": "eager"}),
 }
 
 
@@ -68,7 +84,7 @@ def oracle(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the last state of a sequential run in which stage s of p runs microbatch j, counted from the last
     flush, with the weights that max(0, j − (p − 1 − s)) backwards have left. flushes: the steps that one follows."""
-    model = Model().double()
+    model, comm = Model(drawn=True).double(), AbstractComm((1,), native=False)
     weights = dict(model.named_parameters())
     made = OPTIMIZERS[optimizer]([p for p in weights.values() if p.requires_grad])
     stage_of = {name: index for index, names in enumerate(stages) for name in names}
@@ -79,7 +95,8 @@ def oracle(
         for k, (x, y) in enumerate(parts):
             warm = {name: len(stages) - 1 - stage for name, stage in stage_of.items()}
             seen = {name: history[max(0, done + k - warm[name]) // m][name] for name in weights}
-            loss = nn.functional.mse_loss(functional_call(model, seen, (x,)), y) / m
+            with use(Context(comm, SEED, step, k)):
+                loss = nn.functional.mse_loss(functional_call(model, seen, (x,)), y) / m
             trained = [name for name in weights if weights[name].requires_grad]
             for name, grad in zip(trained, torch.autograd.grad(loss, [seen[n] for n in trained]), strict=True):
                 weights[name].grad = grad if k == 0 else weights[name].grad + grad
@@ -120,15 +137,15 @@ def start(strategy: str, m: int, optimizer: str, schedule: str = "pipedream", **
     return mw.parallelize(
         Model().double().train(), fast_links(dist.get_world_size()), example_inputs=(x,), targets=(y,),
         loss_fn=nn.functional.mse_loss, optimizer=OPTIMIZERS[optimizer], strategy=strategy, microbatches=m,
-        schedule=schedule, **options,
+        schedule=schedule, seed=SEED, **options,
     )  # fmt: skip
 
 
 def train(case: str, flushes: Sequence[int], steps: int = STEPS, bug: str = "") -> tuple[Any, ...]:
     """Losses by step, returned and flushed; the last state; the parameters of each stage; how many steps late losses
     were; what was left in flight; notes. One tensor serves all batches."""
-    strategy, m, optimizer = CASES[case]
-    parallel = start(strategy, m, optimizer)
+    strategy, m, optimizer, options = CASES[case]
+    parallel = start(strategy, m, optimizer, **options)
     if bug:
         PLANTED[bug](parallel.session.executor)
     found: dict[int, float] = {}
@@ -152,7 +169,7 @@ def train(case: str, flushes: Sequence[int], steps: int = STEPS, bug: str = "") 
 
 
 def check(results: Sequence[tuple[Any, ...]], case: str, flushes: Sequence[int]) -> None:
-    _, m, optimizer = CASES[case]
+    _, m, optimizer, _ = CASES[case]
     found, state, names, lags, _, notes = results[0]
     losses, expected = oracle(names, m, optimizer, STEPS, flushes)
     lag = lag_steps(len(names), m)
@@ -318,3 +335,22 @@ def test_predicts_a_step_without_a_bubble_and_the_versions(m: int) -> None:
 
 def test_auto_never_changes_the_optimisation() -> None:
     assert planned("auto", 4).schedule != "pipedream"
+
+
+def test_what_is_left_open_is_what_it_runs_with() -> None:
+    """16 bits and codes of gradients would be faster, and are refused where they are asked for."""
+    x, y = data(0)
+
+    def asked(**wishes: Any) -> mw.Plan:
+        return mw.plan(
+            Model(), fast_links(4), example_inputs=(x.float(),), targets=(y.float(),), loss_fn=nn.functional.mse_loss,
+            strategy="pp2,dp2", microbatches=2, schedule="pipedream", executable=True, cache=False, **wishes,
+        )  # fmt: skip
+
+    plan = asked(precision="auto", communication="auto-lossy")
+    assert (plan.schedule, plan.precision) == ("pipedream", "model")
+    assert {wire.compressor for stage in plan.stages for wire in stage.wire} <= {"none"}
+    with pytest.raises(ValueError, match="schedule pipedream in precision bf16; plan again without"):
+        asked(precision="bf16")
+    with pytest.raises(ValueError, match=r"sums gradients exactly, but got .* leave out int8"):
+        asked(communication={"gradients": "int8"})

@@ -97,6 +97,34 @@ def test_what_is_made_of_inputs_and_buffers_alone_stays_float32():
     assert [operand.meta["type"].dtype for operand in loss.all_input_nodes] == [torch.float32] * 2
 
 
+class Filled(nn.Module):
+    """Writes numbers into tensors that 16 bits do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ self.weight
+        masked = scores.masked_fill(x < 0, torch.finfo(torch.float32).min).softmax(1)
+        chosen = torch.where(x > 0, scores, -1e9).softmax(1) + scores.clamp(-1e30, 1e30)
+        return (masked + chosen + scores.masked_fill(x > 2, -torch.inf).softmax(1)).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fills_stay_within_16_bits(precision):
+    """Rows that are masked throughout do not become NaN."""
+    model, x = Filled(), torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    x[0], x[1] = -x[0].abs(), x[1].abs()
+    graph = in_precision(capture(model, (x,)), precision)
+    half = model.weight.detach().to(PRECISIONS[precision])
+    values = [half if node.meta["source"].kind == "parameter" else x for node in graph if node.op == "placeholder"]
+    (found,) = torch.fx.GraphModule(nn.Module(), graph.fx)(*values)
+    torch.testing.assert_close(found, model(x), rtol=0.02, atol=0.0)
+    numbers = [value for node in graph for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+    assert -torch.inf in numbers
+
+
 def test_the_graph_keeps_its_fingerprint_at_every_extent(graph):
     other = in_precision(graph, "bf16")
     assert other.text() != graph.text()
