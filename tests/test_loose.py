@@ -319,7 +319,7 @@ def check(case: str, results: Sequence[tuple[Any, ...]], flushes: Sequence[int])
 def test_equals_replicas_one_after_the_other(ranks: Any, case: str) -> None:
     flushes = (4, STEPS - 1)
     strategy = CASES[case][0]
-    results = ranks.run(2 if strategy == "dp2" else 4, "test_loose:train", case, flushes)
+    results = ranks.run(2 if strategy == "dp2" else 4, "test_loose:train", case, flushes, timeout_s=180.0)
     check(case, results, flushes)
     if strategy.startswith("dp"):
         assert not results[0][5]  # no program sums anything: means go by a group of their own

@@ -19,6 +19,7 @@ from test_parity import case, fast_links, make_optimizer
 from test_precision_run import TOLERANCE
 
 STEPS, M = 5, 4
+TIMEOUT_S = 180.0  # the first who compiles loads what compiles
 LARGE = 2.0**21  # a loss scale under which the first gradients overflow
 
 # precision, what is asked of the plan
@@ -60,7 +61,9 @@ def test_a_mixture_equals_one_device(ranks: RankPool, precision: str, asked: dic
     alone = {"strategy": "pp1", "recompute": "none"}
     losses, norms, before, expected, skipped, _ = ranks.run(1, "test_mixtures:train", precision, alone)[0]
     assert (skipped > 0) == (precision == "fp16")
-    found = ranks.run(4 if "dp2" in asked["strategy"] else 2, "test_mixtures:train", precision, asked)
+    found = ranks.run(
+        4 if "dp2" in asked["strategy"] else 2, "test_mixtures:train", precision, asked, timeout_s=TIMEOUT_S
+    )
     exact = precision == "fp64"
     for own, its_norms, _, _, left_out, (schedule, modes, patterns, pieces) in found:
         assert own == pytest.approx(losses, rel=1e-9 if exact else 1e-3)

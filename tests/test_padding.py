@@ -215,7 +215,7 @@ def test_sequences_that_do_not_divide_train_as_one_device_does(ranks: Any, case:
     which = asked.get("which")
     text = planned(which, multiple) if which else None
     options = {"pad_to_multiple_of": multiple} | ({} if which else asked)
-    losses, state, logits, notes, error = ranks.run(count, "test_padding:train", text, options)[0]
+    losses, state, logits, notes, error = ranks.run(count, "test_padding:train", text, options, timeout_s=180.0)[0]
     model = accepted("gpt")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []

@@ -21,7 +21,7 @@ from test_parity import fast_links
 from torch import nn
 from torch.func import functional_call
 
-BATCH, WIDTH, STEPS, DROPOUT, SEED = 12, 8, 7, 0.1, 3
+BATCH, WIDTH, STEPS, DROPOUT, SEED, TIMEOUT_S = 12, 8, 7, 0.1, 3, 180.0
 
 
 class Drawn(nn.Module):
@@ -188,7 +188,7 @@ def check(results: Sequence[tuple[Any, ...]], case: str, flushes: Sequence[int])
 def test_equals_a_sequential_run_with_weights_as_old(ranks: Any, case: str) -> None:
     flushes = (4, STEPS - 1)
     world = {"pp2": 2}.get(CASES[case][0], 4)
-    check(ranks.run(world, "test_pipedream:train", case, flushes), case, flushes)
+    check(ranks.run(world, "test_pipedream:train", case, flushes, timeout_s=TIMEOUT_S), case, flushes)
 
 
 @pytest.mark.ranks
