@@ -27,7 +27,7 @@ from .recompute import Recompute, recompute_of
 from .rules import rule_for
 from .saved import Saved, beside_outputs, saved_tensors
 from .sharing import Sharing
-from .spec import Pair, R, parse_pair
+from .spec import P, Pair, R, parse_pair
 from .variants import State, Variants
 
 __all__ = ["BatchEdge", "BatchSection", "Choice", "build_batch_section"]
@@ -287,9 +287,12 @@ class _Builder:
         whole = Pair((R,) * self.variants.axes, (R,) * self.variants.axes)
         left = [leaving(pair) if name in self.late else whole for pair in given]
         pairs = list(dict.fromkeys(left))
-        values = tuple(pair.value for pair in pairs)
-        once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
-        once = once / self.variants.microbatches[:, None]
+        whole_bytes = self.pricer.by_mask(self.nodes[name].meta["type"])[:, :1]
+        once = np.zeros((self.variants.num, len(pairs)))
+        for axis in range(self.variants.axes):
+            sums = self.pricer.tariff(1 << axis, "all_reduce").seconds(whole_bytes)
+            once += sums * [pair.value[axis] == P for pair in pairs]
+        once /= self.variants.microbatches[:, None]
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
         return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs
