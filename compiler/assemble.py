@@ -163,6 +163,10 @@ def describe_stage(
                 for step in path:
                     if step.kind not in FREE:
                         collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
+    for one in price.gathers:
+        collectives["forward all_gather"] += 1
+        collectives["backward all_gather"] += one.again
+        collectives["backward reduce_scatter"] += bool(one.sums)
     memory["activations"] += transient_bytes(section, chosen, layering)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
@@ -185,7 +189,7 @@ def describe_stage(
         price.step_s,
         dict(price.seconds),
         dict(memory),
-        dict(sorted(collectives.items())),
+        dict(sorted((+collectives).items())),
     )
     return Assembled(stage, prediction, price.sources, price.wasted_flops)
 

@@ -25,7 +25,7 @@ from functools import cached_property
 from torch.fx import Node
 
 from .graph import Graph, TensorType, output_of, tensor_operands
-from .layer_gathers import gather_seconds, layer_gathers, scatter_seconds
+from .layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
 from .layers import Layering
 from .overlap import Bucket, Gradient, bucketed, hidden_seconds
 from .plan import Residency, Wire
@@ -66,6 +66,7 @@ class StagePrice:
     wasted_flops: float
     # (algorithm, compressor) by which gradients are summed, per group of axes
     ways: Mapping[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
+    gathers: Sequence[LayerGather] = ()  # of weights that are gathered in every microbatch
 
 
 def price_stage(
@@ -95,7 +96,7 @@ class _Pricing:
         recompute: Recompute,
         wire: Sequence[Wire],
     ) -> None:
-        self.layer_of = layering.layer_of
+        self.layer_of, self.gathers = layering.layer_of, list[LayerGather]()
         self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
         self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
         self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
@@ -132,7 +133,9 @@ class _Pricing:
         self._layerwise(layerwise)
         self._gradients(trained)
         step_s = self.once + self.seconds["optimizer"]
-        return StagePrice(self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways)
+        return StagePrice(
+            self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways, self.gathers
+        )
 
     def _op(self, node: Node, choice: MeshChoice) -> None:
         price, seconds = self.pricer.op(node, choice, self.grad), self.seconds
@@ -197,7 +200,8 @@ class _Pricing:
         if not homes:
             return
         members = [node for node in self.graph if output_of(node)[0].name in self.spans]
-        for one in layer_gathers(members, self.layer_of, homes, self.grad, self.recompute):
+        self.gathers = layer_gathers(members, self.layer_of, homes, self.grad, self.recompute)
+        for one in self.gathers:
             ahead = gather_seconds(self.pricer, one)
             back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
             self.forward += ahead

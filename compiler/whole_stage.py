@@ -9,7 +9,8 @@ it. Then, where it may help, the stage is solved freely under the memory limit.
 layer by layer its share of the layer's largest message: seconds that add up, and no more than they really take. Small
 stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where the real price
 (``price_stage``) is above the problem's, the stage is solved again without one kind of message that its choice has,
-over one group of axes, as long as this helps. Of all choices that fit, the one with the least real price stands.
+over one group of axes, as long as this helps. Of all choices that fit, the one with the least real price stands. Larger
+stages whose layers gather weights keep the labels of their ops meanwhile.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ def assemble_stage(
         return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
 
     stage = _Stage(graph, layering, pricer, microbatches, recompute, wire, in_flight, limit_bytes)
+    nodes = graph.by_name()
     composed = section(_but_sharing(labels, graph, layering, layers))
     best = composed, stage.within(composed)
     if len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
         best = stage.improved(best, section(None))
+    elif any(what == "layers" for what, _ in _sends(pricer, *best)):
+        ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
+        best = stage.improved(best, section(ops))
     return describe_stage(graph, pricer, layering, layers, *best, in_flight, framework, microbatches, recompute, wire)
 
 

@@ -138,7 +138,7 @@ def planned(delay: int) -> list[float]:
 def test_a_delay_is_planned_for(ranks):
     model, (tokens, _), _ = case("gpt")
     losses = ranks.run(2, "test_loose:planned", 1)[0]
-    assert losses[0] == pytest.approx(float(model(tokens, tokens)), rel=1e-5) != losses[1]
+    assert losses[0] == pytest.approx(model(tokens, tokens).item(), rel=1e-5) != losses[1]
 
 
 # ---- in one process
