@@ -32,6 +32,7 @@ ENDLESS = 1e9  # of the limit: no estimate takes as much
 LOOKS = 3  # microbatch counts that are looked at together
 WIDE = 0.5  # of the memory: with that little one stage may well be the best pipeline
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
+WORTH_A_FORK = 200_000  # entries of a table: less takes no longer to solve than a worker's start
 TRIALS = 3  # of bounds between what is proven and the best
 
 
@@ -157,13 +158,18 @@ class SearchTables(SearchFloors):
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
             most = raised(self.best, m, search.cluster, self.hidden_s)
-            stages: dict[tuple[StageChoice, ...], None] = {}
-            for exposed in EXPOSED if top_k > 1 else EXPOSED[:1]:
+
+            def solved(exposed: float) -> list[tuple[StageChoice, ...]]:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(
                     delayed, m, schedule, self.cuts, top_k, slack, VISITS, explain=False, most=most, trials=0
                 )
-                stages |= dict.fromkeys(one.stages for one in getattr(answer, "pipelines", ()))
+                return [one.stages for one in getattr(answer, "pipelines", ())]
+
+            works = [partial(solved, exposed) for exposed in (EXPOSED if top_k > 1 else EXPOSED[:1])]
+            apart = search.workers > 1 and table.pace_s.size > WORTH_A_FORK
+            parts = all_of(works) if apart else [work() for work in works]
+            stages = dict.fromkeys(one for part in parts for one in part)
             described = [describe_pipeline(table, m, schedule, one) for one in stages]
             found = [self.candidate(m, schedule, one, pairs, table) for one in described]
         return sorted(found, key=lambda candidate: candidate.clock_s)

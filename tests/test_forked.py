@@ -13,7 +13,14 @@ import meshwright as mw
 import numpy as np
 import pytest
 import torch
+from meshwright.compiler.alternatives import find_alternatives, pure_plans
+from meshwright.compiler.capture import capture
+from meshwright.compiler.constraints import parse_constraints
+from meshwright.compiler.driver import best_plans
 from meshwright.compiler.forked import Forked, all_of
+from meshwright.compiler.prepare import prepare
+from meshwright.compiler.space import Space
+from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
 
 
@@ -85,3 +92,17 @@ def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any]) -> None:
     alone, shared = ([replace(p, provenance={}) for p in (found if "top_k" in asked else [found])] for found in plans)
     assert alone == shared
     assert alone[0].prediction.bound_s > 0
+
+
+def test_alternatives_do_not_depend_on_the_guess() -> None:
+    with torch.device("meta"):
+        model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
+        tokens = torch.zeros(64, 16, dtype=torch.int64)
+    graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
+    search = prepare(graph, cluster, 64, None, None, "AdamW", Space(), parse_constraints(None))
+    (plan,) = best_plans(search)
+    guesses = [pure_plans(search, m) for m in (plan.microbatches, 64 if plan.microbatches < 8 else 1)]
+    assert {name: one.counts for name, one in guesses[0].items()} != {n: one.counts for n, one in guesses[1].items()}
+    alone = find_alternatives(search, plan)
+    assert [find_alternatives(search, plan, guess) for guess in guesses] == [alone, alone]
+    assert {one["name"] for one in alone if one["step_s"]} >= {"data", "tensor"}

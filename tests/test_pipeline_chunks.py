@@ -7,7 +7,7 @@ from math import inf, isfinite
 import numpy as np
 import pytest
 from meshwright.compiler.chunk_bounds import at_once, chunk_bound
-from meshwright.compiler.pipeline_chunks import _at_once, _offsets, chunked, held, quick_bound
+from meshwright.compiler.pipeline_chunks import _at_once, _Divisions, _offsets, chunked, held, quick_bound
 from meshwright.compiler.pipeline_clock import clock_seconds
 from meshwright.compiler.pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from meshwright.compiler.schedule import generate, in_flight, virtual_order
@@ -42,6 +42,24 @@ def peaks(table: PipelineTable, stages: tuple[StageChoice, ...], schedule: str, 
             most = max(most, now)
         out.append(sum(table.resident[one] for one in mine) + most + max(table.transient[one] for one in mine))
     return out
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_divisions_are_the_most_even_of_all(seed):
+    layers = 7
+    pace = np.random.default_rng(seed).integers(1, 9, (layers, layers + 1)).astype(float)
+    pace[np.tril_indices(layers)] = inf
+    for cap in (5.0, 8.0):
+        found = _Divisions(pace, cap)
+        for count in (3, 6, 2, 4):  # in any order
+            every = [(0, *cuts, layers) for cuts in combinations(range(1, layers), count - 1)]
+            chunks = [[pace[at] for at in pairwise(cuts)] for cuts in every]
+            least = min((sum(t * t for t in one) for one in chunks if max(one) <= cap), default=inf)
+            if least < inf:
+                taken = [pace[at] for at in pairwise(found.cuts(count))]
+                assert len(taken) == count
+                assert max(taken) <= cap
+                assert sum(t * t for t in taken) == least
 
 
 @pytest.mark.parametrize(("schedule", "v"), FAMILIES)
