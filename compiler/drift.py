@@ -10,7 +10,7 @@ Every step of a stage falls into the same terms on both sides::
     collectives         inside forward and backward
     skew                waiting in them, or in the gradients', for a slower rank of the same stage
     sends               starting them; the wire itself runs beside the ops
-    waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step; for the loss
+    waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step; the loss
     gradient            what is left of its reduction after the last backward, and the gather of what was updated
     optimizer           clipping and the update
     host                whatever the library does in between
