@@ -248,9 +248,9 @@ Payload = Dense | Picked | Levels | Entries | Factors
 class Codec:
     """family: the implementation, which takes its parameters from ``payload``; passes: over the elements, reads and
     writes of 4 bytes, to encode and to decode; encode_ns: per element on one CPU thread; lossy: whether the sum differs
-    from the exact one by more than the order of summation; drop_in: whether training needs no other optimizer
-    or learning rate than with the exact sum, so that a search may choose it by itself; residuals: fp32 numbers per
-    element that stay between steps (``coded_memory``)."""
+    from the exact one by more than the order of summation; drop_in: whether a search may choose it by itself, since
+    training needs no other optimizer or learning rate than with the exact sum (``benchmarks/convergence.py``);
+    residuals: fp32 numbers per element that stay between steps (``coded_memory``)."""
 
     name: str
     family: str
@@ -301,16 +301,16 @@ CODECS: dict[str, Codec] = {
         Codec("randomk1%", "randomk", "all_reduce", Picked(0.01), 3.0, 0.6, drop_in=False, residuals=1),
         Codec("randomk10%", "randomk", "all_reduce", Picked(0.1), 4.0, 1.7, drop_in=False, residuals=1),
         *(
-            Codec(f"powersgd{rank}", "powersgd", "all_reduce", Factors(rank), 12.0, 2.2, residuals=1)
+            Codec(f"powersgd{rank}", "powersgd", "all_reduce", Factors(rank), 12.0, 2.2, drop_in=rank > 1, residuals=1)
             for rank in (1, 2, 4, 8)
         ),
-        _sparse("topk1%", 2, 40.0, 14.0),
+        _sparse("topk1%", 2, 40.0, 14.0, drop_in=False),
         _sparse("topk0.1%", 2, 40.0, 14.0, drop_in=False),
         _sparse("dgc1%", 2, 44.0, 14.0, drop_in=False, residuals=2),
         _sparse("dgc0.1%", 2, 44.0, 14.0, drop_in=False, residuals=2),
         Codec("threshold10", "threshold", "all_gather", Entries(1 / 32, 0, 1), 40.0, 14.0, drop_in=False, residuals=1),
         _sparse("atomo1%", 4, 60.0, 18.0, drop_in=False, residuals=0),
-        _sparse("atomo5%", 4, 60.0, 18.0, drop_in=False, residuals=0),
+        _sparse("atomo5%", 4, 60.0, 18.0, residuals=0),
         Codec("atomo-svd2", "atomo-svd", "all_gather", Factors(2, 4), 4000.0, 350.0, drop_in=False),
         Codec("atomo-svd4", "atomo-svd", "all_gather", Factors(4, 4), 4000.0, 350.0, drop_in=False),
     )

@@ -1,4 +1,8 @@
-"""Prices of compressed gradients: what is sent decides on slow links, what is encoded on fast ones."""
+"""Prices of compressed gradients: what is sent decides on slow links, what is encoded on fast ones; and which codes a
+search may take by itself."""
+
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from meshwright.costmodel.cluster import Cluster
@@ -42,3 +46,12 @@ def test_every_code_names_a_known_pattern_and_only_the_plain_sum_is_exact(codec)
     assert codec.pattern in PATTERNS
     assert codec.lossy == (codec.name != "none")
     assert codec.wire_bytes <= 4
+
+
+def test_a_search_takes_by_itself_what_training_takes_without_a_setting(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    settings = import_module("convergence").SETTINGS
+    assert all(settings.values())
+    needy = {name for of_task in settings.values() for name in of_task}
+    dear = {"atomo-svd2", "atomo-svd4"}  # in processor time, whatever the link
+    assert {name for name, codec in CODECS.items() if codec.drop_in} == CODECS.keys() - needy - dear
