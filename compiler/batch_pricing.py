@@ -305,7 +305,11 @@ class BatchPricer:
         if not sources or not targets:  # a border that has no state in any case
             return np.zeros((self.variants.num, len(sources), len(targets)))
         counts, impossible = conversion_counts(sources, targets)
-        seconds: np.ndarray = (self.term_prices(kind) @ counts).reshape(-1, len(sources), len(targets))
+        prices = self.term_prices(kind)
+        seconds: np.ndarray = np.zeros((len(prices), counts.shape[1]))
+        for price, count in zip(prices.T, counts):  # a product of matrices rounds a row by how many others there are
+            seconds += price[:, None] * count
+        seconds = seconds.reshape(-1, len(sources), len(targets))
         if impossible is not None:
             seconds[:, impossible] = np.inf
         return seconds

@@ -118,8 +118,7 @@ def _count(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
             raise ValueError(
                 "delay= and local_steps= need replicas that send each other nothing but gradients and the loss, but "
                 f"stage {index} of mesh {list(stage.mesh_shape)} has none ({why or 'it is one device'}); use a "
-                "strategy with dp and zero=0 (and constraints='replicate NAME' for a weight that it cuts), or leave "
-                "them out"
+                "strategy with dp and zero=0, or leave them out"
             )
     counts = [prod(stage.mesh_shape[a] for a in axes) for stage, (axes, _) in zip(plan.stages, found, strict=True)]
     if len(set(counts)) > 1:
