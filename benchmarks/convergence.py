@@ -54,11 +54,11 @@ class Setting:
 
 
 _DGC = Setting(momentum=0.0, options={"momentum": 0.9, "warmup_steps": 0.25})
-_PLAIN, _TWICE = Setting(rate=10.0, momentum=0.0), Setting(rate=20.0, momentum=0.0)  # 10: as far as with momentum
+_PLAIN, _LONGER = Setting(rate=10.0, momentum=0.0), Setting(rate=15.0, momentum=0.0)  # 10: as far as with momentum
 SETTINGS: dict[str, dict[str, Setting]] = {
     "digits": {
         "ef-signsgd": Setting(rate=0.5),
-        "signsgd": Setting(rate=0.01, fails="falls short at this rate, and no better one is known"),
+        "signsgd": Setting(rate=0.001, fails="falls short by 1.6 % at the best rate that is known"),
         "dgc1%": _DGC,
         "dgc0.1%": _DGC,
         "randomk1%": Setting(rate=5.0, momentum=0.0),
@@ -70,15 +70,15 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "ef-signsgd": _PLAIN,
         "signsgd": Setting(rate=0.003),
         "topk1%": _PLAIN,
-        "topk0.1%": _TWICE,
-        "threshold10": _TWICE,
+        "topk0.1%": _LONGER,
+        "threshold10": _LONGER,
         "powersgd1": _PLAIN,
         "dgc1%": replace(_DGC, rate=2.0),
-        "dgc0.1%": replace(_TWICE, options={"momentum": 0.0, "warmup_steps": 0.25}),
-        "randomk1%": Setting(rate=2.0, momentum=0.0, fails="300 steps are too few for a hundredth of the elements"),
+        "dgc0.1%": Setting(rate=20.0, momentum=0.0, options={"momentum": 0.0, "warmup_steps": 0.25}),
+        "randomk1%": Setting(rate=2.0, momentum=0.0, fails="does not train in 300 steps at any rate that was tried"),
         "randomk10%": _PLAIN,
         "atomo1%": _PLAIN,
-        "dga20": replace(_PLAIN, fails="20 steps apart replicas of 4 sequences drift too far"),
+        "dga20": replace(_PLAIN, fails="falls short at any rate that was tried"),
     },
 }
 
@@ -371,7 +371,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     table = Table(title=f"{WORKERS} workers, {asked.seeds} seeds")
     for column in ("task", "codec", "mean", "worse by", "noise", "rate", "momentum", "steps", "arrives"):
-        table.add_column(column, justify="left" if column in ("task", "codec", "arrives") else "right")
+        left = column in ("task", "codec", "arrives")
+        table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=column == "codec")
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     for task in asked.tasks:
         for one in contest(task, asked):
