@@ -133,7 +133,9 @@ def theirs(contender: Contender, quick: bool) -> Made:
     alone = model(quick)
     wrapped: nn.Module = alone
     if contender.kind == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(alone)
+        # its later sums start in callbacks: with several buckets in another order on each rank, which ends Gloo
+        cap_mb = 1024 if contender.hook == "powersgd" else None
+        wrapped = nn.parallel.DistributedDataParallel(alone, bucket_cap_mb=cap_mb)
         if contender.hook == "bf16":
             # by another name: torch refuses it by its own on Gloo, where it runs, too
             wrapped.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
