@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from meshwright.costmodel.codecs import CODECS, Factors, Levels, sent_bytes
-from meshwright.runtime.compression import FAMILIES, CompressedSum, NonFiniteGradient, Rehearsal, make_sum
+from meshwright.runtime.compression import FAMILIES, CompressedSum, NonFiniteGradient, Rehearsal, gathered, make_sum
 from meshwright.runtime.compression.atomo import probabilities, systematic
 from meshwright.runtime.compression.dither import GRID, draw, grid_tile, uniforms
 from meshwright.runtime.compression.linear import shared_positions
@@ -190,7 +190,8 @@ def test_no_tensor_pays_for_the_magnitude_of_another(name, size):
 
 
 @every_code
-def test_all_chunks_are_on_their_way_before_the_first_is_waited_for(name):
+def test_all_chunks_are_on_their_way_before_the_first_is_waited_for(name, monkeypatch):
+    monkeypatch.setattr(gathered, "LEAST_BYTES", 1)
     world = World(name, 1500, 2)
     steps = [one.run(x) for one, x in zip(world.sums, drawn(0, 2, 1500))]
     next(steps[0])
@@ -198,6 +199,20 @@ def test_all_chunks_are_on_their_way_before_the_first_is_waited_for(name):
     whole = isinstance(CODECS[name].payload, Factors)
     assert len(world.rehearsal.calls[0]) == (1 if whole else 3)
     assert world.rehearsal.done == 0
+
+
+@pytest.mark.parametrize("name", ["topk1%", "dgc1%", "threshold10", "atomo5%"])
+def test_small_messages_of_neighbouring_chunks_travel_as_one(name, monkeypatch):
+    found, sent = [], []
+    (one,) = {codec.body_bytes(0) for codec in World(name, 1500, 2).sums[0].codecs}
+    for least, messages in ((1, 3), (one + 4, 3), (one + 5, 2), (2**17, 1)):
+        monkeypatch.setattr(gathered, "LEAST_BYTES", least)
+        world = World(name, 1500, 2)
+        found.append(world(*drawn(0, 2, 1500))[0])
+        sent.append(world.rehearsal.exchanges[0].sent)
+        assert len(world.rehearsal.calls[0]) == messages
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(one == sent[0] for one in sent)
 
 
 # ---- the parts

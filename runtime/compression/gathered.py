@@ -1,6 +1,7 @@
 """All-gather: every rank sends its message to all, and every rank adds all messages up, in the order of ranks.
 
 A message is int32 [1], the rank itself if its gradient is not finite and -1 else, and the body that the codec writes.
+Small ones of neighbouring chunks travel as one: over a distant link each all-gather waits for every rank in turn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from .exchange import Steps
 from .summing import ChunkCodec, ChunkedSum, first_culprit
 
 __all__ = ["GatheredCodec", "GatheredSum"]
+
+LEAST_BYTES = 2**17  # that an all-gather has of each rank, as long as there are chunks
 
 
 class GatheredCodec(ChunkCodec):
@@ -36,25 +39,43 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
     """The pattern."""
 
     def steps(self, x: torch.Tensor) -> Steps:
-        """All chunks on their way, one after another, then each decoded."""
+        """All chunks on their way, some at a time, then each decoded."""
         travelling = []
-        for i, ((low, high), codec) in enumerate(zip(self.chunks, self.codecs)):
-            mine = self._encode(i, codec, x[low:high])
+        for run in self._runs():
+            messages = [self._encode(i, self.codecs[i], x[slice(*self.chunks[i])]) for i in run]
+            mine = messages[0] if len(messages) == 1 else torch.cat(messages)
             came = mine.new_empty(self.exchange.size, len(mine))
-            travelling.append((came, mine, self.exchange.all_gather(came, mine)))
+            lengths = [len(message) for message in messages]
+            travelling.append((run, lengths, came, mine, self.exchange.all_gather(came, mine)))
         culprit = -1
-        for (low, high), codec, (came, _, work) in zip(self.chunks, self.codecs, travelling):
+        for run, lengths, came, _, work in travelling:
             yield work
-            culprit = max(culprit, first_culprit(came[:, :4].view(torch.int32)[:, 0]))
-            part = x[low:high]
-            total = part if x.dtype is torch.float32 else self.place.zeros(high - low)
-            total.zero_()
-            for message in came:
-                codec.decode_add(message[4:], total, self.step)
-            if total is not part:
-                part.copy_(total)
+            for i, messages in zip(run, came.split(lengths, dim=1)):
+                culprit = max(culprit, first_culprit(messages[:, :4].view(torch.int32)[:, 0]))
+                self._decode(self.codecs[i], messages, x[slice(*self.chunks[i])])
         if culprit >= 0:
             self.fail(culprit)
+
+    def _runs(self) -> list[list[int]]:
+        """Chunks whose messages travel together."""
+        runs: list[list[int]] = []
+        nbytes = LEAST_BYTES
+        for i, codec in enumerate(self.codecs):
+            if nbytes >= LEAST_BYTES:
+                runs.append([])
+                nbytes = 0
+            runs[-1].append(i)
+            nbytes += 4 + codec.body_bytes(self.step)
+        return runs
+
+    def _decode(self, codec: GatheredCodec, messages: torch.Tensor, part: torch.Tensor) -> None:
+        """Write the sum of what the messages [ranks, bytes] of a chunk say."""
+        total = part if part.dtype is torch.float32 else self.place.zeros(len(part))
+        total.zero_()
+        for message in messages:
+            codec.decode_add(message[4:], total, self.step)
+        if total is not part:
+            part.copy_(total)
 
     def _encode(self, i: int, codec: GatheredCodec, x: torch.Tensor) -> torch.Tensor:
         message = torch.zeros(4 + codec.body_bytes(self.step), dtype=torch.uint8, device=x.device)
