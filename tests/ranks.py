@@ -1,4 +1,5 @@
-"""A pool of local Gloo ranks that all tests share: importing torch takes seconds, so the processes are kept.
+"""A pool of local Gloo ranks that all tests share: importing torch takes seconds, so the processes are kept, and forked
+from one that has imported it.
 
 ``pool.run(n, "module:function", *arguments)`` runs the function on ranks 0..n-1 of a fresh world and returns their
 results in order. A failure on any rank raises ``RankError`` with that rank's traceback; a hang is ended after a
@@ -64,7 +65,8 @@ class RankPool:
     """At most ``MAX_RANKS`` persistent processes, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["meshwright", "zoo"])
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._runs = 0
