@@ -15,10 +15,11 @@ from .lagrange import solve
 from .layers import Layering
 from .plan import Chunk, Residency, Stage, StagePrediction, Wire
 from .pricing import MeshPricer, partial_axes
-from .problem import Restriction, Section, build_section
+from .problem import Section, build_section
 from .recompute import NOTHING, Recompute
 from .reshard import FREE, steps_between
 from .residency import residency_bytes
+from .restriction import Restriction
 from .rules import MeshChoice
 from .spec import Pair, Spec
 from .stage_price import price_stage

@@ -31,7 +31,7 @@ from .batch_tables import LayerTables, Level, Template, Weights
 from .carried import wire_share
 from .graph import op_name, tensor_operands, types_of
 from .kept_rows import KeptRows
-from .problem import Restriction
+from .restriction import Restriction
 from .row_keys import column_digests, row_key
 from .variants import State, Variants
 

@@ -148,11 +148,14 @@ class _Table:
         gathers per step, update)."""
         nothing = np.zeros(self.variants.num)
         size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
-        gathers = [self._share("all_gather", shared, self.kind, use, whole, whole + part) for use in self.uses]
-        ahead = sum(gathers, nothing)
-        again = sum((seconds for seconds, use in zip(gathers, self.uses) if use.again), nothing)
-        if not self.trainable:
-            return (ahead, again, nothing, nothing, nothing) if pattern == "zero3" else (nothing,) * 5
+        if pattern == "zero3":
+            gathers = [self._share("all_gather", shared, self.kind, use, whole, whole + part) for use in self.uses]
+            ahead = sum(gathers, nothing)
+            again = sum((seconds for seconds, use in zip(gathers, self.uses) if use.again), nothing)
+            if not self.trainable:
+                return ahead, again, nothing, nothing, nothing
+        elif not self.trainable:
+            return (nothing,) * 5
         update = self.pricer.update_seconds(self.kind, part)
         # gradients add up where they are kept: whole unless every microbatch reduces them
         added = self._added(pair, shared if pattern in ("zero2", "zero3") else 0, dim)

@@ -22,17 +22,16 @@ from .loose_choices import lies_loosely
 from .loss_sum import leaving, lone_losses
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
-from .problem import Restriction, normalized, residencies_of
+from .problem import normalized, residencies_of
 from .recompute import Recompute, recompute_of
+from .restriction import FREE, Restriction
 from .rules import rule_for
 from .saved import Saved, beside_outputs, saved_tensors
 from .sharing import Sharing
-from .spec import P, Pair, R, parse_pair
+from .spec import Pair, parse_pair, replicated
 from .variants import State, Variants
 
 __all__ = ["BatchEdge", "BatchSection", "Choice", "build_batch_section"]
-
-_FREE = Restriction()
 
 
 class _Row(NamedTuple):
@@ -59,7 +58,7 @@ def build_batch_section(
     layer: int,
     into: Sequence[State],
     out: Sequence[State],
-    restriction: Restriction = _FREE,
+    restriction: Restriction = FREE,
     modes: Sequence[str] = ("none",),
 ) -> BatchSection:
     """Layer ``layer`` in all cases, its borders in these states (of ``Variants.states``), under these recompute
@@ -284,15 +283,12 @@ class _Builder:
 
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """given: the pairs in which its producer makes it, by choice."""
-        whole = Pair((R,) * self.variants.axes, (R,) * self.variants.axes)
+        whole = replicated(self.variants.axes)
         left = [leaving(pair) if name in self.late else whole for pair in given]
         pairs = list(dict.fromkeys(left))
-        whole_bytes = self.pricer.by_mask(self.nodes[name].meta["type"])[:, :1]
-        once = np.zeros((self.variants.num, len(pairs)))
-        for axis in range(self.variants.axes):
-            sums = self.pricer.tariff(1 << axis, "all_reduce").seconds(whole_bytes)
-            once += sums * [pair.value[axis] == P for pair in pairs]
-        once /= self.variants.microbatches[:, None]
+        values = tuple(pair.value for pair in pairs)
+        once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
+        once = once / self.variants.microbatches[:, None]
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
         return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs

@@ -17,7 +17,8 @@ from .graph import Graph, op_name, output_of
 from .layers import Layering, cluster_layers
 from .plan import Plan, Transfer, parameter_stages
 from .pricing import MeshPricer
-from .problem import Restriction, boundary_states, build_section
+from .problem import boundary_states, build_section
+from .restriction import Restriction
 from .spec import Pair, R
 
 __all__ = ["plan_evaluation"]

@@ -23,8 +23,9 @@ from torch.fx import Node
 
 from .axis_union import AxisUnion
 from .graph import tensor_operands, types_of
-from .problem import SPLIT_WORK, Restriction, cuts_weights
+from .problem import SPLIT_WORK, cuts_weights
 from .prune import MOST
+from .restriction import Restriction
 from .rules import MeshChoice, pairs_choice, rule_for
 from .rules.base import Internal
 from .spec import Pair, Placement, R, S, Spec

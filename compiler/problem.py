@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.fx import Node
@@ -35,47 +35,15 @@ from .residency import (
     residency_seconds,
     residency_text,
 )
+from .restriction import FREE, Restriction
 from .rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .saved import saved_bytes, saved_tensors
-from .spec import P, Pair, R, S, Spec, parse_pair
+from .spec import P, Pair, R, S, Spec, parse_pair, replicated
 
-__all__ = ["Restriction", "Section", "boundary_states", "build_section", "cuts_weights"]
+__all__ = ["Section", "boundary_states", "build_section", "cuts_weights"]
 
 
 SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
-
-
-@dataclass(frozen=True)
-class Restriction:
-    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
-    no batch, but the work of every heavy op that it can, by its weights where it has any) or None.
-
-    pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
-    parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
-    residencies: patterns of ``residency.PATTERNS`` that a parameter may take if it is not pinned; "replicated" it may
-    where it can take none of them. loose: replicas along the "data" axes send each other nothing but gradients and the
-    loss (``loose_choices``). replicated: parameter nodes that are whole on every device. split: op node → labels
-    each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the recompute
-    modes that its layers may take, where these are not all that the search has.
-    """
-
-    roles: tuple[str | None, ...] = ()
-    pinned: Mapping[str, str] | None = None
-    executable_only: bool = False
-    residencies: tuple[str, ...] = ("replicated",)
-    replicated: frozenset[str] = frozenset()
-    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    loose: bool = False
-
-    @property
-    def loose_axes(self) -> tuple[int, ...]:
-        """The axes over which replicas are to step by themselves."""
-        return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
-
-    def splits(self, op: str, labels: Sequence[str]) -> bool:
-        """Whether a choice with these labels keeps to ``split``."""
-        return set(self.split.get(op, ())) <= set(labels)
 
 
 def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
@@ -186,7 +154,7 @@ def build_section(
     microbatches: int,
     entries: Mapping[str, Sequence[Pair]],
     exits: Mapping[str, Sequence[Pair]],
-    restriction: Restriction = Restriction(),
+    restriction: Restriction = FREE,
     recompute: Recompute = NOTHING,
 ) -> Section:
     """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
@@ -388,7 +356,7 @@ class _Builder:
 
     def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """given: the pairs in which it may be made."""
-        whole = Pair((R,) * len(self.mesh), (R,) * len(self.mesh))
+        whole = replicated(len(self.mesh))
         pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
         seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m

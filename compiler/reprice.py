@@ -21,9 +21,10 @@ from .plan import Chunk, Plan, Prediction
 from .precision import in_precision
 from .predict import predict, together
 from .pricing import MeshPricer
-from .problem import Restriction, Section, build_section
+from .problem import Section, build_section
 from .recompute import Recompute, modes_in, recompute_of
 from .residency import residency_text
+from .restriction import Restriction
 from .schedule import in_flight_formula
 from .spec import Pair
 from .wires import Communication, lossy_notes

@@ -20,7 +20,7 @@ from .graph import Graph, rescale
 from .kept_rows import KeptRows
 from .layers import Layering
 from .pipeline_table import Infeasible, Pipeline
-from .problem import Restriction
+from .restriction import Restriction
 from .space import Space, Submesh
 from .strategy import Strategy
 from .variants import Samples

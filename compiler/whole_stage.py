@@ -28,8 +28,9 @@ from .layers import Layering
 from .plan import Residency, Wire
 from .presolve import restrict
 from .pricing import MeshPricer, partial_axes
-from .problem import Restriction, Section
+from .problem import Section
 from .recompute import Recompute
+from .restriction import Restriction
 from .stage_price import price_stage
 from .variants import State
 

@@ -32,9 +32,10 @@ from .layers import Layering, cluster_layers
 from .plan import RECOMPUTE_MODES, Residency
 from .precision import in_precision
 from .pricing import MeshPricer
-from .problem import Choice, Restriction, Section
+from .problem import Choice, Section
 from .recompute import HEAVY_KINDS, modes_in, recompute_of
 from .residency import PATTERNS, residency_text
+from .restriction import Restriction
 from .rules import MeshChoice, rule_for
 from .schedule import in_flight_formula
 from .spec import Pair, R

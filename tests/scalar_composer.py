@@ -21,8 +21,9 @@ from meshwright.compiler.graph import Graph, op_name, types_of
 from meshwright.compiler.intra_op import Edge, Operator, Problem
 from meshwright.compiler.layers import Layering
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction, Section, build_section, divides
+from meshwright.compiler.problem import Section, build_section, divides
 from meshwright.compiler.recompute import NOTHING, Recompute
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.spec import Pair, Placement, R, S
 
 __all__ = ["Composer", "Intervals", "LayerTable"]

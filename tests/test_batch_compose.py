@@ -12,7 +12,7 @@ from meshwright.compiler.batch_tables import Level
 from meshwright.compiler.capture import capture
 from meshwright.compiler.eliminate import eliminate
 from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.problem import Restriction
+from meshwright.compiler.restriction import FREE, Restriction
 from meshwright.compiler.variants import Case, Variants
 from meshwright.costmodel.cluster import Cluster
 from stacked import scalar_composers, stacked_section
@@ -20,7 +20,6 @@ from torch import nn
 from zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")
-FREE = Restriction()
 CASES = {
     0: [((), 0, 4), ((), 3, 1)],
     1: [((2,), 0, 4), ((4,), 0, 8), ((8,), 0, 2)],

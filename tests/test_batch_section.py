@@ -18,9 +18,10 @@ from meshwright.compiler.graph import Graph, op_name, types_of
 from meshwright.compiler.layers import Layering, cluster_layers
 from meshwright.compiler.layouts import note_layouts
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction, Section, label
+from meshwright.compiler.problem import Section, label
 from meshwright.compiler.recompute import recompute_of
 from meshwright.compiler.residency import PATTERNS
+from meshwright.compiler.restriction import FREE, Restriction
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.signature import signature
 from meshwright.compiler.variants import Case, Variants, split_by_axes
@@ -31,7 +32,6 @@ from scalar_composer import Composer
 from zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels
 
 BATCH = 64
-FREE = Restriction()
 
 
 @cache

@@ -24,7 +24,7 @@ from meshwright.compiler.batch_tables import Level, Template
 from meshwright.compiler.capture import capture
 from meshwright.compiler.kept_rows import KEY_BYTES, KeptRows
 from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.problem import Restriction
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.row_keys import column_digests, row_key
 from meshwright.compiler.variants import Case, Variants
 from meshwright.costmodel.cluster import Cluster

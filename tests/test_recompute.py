@@ -19,9 +19,9 @@ from meshwright.compiler.ilp import solve_ilp
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction
 from meshwright.compiler.recompute import HEAVY_KINDS, layer_modes, recompute_of
 from meshwright.compiler.reprice import reprice
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.rules import mesh_choices, rule_for
 from meshwright.compiler.strategy import parse_strategy
 from meshwright.costmodel.cluster import Cluster

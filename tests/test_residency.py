@@ -15,7 +15,7 @@ from meshwright.compiler.layer_gathers import GatherUse
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.plan import BUCKET_BYTES, Residency
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction, label
+from meshwright.compiler.problem import label
 from meshwright.compiler.residency import (
     PATTERNS,
     accumulate_seconds,
@@ -28,6 +28,7 @@ from meshwright.compiler.residency import (
     residency_text,
     unfilled,
 )
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.spec import local_shape, parse_pair, parse_spec
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.measured import Piece, Wire

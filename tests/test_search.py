@@ -18,7 +18,7 @@ from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.lower import lower
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.space import Space, submeshes
 from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from meshwright.costmodel.cluster import Cluster

@@ -28,9 +28,9 @@ from meshwright.compiler.intra_op import evaluate
 from meshwright.compiler.layers import cluster_layers
 from meshwright.compiler.plan import Plan, Prediction
 from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Restriction
 from meshwright.compiler.recompute import recompute_of
 from meshwright.compiler.reprice import reprice
+from meshwright.compiler.restriction import Restriction
 from meshwright.compiler.schedule import in_flight_formula
 from meshwright.compiler.space import Submesh, submeshes, usable_bytes
 from meshwright.compiler.spec import S
