@@ -53,14 +53,14 @@ class DistributedComm:
         devices: Sequence[int],
         rank: int,
         groups: dict[tuple[int, ...], Group],
-        own_groups: dict[tuple[int, ...], tuple[Group, ...]] | None = None,
+        own_groups: dict[tuple[int, ...], list[tuple[Group, ...]]] | None = None,
     ) -> None:
         self.mesh_shape = tuple(mesh_shape)
         self.devices = tuple(devices)
         self.position = self.devices.index(rank)
         self.coordinates = coordinates(self.position, self.mesh_shape)
         self.groups = groups
-        self.own_groups = own_groups or {}  # for sums that send from another thread
+        self.own_groups = own_groups or {}  # for sums that send from other threads, by lane
         self.native = dist.get_backend() == "nccl"
         self.phase = "forward"
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -328,14 +328,15 @@ class _Maker:
 
 @dataclass(frozen=True)
 class _Mesh:
-    """shape, devices; axes: sets of them that need a group; wires: those that need groups of their own besides, between
-    hosts by ``host_of``."""
+    """shape, devices; axes: sets of them that need a group; wires: those that need groups of their own besides, for
+    each lane of sums, between hosts by ``host_of``."""
 
     shape: Sequence[int]
     devices: Sequence[int]
     axes: Sequence[tuple[int, ...]]
     wires: Sequence[Wire] = ()
     host_of: Callable[[int], int] = lambda device: 0
+    lanes: int = 1
 
 
 def _own_sets(wire: Wire, ranks: Sequence[int], host_of: Callable[[int], int]) -> list[list[tuple[int, ...]]]:
@@ -367,13 +368,16 @@ def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
                 group = maker(ranks)
                 if rank in ranks:
                     groups[axes] = group
-        own_groups: dict[tuple[int, ...], tuple[Group, ...]] = {}
+        own_groups: dict[tuple[int, ...], list[tuple[Group, ...]]] = {}
         for wire in mesh.wires:
-            for ranks in _rank_sets(mesh_shape, devices, wire.axes):
-                for level in _own_sets(wire, ranks, mesh.host_of):
-                    made = [(dist.new_group(list(members)), members) for members in level]
-                    here = tuple(group for group, members in made if rank in members)
-                    own_groups[wire.axes] = own_groups.get(wire.axes, ()) + here
+            own_groups[wire.axes] = []
+            for _ in range(mesh.lanes):
+                levels: tuple[Group, ...] = ()
+                for ranks in _rank_sets(mesh_shape, devices, wire.axes):
+                    for level in _own_sets(wire, ranks, mesh.host_of):
+                        made = [(dist.new_group(list(members)), members) for members in level]
+                        levels += tuple(group for group, members in made if rank in members)
+                own_groups[wire.axes].append(levels)
         if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
             group = maker(tuple(devices))
             if rank in devices:
@@ -389,8 +393,9 @@ def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm |
     return _bind([_Mesh(mesh_shape, devices, axes)])
 
 
-def bind_all(plan: Plan) -> DistributedComm | None:
-    """This rank's comm on its stage's mesh, None for an idle rank. Collective over the world.
+def bind_all(plan: Plan, lanes: int = 1) -> DistributedComm | None:
+    """This rank's comm on its stage's mesh, None for an idle rank. lanes: how many sums are to go at once over wires
+    that have groups of their own. Collective over the world.
 
     Raises ValueError on every rank if the world has another size than the plan's cluster.
     """
@@ -401,6 +406,6 @@ def bind_all(plan: Plan) -> DistributedComm | None:
             f"start {plan.num_devices} ranks or plan again for {world}"
         )
     return _bind(
-        _Mesh(s.mesh_shape, s.devices, joint_axes(s), [w for w in s.wire if not w.is_plain], plan.host_of)
+        _Mesh(s.mesh_shape, s.devices, joint_axes(s), [w for w in s.wire if not w.is_plain], plan.host_of, lanes)
         for s in plan.stages
     )

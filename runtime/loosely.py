@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from .averaging import PeriodicAverage
 from .collectives.protocol import Sum
+from .collectives.worker import LANES
 from .crossmesh import Layout
 from .delayed import DelayedGradients
 from .executor import Executor
@@ -89,9 +91,11 @@ class Loosely:
             )
         self.replicas.require_apart(executor.parts if executor.programs else (), tied)
 
+        lanes = cycle(range(LANES))
+
         def made(n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
-            here = self.replicas
-            return sums.make(here.axes, n, dtype, shapes, device) or here.backend_sum(n, dtype, shapes, device)
+            here, lane = self.replicas, next(lanes)
+            return sums.make(here.axes, n, dtype, shapes, device, lane) or here.backend_sum(n, dtype, shapes, device)
 
         how = self.looseness
         if how.every > 1:

@@ -21,6 +21,7 @@ from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
 from .chunk import BoundChunk
 from .collectives.protocol import Pending, Sum
+from .collectives.worker import LANES
 from .crossmesh import Port
 from .groups import coordinates
 from .tied import TiedParameters
@@ -28,7 +29,7 @@ from .trace import TimedComm, Trace
 
 __all__ = ["Alone", "BackendSum", "Flat", "MakeSum", "Replicas", "flat_buckets"]
 
-_BUCKET_BYTES = 2**28
+_BUCKET_BYTES, _LEAST_BYTES = 2**28, 2**20
 
 MakeSum = Callable[[int, torch.dtype, Sequence[torch.Size], torch.device], Sum]
 """(length, dtype, shapes of the tensors in it, device) → a sum over this rank's replicas"""
@@ -196,12 +197,22 @@ class Flat:
 
 
 def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[Flat]:
-    """Buckets of at most ``_BUCKET_BYTES``, or one leaf; made on all ranks of a group alike. Sums start when all
-    gradients are there, so few large ones are best: each costs round trips."""
-    groups: dict[torch.dtype, list[list[nn.Parameter]]] = {}
+    """Buckets of about ``_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start when
+    all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since one
+    may travel while another is coded."""
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for leaf in leaves:
-        rows = groups.setdefault(leaf.dtype, [[]])
-        if rows[-1] and sum(one.nbytes for one in rows[-1]) + leaf.nbytes > _BUCKET_BYTES:
-            rows.append([])
-        rows[-1].append(leaf)
-    return [Flat(row, make) for rows in groups.values() for row in rows]
+        groups.setdefault(leaf.dtype, []).append(leaf)
+    return [Flat(row, make) for alike in groups.values() for row in _cut(alike)]
+
+
+def _cut(leaves: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """In about equal parts: a leaf belongs where its middle is."""
+    total = max(sum(leaf.nbytes for leaf in leaves), 1)
+    count = max(min(LANES, total // _LEAST_BYTES), -(-total // _BUCKET_BYTES), 1)
+    parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    before = 0
+    for leaf in leaves:
+        parts[min((2 * before + leaf.nbytes) * count // (2 * total), count - 1)].append(leaf)
+        before += leaf.nbytes
+    return [part for part in parts if part]

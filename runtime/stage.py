@@ -25,6 +25,7 @@ from ..compiler.schedule import Place
 from ..compiler.spec import Spec
 from .agreement import alike
 from .chunk import Groups
+from .collectives.worker import LANES
 from .compiled import Compiler
 from .compression.summing import NonFiniteGradient
 from .evaluation import Evaluation
@@ -92,7 +93,7 @@ class Session:
         self.rank = dist.get_rank()
         cuda = dist.get_backend() == "nccl"
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-        self.comm = bind_all(plan)
+        self.comm = bind_all(plan, 1 if looseness.is_tight else LANES)
         self.stage = plan.stage_of(self.rank)
         self.programs = programs_of(plan, programs, self.stage)
         self.facts = exchange(plan, own_facts(self.programs, self.stage))

@@ -1,8 +1,9 @@
 """The sums by which gradients travel where a plan's wires say more than "as the backend does it by itself".
 
 A wire names mesh axes of a stage, an algorithm and a code (``plan.Wire``). Every bucket over these axes gets a
-persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets. They send over process groups
-that nothing else uses, from the communication thread::
+persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets. They send from a
+communication thread (``worker``), over process groups that nothing else uses and each of these threads has of its
+own::
 
     code "none"               ``collectives.DenseSum`` by the algorithm
     others                    ``compression.make_sum``; where it sums on the way, by the algorithm
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -26,6 +28,7 @@ from .collectives.dense import DenseSum
 from .collectives.engine import Exchange as Rounds
 from .collectives.protocol import Sum
 from .collectives.rounds import schedule_of
+from .collectives.worker import submit
 from .compression.exchange import Done, GroupExchange, Work
 from .compression.registry import make_sum
 from .groups import DistributedComm
@@ -35,7 +38,8 @@ __all__ = ["Sums"]
 
 
 class Sums:
-    """Makes the sums of one rank's buckets, and keeps what of them a checkpoint holds. seed: of codes that draw."""
+    """Makes the sums of one rank's buckets, and keeps what of them a checkpoint holds. seed: of codes that draw. comm:
+    has groups for each lane on which sums shall go."""
 
     def __init__(self, plan: Plan, stage: int | None, comm: DistributedComm | None, seed: int = 0) -> None:
         self.seed = seed
@@ -46,35 +50,37 @@ class Sums:
             wire.algorithm == "hierarchical" or prod(s.mesh_shape[a] for a in wire.axes) < plan.num_devices
             for s, wire in coded
         )
-        self._hops: dict[tuple[int, ...], _Hop] = {}
+        self._hops: dict[tuple[tuple[int, ...], int], _Hop] = {}
         self._wires: dict[tuple[int, ...], Wire] = {}
         if stage is None or comm is None:
             return
         for wire in plan.stages[stage].wire:
             if not wire.is_plain:
                 self._wires[wire.axes] = wire
-                self._hops[wire.axes] = _Hop(comm.own_groups[wire.axes], wire.algorithm, plan)
+                for lane, groups in enumerate(comm.own_groups[wire.axes]):
+                    self._hops[wire.axes, lane] = _Hop(groups, wire.algorithm, plan)
 
     def make(
-        self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device
-    ) -> Sum | None:
+        self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device,
+        lane: int = 0,
+    ) -> Sum | None:  # fmt: skip
         """The sum of a flat bucket [n] over these axes, in which tensors of ``shapes`` lie one after another; None:
         the backend's own."""
         wire = self._wires.get(axes)
         if wire is None:
             return None
-        hop = self._hops[axes]
+        hop = self._hops[axes, lane]
         if wire.compressor == "none":
-            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members)
+            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, lane=lane)
         else:
             inner, between = hop.levels
             exchange = GroupExchange(between) if wire.algorithm in ("backend", "hierarchical") else _ByAlgorithm(hop)
             size, tensors = (n, shapes) if inner is None else (part_of(n, hop.members), ())
             coded = make_sum(
                 wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
-                device=device,
+                device=device, submit=partial(submit, lane=lane),
             )  # fmt: skip
-            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded)
+            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded, lane)
         self.made.append(made)
         return made
 
@@ -118,7 +124,7 @@ class _Hop:
 
 
 class _ByAlgorithm(GroupExchange):
-    """All-reduces by an algorithm of our own, to their ends: the communication thread runs them as it comes to them."""
+    """All-reduces by an algorithm of our own, to their ends: the thread of the sum runs them as it comes to them."""
 
     def __init__(self, hop: _Hop) -> None:
         super().__init__(hop.groups[0])

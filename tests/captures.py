@@ -27,7 +27,7 @@ def keep_captures() -> None:
     ) -> Graph:  # fmt: skip
         if not hasattr(model, "zoo") or loss_fn is not None:
             return original(model, args, kwargs, targets, loss_fn, *rest, **options)
-        key = (_structure(model), _kinds((args, dict(kwargs or {}), targets, rest, options)))
+        key = (_structure(model), _kinds((args, dict(kwargs or {}), targets), (rest, options)))
         if key not in kept:
             if len(kept) == MOST:
                 del kept[next(iter(kept))]
@@ -45,6 +45,16 @@ def _structure(model: nn.Module) -> Hashable:
     return model.zoo, repr(model), tuple(module.training for module in model.modules()), tuple(rows)
 
 
-def _kinds(values: Any) -> Hashable:
-    leaves, spec = pytree.tree_flatten(values)
-    return str(spec), tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+def _kinds(inputs: Any, options: Any) -> Hashable:
+    """What a capture may depend on of these. It looks at no batch size, only at which tensors have the first one's as
+    their dim 0."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    batch = next((x.shape[:1] for x in leaves if isinstance(x, torch.Tensor)), None)
+
+    def kind(x: object) -> Hashable:
+        if not isinstance(x, torch.Tensor):
+            return repr(x)
+        alike = len(x.shape) > 0 and x.shape[:1] == batch
+        return alike, x.shape[alike:], x.dtype
+
+    return str(spec), tuple(map(kind, leaves)), repr(options)

@@ -16,10 +16,13 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+
+import pytest
 
 MAX_RANKS = 8
 TIMEOUT_S = 60.0
@@ -33,12 +36,11 @@ def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent, which closes the pipe
     sys.path[:] = search_path
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open as long as the process lives
+    assert "preload" in sys.modules, "the fork server could not import what ranks are to have"
     import torch
-    from captures import keep_captures
     from meshwright.runtime.launch import join, leave, resolve
 
     torch.set_num_threads(1)
-    keep_captures()
     while True:
         try:
             task = pipe.recv()
@@ -66,13 +68,23 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["meshwright", "zoo"])
+        self._context.set_forkserver_preload(["preload"])
+        self._started = False
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._runs = 0
 
-    def _grow(self, count: int) -> None:
+    def _start(self) -> None:
+        """Start the server. It knows no path but that of its environment, and says nothing of what it cannot import."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+            forkserver.ensure_running()
+        self._started = True
+
+    def _grow(self, count: int) -> None:
+        if not self._started:
+            self._start()
         while len(self._workers) < count:
             here, there = self._context.Pipe()
             stacks = Path(self._folder.name) / f"stack-{self._runs}-{len(self._workers)}"

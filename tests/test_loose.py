@@ -22,6 +22,8 @@ from meshwright.compiler.loose import loose_axes
 from meshwright.compiler.lower import lower
 from meshwright.compiler.space import Space
 from meshwright.compiler.strategy import parse_strategy
+from meshwright.runtime import replicas
+from meshwright.runtime.collectives.worker import LANES
 from test_parity import case, fast_links
 from torch import nn
 from zoo import ZOO
@@ -402,31 +404,40 @@ def wired(code: str) -> Any:
     return replace(made, stages=(replace(stage, wire=(replace(stage.wire[0], compressor=code),)),))
 
 
-def owing(code: str) -> tuple[torch.Tensor, torch.Tensor]:
+def owing(code: str, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Under SGD: how far replicas have moved, and the sum of the true means less what the code owes, in its residuals
     and in what the last flush puts into the next step."""
-    parallel = start("dga, 1 late", model=Model(), delay=2, plan=wired(code))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_LEAST_BYTES", 1 if lanes > 1 else 2**20)
+        parallel = start("dga, 1 late", model=Model(), delay=2, plan=wired(code))
     session = parallel.session
-    (bucket,) = session.loosely.means.buckets
-    first = bucket.gather([leaf.detach() for leaf in bucket.leaves])
+    buckets = session.loosely.means.buckets
+    assert len(buckets) == lanes
+    assert [bucket.sum.exchange.group for bucket in buckets] == [one for (one,) in session.comm.own_groups[0,]][:lanes]
+
+    def everything() -> torch.Tensor:
+        return torch.cat([bucket.gather([leaf.detach() for leaf in bucket.leaves]) for bucket in buckets])
+
+    first = everything()
     true = torch.zeros_like(first)
     for step in range(STEPS):
         x, y = data(step)
         parallel.train_step(x, targets=y)
-        true += session.loosely.means.flying[-1][0].own / 2
+        true += torch.cat([flight.own for flight in session.loosely.means.flying[-1]]) / 2
         if step in (4, STEPS - 1):
             parallel.flush()
-    residual = next(x for name, x in bucket.sum.residuals().items() if x.numel() == len(true))
-    true -= residual.view(-1)
+    for bucket, part in zip(buckets, true.split([sum(bucket.sizes) for bucket in buckets]), strict=True):
+        part -= next(x for x in bucket.sum.residuals().values() if x.numel() == len(part)).view(-1)
     dist.all_reduce(true)
-    true -= session.loosely.means._owed[0]
-    return (first - bucket.gather([leaf.detach() for leaf in bucket.leaves])) / LR, true
+    true -= torch.cat(session.loosely.means._owed)
+    return (first - everything()) / LR, true
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("lanes", [1, LANES])
 @pytest.mark.parametrize("code", ["topk1%", "powersgd1"])
-def test_a_code_owes_what_it_has_not_sent_once(ranks: Any, code: str) -> None:
-    (moved, meant), (other, _) = ranks.run(2, "test_loose:owing", code)
+def test_a_code_owes_what_it_has_not_sent_once(ranks: Any, code: str, lanes: int) -> None:
+    (moved, meant), (other, _) = ranks.run(2, "test_loose:owing", code, lanes)
     assert torch.equal(moved, other)
     torch.testing.assert_close(moved, meant, rtol=1e-4, atol=1e-4)
 

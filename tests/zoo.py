@@ -207,12 +207,13 @@ def _lm(make: Callable[[], nn.Module], batch: int, device: str) -> Case:
 
 
 def _named(make: Callable[..., Case]) -> Callable[..., Case]:
-    """The model says what it is, as ``model.zoo``."""
+    """The model says what it is but for its batch, as ``model.zoo``."""
 
     @wraps(make)
     def named(*args: Any, **options: Any) -> Case:
         model, *rest = make(*args, **options)
-        model.zoo = (make.__name__, args, tuple(sorted(options.items())))
+        kept = {name: value for name, value in options.items() if name not in ("batch", "device")}
+        model.zoo = (make.__name__, args[1:], tuple(sorted(kept.items())))
         return model, *rest
 
     return named

@@ -1,4 +1,4 @@
-"""The sum of dense tensors as a persistent ``Sum`` by any all-reduce algorithm, on the communication thread."""
+"""The sum of dense tensors as a persistent ``Sum`` by any all-reduce algorithm, on a communication thread."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class DenseSum:
     uses. Made on all ranks alike.
 
     algorithm: an all-reduce of ``rounds.DEFINED`` or "hierarchical", with ``members`` ranks per host and ``between``
-    the hosts. Raises ValueError for what there is not.
+    the hosts; lane: of the threads. Raises ValueError for what there is not.
     """
 
     def __init__(
         self, channel: Channel, length: int, dtype: torch.dtype, algorithm: str = "ring", op: str = "sum", *,
-        members: int = 0, between: str = "", chunk_bytes: int = CHUNK_BYTES,
+        members: int = 0, between: str = "", chunk_bytes: int = CHUNK_BYTES, lane: int = 0,
     ) -> None:  # fmt: skip
         schedule = schedule_of("all_reduce", algorithm, channel.size, members=members, between=between)
-        self.length, self.dtype = length, dtype
+        self.length, self.dtype, self.lane = length, dtype, lane
         self._exchange = Exchange(channel, schedule, length, dtype, op, standing=True, chunk_bytes=chunk_bytes)
 
     def start(self, x: torch.Tensor) -> Job:
@@ -37,7 +37,7 @@ class DenseSum:
                 f"this sum is of contiguous [{self.length}] {self.dtype}, but got {list(x.shape)} {x.dtype}; make one "
                 "per length and dtype"
             )
-        return submit(lambda: self._exchange.run(x))
+        return submit(lambda: self._exchange.run(x), self.lane)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Nothing."""

@@ -1,6 +1,7 @@
-"""The communication thread of a process: what needs several rounds makes progress while the main thread computes.
+"""The communication threads of a process: what needs several rounds makes progress while the main thread computes.
 
-First come, first served; torch's waits release the interpreter lock. Errors are raised in ``wait``.
+There are ``LANES`` of them. On one lane first come is first served; what is on different ones goes on at once, so it
+needs process groups of its own. torch's waits release the interpreter lock. Errors are raised in ``wait``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-__all__ = ["Job", "submit"]
+__all__ = ["LANES", "Job", "submit"]
+
+LANES = 2
 
 
 class Job:
@@ -39,24 +42,26 @@ class Job:
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, lane: int) -> None:
         self.process = os.getpid()
         self.jobs: SimpleQueue[Job] = SimpleQueue()
-        threading.Thread(target=self._serve, name="meshwright-communication", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"meshwright-communication-{lane}", daemon=True).start()
 
     def _serve(self) -> None:
         while True:
             self.jobs.get()._run()
 
 
-_worker: _Worker | None = None
+_workers: dict[int, _Worker] = {}
 
 
-def submit(call: Callable[[], object]) -> Job:
-    """Have the thread make ``call`` once it is through with the earlier ones. To be called from one thread."""
-    global _worker
-    if _worker is None or _worker.process != os.getpid():  # a fork has no threads
-        _worker = _Worker()
+def submit(call: Callable[[], object], lane: int = 0) -> Job:
+    """Have the thread of a lane make ``call`` once it is through with the earlier ones. To be called from one
+    thread."""
+    assert 0 <= lane < LANES, lane
+    worker = _workers.get(lane)
+    if worker is None or worker.process != os.getpid():  # a fork has no threads
+        worker = _workers[lane] = _Worker(lane)
     job = Job(call)
-    _worker.jobs.put(job)
+    worker.jobs.put(job)
     return job
