@@ -1,15 +1,16 @@
 """What ranks have when they start: the fork server imports this, and they are forked from it. A first capture, a first
-compiled program and a first model of Hugging Face import modules for seconds each; and the captures of the models that
-many tests train."""
+compiled program and a first model of Hugging Face import modules for seconds each; and here are the captures of the
+models that many tests train."""
+
+from importlib import import_module
 
 import tqdm
 from captures import keep_captures
 from meshwright.compiler.padding import capture_padded
 from zoo import ZOO
 
-import meshwright.api  # isort: skip
-import torch._inductor.compile_fx  # isort: skip
-
+for name in ("meshwright.api", "torch._inductor.compile_fx"):
+    import_module(name)
 tqdm.tqdm.monitor_interval = 0  # a thread does not survive a fork
 keep_captures()
 for make in ZOO.values():
