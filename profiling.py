@@ -47,7 +47,7 @@ QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
 QUICK_PACE_S = 0.002
 KIB, MIB = 1 << 10, 1 << 20
 # each in order of value: the ends first, so that a fit has both wherever the budget ends
-_COARSE = (KIB, 4 * MIB, 64 * KIB, 512 * KIB, 32 * MIB)
+_COARSE = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
 _FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
 _QUICK = (KIB, MIB, 8 * MIB)
 _VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
