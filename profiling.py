@@ -282,7 +282,7 @@ class _Profile:
         return [
             *first, *tasks(KINDS, parts, coarse), *tasks(KINDS, whole, _FINE), *tasks(("send",), sends, _FINE),
             *tasks(ROOTED, whole, coarse), *tasks(KINDS, parts, _FINE), *tasks(ROOTED, parts, coarse),
-            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse[:3]),
+            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse),
         ]  # fmt: skip
 
     def _wire_task(self, ranks: Ranks, kind: str, form: Form, nbytes: int) -> Task:

@@ -6,8 +6,8 @@ the clock without those seconds that are exposed::
 
     step = max(C, S),    delay = ⌊S / step⌋ + 1
 
-Sums go in the plan's ways, and take a stage as long as one after another. It changes the optimisation, so it is taken,
-or told of, only where the step gets shorter by a fifth.
+Sums go in the plan's ways, and take a stage as long as one after another: that two halves of them go at once is not
+priced. It changes the optimisation, so it is taken, or told of, only where the step gets shorter by a fifth.
 """
 
 from __future__ import annotations

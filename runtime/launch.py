@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .collectives.worker import drain
+
 __all__ = ["ensure_initialized", "join", "leave", "resolve", "spawn_local"]
 
 _TIMEOUT = timedelta(minutes=10)
@@ -44,7 +46,8 @@ def join(rank: int, world_size: int, store_path: str, timeout: timedelta = _TIME
 
 
 def leave() -> None:
-    """Destroy the process group; Gloo aborts a process that exits with one."""
+    """Destroy the process group, once nothing is on its way; Gloo aborts a process that exits with one."""
+    drain()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,7 +1,10 @@
 import json
 import multiprocessing
 import re
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from meshwright.costmodel import algorithms
 from meshwright.runtime.collectives.parameter_server import Server
 from meshwright.runtime.collectives.picture import picture
 from meshwright.runtime.collectives.rounds import DEFINED, HIERARCHICAL, schedule_of, spans_of
+from meshwright.runtime.collectives.worker import LANES
 from messages import played
 
 # ---- the schedules as data
@@ -174,3 +178,14 @@ def test_a_server_needs_workers():
     for workers, staleness in [([], 0), ([2], 0), ([1], -1)]:
         with pytest.raises(ValueError, match="has workers among its channel's 2 ranks"):
             Server(channel, torch.zeros(1), torch.sub, workers, staleness)
+
+
+def test_a_process_that_ends_waits_for_what_is_on_its_way() -> None:
+    script = """
+        import time
+        from meshwright.runtime.collectives.worker import LANES, submit
+        for lane in range(LANES):
+            submit(lambda lane=lane: (time.sleep(0.3), print(lane, flush=True)), lane)
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", dedent(script)], capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == [str(lane) for lane in range(LANES)]

@@ -2,18 +2,24 @@
 
 There are ``LANES`` of them. On one lane first come is first served; what is on different ones goes on at once, so it
 needs process groups of its own. torch's waits release the interpreter lock. Errors are raised in ``wait``.
+
+A process must not end while a thread is inside of such a wait: taking the lock then ends the thread, and C++ answers
+with ``terminate``. So who leaves waits for what is on its way (``drain``), at exit at the latest.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from time import monotonic
 
-__all__ = ["LANES", "Job", "submit"]
+__all__ = ["LANES", "Job", "drain", "submit"]
 
 LANES = 2
+_EXIT_S = 10.0
 
 
 class Job:
@@ -26,9 +32,13 @@ class Job:
 
     def wait(self) -> None:
         """Return once the call has; raises what it raised."""
-        self._done.wait()
+        self.is_done()
         if self._error is not None:
             raise self._error
+
+    def is_done(self, timeout_s: float | None = None) -> bool:
+        """Whether the call has returned or raised, after so many seconds at the latest; None: once it has."""
+        return self._done.wait(timeout_s)
 
     def _run(self) -> None:
         call, self._call = self._call, None
@@ -65,3 +75,14 @@ def submit(call: Callable[[], object], lane: int = 0) -> Job:
     job = Job(call)
     worker.jobs.put(job)
     return job
+
+
+def drain(timeout_s: float = _EXIT_S) -> None:
+    """Wait for what was submitted, so many seconds at the most: of who has died nothing comes."""
+    end = monotonic() + timeout_s
+    mine = [lane for lane, worker in _workers.items() if worker.process == os.getpid()]
+    for last in [submit(lambda: None, lane) for lane in mine]:
+        last.is_done(max(end - monotonic(), 0.0))
+
+
+atexit.register(drain)
