@@ -172,16 +172,25 @@ def curves(names: Sequence[str], steps: int, quick: bool) -> dict[str, list[floa
 
 
 def padding(quick: bool) -> float:
-    """Seconds that a step of bare compute, on all ranks at once, lacks to ``STEP_S``."""
-    step, seconds = make(CEILING, quick).step, []
-    for index in range(5):
-        dist.barrier()
-        started = time.perf_counter()
+    """Seconds to sleep in a step of compute alone, on all ranks at once, for it to take ``STEP_S``: ranks that sleep by
+    turns are in each other's way less than their bare compute is, so these seconds are found by trying."""
+    pad_s = 0.0
+    for _ in range(4):
+        pad_s = max(pad_s + STEP_S - pace(slowed(make(CEILING, quick), pad_s), 2, 6), 0.0)
+    return pad_s
+
+
+def pace(step: Step, before: int, count: int) -> float:
+    """Seconds of a step, of the slowest rank: the mean of ``count`` that follow ``before`` others."""
+    for index in range(before):
         step(*batch(index))
-        seconds.append(time.perf_counter() - started)
-    spent = torch.tensor(sorted(seconds)[2])
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return max(STEP_S - float(spent), 0.0)
+    dist.barrier()
+    started = time.perf_counter()
+    for index in range(count):
+        step(*batch(index))
+    seconds = torch.tensor((time.perf_counter() - started) / count)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def slowed(made: Made, pad_s: float) -> Step:
@@ -209,15 +218,7 @@ def timed(names: Sequence[str], steps: int, quick: bool) -> dict[str, float]:
         step, options = slowed(make(name, quick), found["padding"]), dict(CONTENDERS[name].options)
         every = options.get("local_steps", 1)
         before = 2 + (options.get("delay", 0) if every == 1 else every)
-        for index in range(before):
-            step(*batch(index))
-        dist.barrier()
-        started, count = time.perf_counter(), max(steps, every)
-        for index in range(count):
-            step(*batch(index))
-        seconds = torch.tensor((time.perf_counter() - started) / count)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        found[name] = float(seconds)
+        found[name] = pace(step, before, max(steps, every))
     return found
 
 
