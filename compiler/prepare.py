@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from ..costmodel.cluster import Cluster
 from .constraints import Constraints, distinguished, resolve
@@ -33,6 +34,7 @@ def prepare(
         )
     constraints.check(global_batch, cluster.num_devices, microbatches, strategy)
     asked, space = space, constraints.narrowed(space)
+    space = replace(space, communication=space.communication.priced_for(graph))
     passes: dict[str, float] = {}
     start = time.perf_counter()
     if any(host.device.op_times for host in cluster.hosts):

@@ -82,7 +82,7 @@ def _stage(
 ) -> Assembled:
     """Stage ``index`` priced with everything pinned to what the plan says."""
     stage = plan.stages[index]
-    codes = Communication(weights=plan.code("weights"))
+    codes = Communication(weights=plan.code("weights")).priced_for(graph)
     pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
     flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
     flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly

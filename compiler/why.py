@@ -192,7 +192,7 @@ class _Question:
         where = self.plan.stages[stage]
         chunk = next(c for c in where.chunks if c.layers[0] <= layer < c.layers[1])
         modes = modes_in(self.plan.stages) | ({} if mode is None else {layer: mode})
-        ways = Communication.of(where)
+        ways = Communication.of(where).priced_for(self.graph)
         pricer = MeshPricer(
             self.cluster, where.devices[0], where.mesh_shape, self.plan.optimizer, ways, mixed=self.graph.mixed
         )

@@ -31,6 +31,7 @@ from ..costmodel.algorithms import IN_PLACE
 from ..costmodel.codecs import CODECS, Codec, Factors, coded_messages, coding_seconds
 from ..costmodel.collectives import REDUCTIONS, AxisPrice
 from .carried import carrier_faults
+from .graph import Graph
 from .overlap import Bucket
 from .plan import Stage, Wire
 
@@ -65,13 +66,14 @@ class Communication:
     """How gradients may travel: algorithms, "backend" first, and compressors, "none" first. activations, weights: the
     codes in which tensors travel between stages, and weights that are stored in blocks ("zero3") with their gradients:
     no choice, but what was asked for. gain: how many times faster than an exact sum a lossy one must be to be
-    chosen."""
+    chosen. shapes: of the weights whose gradients travel, for codes whose bytes depend on them."""
 
     algorithms: tuple[str, ...] = ("backend",)
     compressors: tuple[str, ...] = ("none",)
     activations: str = "none"
     weights: str = "none"
     gain: float = 1.0
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sums_exactly(self) -> bool:
@@ -98,6 +100,11 @@ class Communication:
         """Whether ``asked``, which this is, has codes of gradients by name."""
         gradients = asked.get("gradients") if isinstance(asked, Mapping) else asked
         return len(self.compressors) > 1 and gradients != "auto-lossy"
+
+    def priced_for(self, graph: Graph) -> Communication:
+        """The same, for the weights that this graph trains."""
+        weights = [node for node in graph.placeholders("parameter") if node.meta["source"].requires_grad]
+        return replace(self, shapes=tuple(node.meta["type"].shape for node in weights))
 
     def exactly(self) -> Communication:
         """The same, with gradients summed as the backend does it."""
@@ -232,7 +239,8 @@ def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm:
     price = pricer.joint(axes, algorithm)
     if price is None or (algorithm != "backend" and codec.pattern != "all_reduce"):
         return None
-    messages, coding = coded_messages(codec, price.size, itemsize), coding_seconds(codec, pricer.device, price.size)
+    messages = coded_messages(codec, price.size, itemsize, pricer.communication.shapes)
+    coding = coding_seconds(codec, pricer.device, price.size)
     if any(kind not in price.pieces for kind, _ in messages):
         return None
     return Way(

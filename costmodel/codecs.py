@@ -240,6 +240,11 @@ class Factors:
         """What is sent of tensors."""
         return sum(self.rank * (r + c) if self.pays(r, c) else r * c for r, c in self.sizes(shapes))
 
+    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Per element of tensors, without the header; ``wire_bytes`` of none."""
+        count = sum(map(prod, shapes))
+        return 4 * self.elements(shapes) / count if count else self.wire_bytes
+
 
 Payload = Dense | Picked | Levels | Entries | Factors
 
@@ -363,13 +368,17 @@ def _calls(codec: Codec, group: int) -> float:
     return (1 + (3 * group + 1) / 4) / 2 if codec.pattern == "two_step" else 1.0
 
 
-def coded_messages(codec: Codec, group: int, itemsize: int) -> tuple[tuple[str, float], ...]:
+def coded_messages(
+    codec: Codec, group: int, itemsize: int, shapes: Sequence[Sequence[int]] = ()
+) -> tuple[tuple[str, float], ...]:
     """The collectives that a gradient takes, each with its bytes per byte of the gradient. "none" is the plain
-    all-reduce of the gradient in its own dtype."""
-    share = codec.wire_bytes / itemsize
+    all-reduce of the gradient in its own dtype. shapes: of the tensors that gradients are made of; of none factors are
+    those of large square matrices."""
+    payload = codec.payload
+    share = (payload.bytes_of(shapes) if isinstance(payload, Factors) else codec.wire_bytes) / itemsize
     if codec.name == "none":
         return ((IN_PLACE, 1.0),)
-    if isinstance(codec.payload, Factors) and codec.pattern == "all_reduce":  # the second is made from the first
+    if isinstance(payload, Factors) and codec.pattern == "all_reduce":  # the second is made from the first
         return ((IN_PLACE, share / 2), (IN_PLACE, share / 2))
     if codec.pattern == "all_reduce":
         return ((IN_PLACE, share),)

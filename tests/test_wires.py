@@ -28,7 +28,7 @@ from meshwright.compiler.wires import (
     worthwhile,
 )
 from meshwright.costmodel.cluster import Cluster, Mesh
-from meshwright.costmodel.codecs import CODECS, coded_seconds
+from meshwright.costmodel.codecs import CODECS, coded_messages, coded_seconds, sent_bytes
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
 from meshwright.costmodel.measured import Piece, Wire
 from zoo import ZOO
@@ -302,3 +302,17 @@ def test_a_document_with_an_unknown_wire_is_faulty(graph):
 def test_the_command_takes_it(capsys):
     assert cli.main(["plan", "gpt-350m", "--cluster", "p3.16xlarge:2", "--communication", "fast"]) == cli.BAD_INPUT
     assert "communication is exact, auto, auto-lossy" in capsys.readouterr().err
+
+
+def test_factors_are_priced_for_the_weights_that_a_model_trains() -> None:
+    graph = capture(*ZOO["gpt"](16, device="meta"))
+    allowed = Communication(("backend",), ("none", "powersgd2")).priced_for(graph)
+    weights = [node.meta["type"] for node in graph.placeholders("parameter")]
+    assert sorted(allowed.shapes) == sorted(weight.shape for weight in weights)
+    elements = sum(weight.numel for weight in weights)
+    shares = coded_messages(CODECS["powersgd2"], 4, 4, allowed.shapes)
+    sent = sent_bytes(CODECS["powersgd2"], elements, 4, shapes=allowed.shapes)["all_reduce"]
+    assert sum(share for _, share in shares) * 4 * elements == pytest.approx(sent)
+    nominal, here = (MeshPricer(WORLD, 0, (16,), communication=one) for one in (replace(allowed, shapes=()), allowed))
+    few, all_of_them = (offered_ways(pricer, (0,), 4)[1].seconds(2**24) for pricer in (nominal, here))
+    assert all_of_them > few  # small matrices have large factors

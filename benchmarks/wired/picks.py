@@ -34,10 +34,10 @@ def picks(
     """Per size in bytes: price and times of every way. profile_s: of the profile; budget_s: of the rounds of a size.
     Collective."""
     cluster = mw.profile(budget_s=profile_s, resume=False, codes=CODES)
-    allowed = Communication(("backend", *REDUCTIONS), ("none", *CODES))
-    pricer = MeshPricer(cluster, 0, (dist.get_world_size(),), communication=allowed)
     prices = {}
     for nbytes in sizes:
+        allowed = Communication(("backend", *REDUCTIONS), ("none", *CODES), shapes=Bucket(nbytes // 4).shapes)
+        pricer = MeshPricer(cluster, 0, (dist.get_world_size(),), communication=allowed)
         ways = offered_ways(pricer, (0,), 4)
         prices[nbytes] = {_name(way.algorithm, way.compressor): way.seconds(nbytes) for way in ways
                           if "none" in (way.compressor, way.algorithm) or way.algorithm == "backend"}  # fmt: skip
