@@ -254,8 +254,8 @@ class Codec:
     """family: the implementation, which takes its parameters from ``payload``; passes: over the elements, reads and
     writes of 4 bytes, to encode and to decode; encode_ns: per element on one CPU thread; lossy: whether the sum differs
     from the exact one by more than the order of summation; drop_in: whether a search may choose it by itself, since
-    training needs no other optimizer or learning rate than with the exact sum (``benchmarks/convergence.py``);
-    residuals: fp32 numbers per element that stay between steps (``coded_memory``)."""
+    training needs no other optimizer or learning rate than with the exact sum, be it at a high one
+    (``benchmarks/convergence.py``); residuals: fp32 numbers per element that stay between steps (``coded_memory``)."""
 
     name: str
     family: str
@@ -289,8 +289,8 @@ CODECS: dict[str, Codec] = {
         Codec("fp16", "fp16", "all_reduce", Dense(2), 1.5, 0.35),
         Codec("int8", "int", "two_step", Levels(255, 1, 512), 6.0, 2.0),
         Codec("int4", "int", "two_step", Levels(15, 2, 256), 6.0, 2.9),
-        Codec("int2", "int", "two_step", Levels(4, 4, 256), 6.0, 2.9),
-        Codec("terngrad", "int", "two_step", Levels(3, 5, 640), 6.0, 3.1),
+        Codec("int2", "int", "two_step", Levels(4, 4, 256), 6.0, 2.9, drop_in=False),
+        Codec("terngrad", "int", "two_step", Levels(3, 5, 640), 6.0, 3.1, drop_in=False),
         Codec("1bit", "1bit", "two_step", Levels(2, 8, 4096, 2, by_row=True), 8.0, 2.5, drop_in=False, residuals=1),
         Codec(
             "ef-signsgd",
