@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
     },
     "gpt x3": {
         "1bit": _FURTHER,
-        "ef-signsgd": _FURTHER,
+        "ef-signsgd": Setting(rate=5.0, momentum=0.0),
         "signsgd": Setting(rate=0.01 / 3),
         "topk1%": _FURTHER,
         "topk0.1%": Setting(rate=5.0, momentum=0.0, fails=_SHORT),
@@ -99,7 +99,7 @@ SETTINGS: dict[str, dict[str, Setting]] = {
         "randomk10%": Setting(rate=10 / 3, momentum=0.0, fails=_SHORT),
         "atomo1%": Setting(rate=10 / 3, momentum=0.0, fails=_SHORT),
         "dga20": Setting(rate=10 / 3, momentum=0.0, fails=_SHORT),
-        "dga5": Setting(rate=2 / 3, fails=_SHORT),
+        "dga5": Setting(fails=_SHORT),
     },
 }
 
