@@ -46,15 +46,16 @@ def _structure(model: nn.Module) -> Hashable:
 
 
 def _kinds(inputs: Any, options: Any) -> Hashable:
-    """What a capture may depend on of these. It looks at no batch size, only at which tensors have the first one's as
-    their dim 0."""
+    """What a capture may depend on of these. Without ``batch_dims`` it looks at no batch size, only at which tensors
+    have the first one's as their dim 0."""
     leaves, spec = pytree.tree_flatten(inputs)
-    batch = next((x.shape[:1] for x in leaves if isinstance(x, torch.Tensor)), None)
+    free = not options[0] and options[1].get("batch_dims") is None
+    batch = next((x.shape[:1] for x in leaves if free and isinstance(x, torch.Tensor)), None)
 
     def kind(x: object) -> Hashable:
         if not isinstance(x, torch.Tensor):
             return repr(x)
-        alike = len(x.shape) > 0 and x.shape[:1] == batch
+        alike = x.dim() > 0 and x.shape[:1] == batch
         return alike, x.shape[alike:], x.dtype
 
     return str(spec), tuple(map(kind, leaves)), repr(options)
