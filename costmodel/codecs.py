@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 
 from .algorithms import IN_PLACE
@@ -240,11 +241,6 @@ class Factors:
         """What is sent of tensors."""
         return sum(self.rank * (r + c) if self.pays(r, c) else r * c for r, c in self.sizes(shapes))
 
-    def bytes_of(self, shapes: Sequence[Sequence[int]]) -> float:
-        """Per element of tensors, without the header; ``wire_bytes`` of none."""
-        count = sum(map(prod, shapes))
-        return 4 * self.elements(shapes) / count if count else self.wire_bytes
-
 
 Payload = Dense | Picked | Levels | Entries | Factors
 
@@ -368,14 +364,21 @@ def _calls(codec: Codec, group: int) -> float:
     return (1 + (3 * group + 1) / 4) / 2 if codec.pattern == "two_step" else 1.0
 
 
+@lru_cache(maxsize=64)  # a search asks for each of its meshes
+def _factor_bytes(payload: Factors, shapes: tuple[tuple[int, ...], ...]) -> float:
+    """Per element of tensors, without the header; of none those of a large square matrix."""
+    count = sum(map(prod, shapes))
+    return 4 * payload.elements(shapes) / count if count else payload.wire_bytes
+
+
 def coded_messages(
-    codec: Codec, group: int, itemsize: int, shapes: Sequence[Sequence[int]] = ()
+    codec: Codec, group: int, itemsize: int, shapes: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[tuple[str, float], ...]:
     """The collectives that a gradient takes, each with its bytes per byte of the gradient. "none" is the plain
     all-reduce of the gradient in its own dtype. shapes: of the tensors that gradients are made of; of none factors are
     those of large square matrices."""
     payload = codec.payload
-    share = (payload.bytes_of(shapes) if isinstance(payload, Factors) else codec.wire_bytes) / itemsize
+    share = (_factor_bytes(payload, shapes) if isinstance(payload, Factors) else codec.wire_bytes) / itemsize
     if codec.name == "none":
         return ((IN_PLACE, 1.0),)
     if isinstance(payload, Factors) and codec.pattern == "all_reduce":  # the second is made from the first

@@ -69,21 +69,20 @@ class RankPool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["preload"])
-        self._started = False
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._runs = 0
 
     def _start(self) -> None:
-        """Start the server. It knows no path but that of its environment, and says nothing of what it cannot import."""
+        """Start the server, if it does not run yet. It knows no path but that of its environment, and says nothing of
+        what it cannot import."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
             forkserver.ensure_running()
-        self._started = True
 
     def _grow(self, count: int) -> None:
-        if not self._started:
+        if not self._workers:
             self._start()
         while len(self._workers) < count:
             here, there = self._context.Pipe()
