@@ -51,6 +51,7 @@ _COARSE = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link h
 _FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
 _QUICK = (KIB, MIB, 8 * MIB)
 _VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
+_LEAST = 0.05  # of the budget, for what no plan can do without
 _CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
 _LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
@@ -196,8 +197,8 @@ class _Profile:
         try:
             self._alone(facts, 1.0, "facts", 1)
             self._together(ranks, wires, shares[0], "collectives", visits)
-            self._alone(ops, shares[1], "ops", visits)
-            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits)
+            self._alone(ops, shares[1], "ops", visits, _LEAST)
+            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _LEAST)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:
                 task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap, ranks), width=3)
@@ -221,10 +222,12 @@ class _Profile:
             engine = Engine(self.state, agree=ranks.agree, save=self.store.save, progress=self.progress)
             engine.run(tasks, left, title=title, visits=visits)
 
-    def _alone(self, tasks: Sequence[Task], share: float, title: str, visits: int) -> None:
-        """Tasks of single ranks, at most one per core at once; then every rank knows all results."""
+    def _alone(self, tasks: Sequence[Task], share: float, title: str, visits: int, least: float = 0.0) -> None:
+        """Tasks of single ranks, at most one per core at once; then every rank knows all results. least: share of the
+        budget that they have, however long what went before took."""
         if not tasks:
             return
+        left = max(self._left(share), least * self.budget_s)
         tasks = [replace(task, key=task.key + self.suffix) for task in tasks]
         local = State.from_json(self.state.to_json())
         before = {key: (len(record.visits), record.samples) for key, record in local.records.items()}
@@ -232,10 +235,10 @@ class _Profile:
         try:
             if self.measures_ops:
                 engine = Engine(local, save=self.store.save, progress=self.progress)
-                engine.run(tasks, self._left(share), title=title, visits=visits)
+                engine.run(tasks, left, title=title, visits=visits)
         except Exception as error:
             fault = error
-        call_roll("profiling", self._left(share) + self.timeout_s)  # a rank that hangs is named, not waited for
+        call_roll("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
         agree(fault)
         new = {}
         for key, record in local.records.items():

@@ -200,11 +200,14 @@ class Ranks:
             return perf_counter() - start
 
         timed()
-        (once,) = self.agree([timed()])
-        count = max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * 4 * PACE_S / max(once, 1e-6))))
         own.clear()
         posts.clear()
-        turns = sorted((timed(), k) for k in range(count))[:-1]
+        first = timed()
+        (once,) = self.agree([first])
+        turns = [(first, 0)]
+        count = _samples(once, 4 * PACE_S)
+        if count > 1:
+            turns = sorted((timed(), k) for k in range(1, count + 1))[:-1]
         away = [k for _, k in turns]
         whole = None if turn is None else sum(seconds / 2 - own[k] for seconds, k in turns) / len(turns)
         post = self.mean(None if turn is None else sum(posts[k] for k in away) / len(away))
@@ -219,11 +222,17 @@ class Ranks:
 
         _seconds(call, self.device)  # connections are made at the first use
         begin = perf_counter()
-        timed()
+        samples = [timed()]
         (once,) = self.agree([perf_counter() - begin])
-        count = max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * 2 * PACE_S / max(once, 1e-6))))
-        samples = sorted(timed() for _ in range(count))[:-1]
+        count = _samples(once, 2 * PACE_S)
+        if count > 1:
+            samples = sorted(timed() for _ in range(count))[:-1]
         return [self.mean(None if call is None else sum(samples) / len(samples))], count
+
+
+def _samples(once: float, usual: float) -> int:
+    """How many there are of what takes ``once``: beyond ``_SLOW_S`` one has to do."""
+    return 1 if once > _SLOW_S else max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * usual / max(once, 1e-6))))
 
 
 def matmuls(device: torch.device, seconds: float = PACE_S) -> Callable[[], object]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from meshwright.costmodel.op_grid import coarse, grid, op_task, surfaces_of
 from meshwright.costmodel.op_timing import ENTRY, fact_tasks, timed
 from meshwright.costmodel.profiled import op_times_of
 from meshwright.costmodel.profiler import NO_TIME, Engine, Record, State, Task, Visit
+from meshwright.runtime import probes
 from meshwright.runtime.probes import forms, send_forms
 from ranks import RankPool
 
@@ -316,8 +320,10 @@ def test_transfers_are_told_apart_by_hosts_and_by_how_many_go_at_once() -> None:
 # ---- real ranks
 
 
-def profiled(folder: str, hosts: list[str] | None) -> tuple[str, bool]:
-    """A profile of few sizes on this rank."""
+def profiled(
+    folder: str, hosts: list[str] | None, budget_s: float = 20.0, pace_s: float | None = None
+) -> tuple[str, bool]:
+    """A profile of few sizes on this rank. pace_s: that each collective takes longer."""
     import torch.distributed as dist
     from meshwright import profiling
 
@@ -329,11 +335,48 @@ def profiled(folder: str, hosts: list[str] | None) -> tuple[str, bool]:
         os.environ["MESHWRIGHT_HOST"] = hosts[dist.get_rank()]
     try:
         path = Path(folder) / "c.json"
-        cluster = profiling.profile(budget_s=20.0, path=path)
+        pace = None if pace_s is None else partial(time.sleep, pace_s)
+        cluster = profiling.profile(budget_s=budget_s, path=path, pace=pace)
         return cluster.to_json(), path.is_file() and not Path(f"{path}.partial").exists()
     finally:
         os.environ.pop("MESHWRIGHT_HOST", None)
         os.environ.pop("MESHWRIGHT_CACHE_DIR", None)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.25, 3), (0.0, 20)])
+def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch, seconds: float, most: int) -> None:
+    """32 MB over 100 Mbit/s take seconds: a dozen of them would leave no time for anything else."""
+    clock = [0.0]
+    monkeypatch.setattr(probes, "perf_counter", lambda: clock[0])
+    ranks = probes.Ranks.__new__(probes.Ranks)
+    ranks.device, ranks.world, ranks.pace = torch.device("cpu"), 1, lambda: None
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        clock[0] += seconds
+
+    def turn(beside: Any, between: Any, posted: Any) -> None:
+        call()
+        between()
+        posted(0.0)
+
+    ((measured,), samples) = ranks._paced(call)
+    assert measured == pytest.approx(seconds)
+    assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
+    calls.clear()
+    (measured, _), samples = ranks._relayed(turn)
+    assert measured == pytest.approx(seconds / 2, abs=1e-6)
+    assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
+
+
+@pytest.mark.ranks
+def test_slow_collectives_leave_time_for_ops(ranks: RankPool, tmp_path: Path) -> None:
+    """The first takes more than the whole budget, and one size makes no price."""
+    (text, _), _ = ranks.run(2, "test_profiler:profiled", str(tmp_path), None, 0.5, 0.2)
+    cluster = Cluster.from_json(text)
+    assert not cluster.wires
+    assert {dtype for dtype, _ in cluster.device(0).flops_per_s} >= {"float32"}
 
 
 @pytest.mark.ranks
