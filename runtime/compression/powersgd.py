@@ -29,6 +29,9 @@ from .summing import Place
 
 __all__ = ["PowerSGD"]
 
+_STRIP = 2**18  # elements
+_FEW = 4  # columns up to which a sum of outer products is faster than a matrix product, in the cache
+
 
 @dataclass(frozen=True)
 class _Matrix:
@@ -44,6 +47,11 @@ class _Matrix:
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, columns] of a bucket."""
         return x[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
+
+    def strips(self) -> list[slice]:
+        """Rows that stay in the cache from one pass over them to the next."""
+        height = max(1, _STRIP // self.columns)
+        return [slice(low, min(low + height, self.rows)) for low in range(0, self.rows, height)]
 
     def p(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, rank] of all left factors."""
@@ -121,16 +129,27 @@ class PowerSGD(LinearCodec):
 
     def _decode(self, x: torch.Tensor, right: torch.Tensor, finite: bool, ranks: int) -> None:
         for matrix in self.matrices:
-            left, whole = matrix.p(self.first), matrix.whole(x)
-            if x.dtype is torch.float32:
-                torch.mm(left, matrix.q(right), out=whole)
-            else:
-                whole.copy_(left @ matrix.q(right))
-            if finite:
-                matrix.whole(self.owed).sub_(whole, alpha=1 / ranks)
+            left, q, whole, owed = matrix.p(self.first), matrix.q(right), matrix.whole(x), matrix.whole(self.owed)
+            for rows in matrix.strips():
+                if x.dtype is torch.float32:
+                    _outer(left[rows], q, whole[rows])
+                else:
+                    whole[rows].copy_(left[rows] @ q)
+                if finite:
+                    owed[rows].sub_(whole[rows], alpha=1 / ranks)
         if finite:
             self.right.copy_(right)
         at = self.factors
         for low, high in self.dense:
             x[low:high].copy_(self.first[at : at + high - low])
             at += high - low
+
+
+def _outer(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """out = left [rows, rank] @ right [rank, columns]."""
+    if len(right) > _FEW:
+        torch.mm(left, right, out=out)
+        return
+    torch.mul(left[:, :1], right[:1], out=out)
+    for k in range(1, len(right)):
+        out.addcmul_(left[:, k : k + 1], right[k : k + 1])
