@@ -24,6 +24,7 @@ from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.protocol import Sum
 from meshwright.runtime.compression import make_sum
+from meshwright.runtime.compression.gathered import LEAST_BYTES
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 __all__ = [
@@ -207,7 +208,19 @@ def _sent(name: str, bucket: Bucket, ranks: int) -> list[tuple[str, int]]:
         return [("all_reduce", size // 2)] * 2
     chunk = n if name == DENSE or name in HOOKS else CHUNK
     pieces = [(low, min(chunk, n - low)) for low in range(0, n, chunk)]
-    return [one for low, piece in pieces for one in sent_bytes(codec, piece, ranks, 4, bucket.shapes, low).items()]
+    found = [one for low, piece in pieces for one in sent_bytes(codec, piece, ranks, 4, bucket.shapes, low).items()]
+    return _together(found, ranks) if codec.pattern == "all_gather" else found
+
+
+def _together(messages: Sequence[tuple[str, int]], ranks: int) -> list[tuple[str, int]]:
+    """Small ones of neighbouring chunks travel as one."""
+    runs: list[tuple[str, int]] = []
+    for kind, size in messages:
+        if runs and runs[-1][1] < ranks * LEAST_BYTES:
+            runs[-1] = (kind, runs[-1][1] + size)
+        else:
+            runs.append((kind, size))
+    return runs
 
 
 # ---- the contest

@@ -14,7 +14,7 @@ from .dither import draw
 from .exchange import Steps
 from .summing import ChunkCodec, ChunkedSum, first_culprit
 
-__all__ = ["GatheredCodec", "GatheredSum"]
+__all__ = ["LEAST_BYTES", "GatheredCodec", "GatheredSum"]
 
 LEAST_BYTES = 2**17  # that an all-gather has of each rank, as long as there are chunks
 
