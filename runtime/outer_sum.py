@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .collectives.worker import Job, submit
+from .collectives.protocol import Pending, Submit
 from .compression.exchange import Exchange, finish
 from .compression.summing import CompressedSum
 
@@ -22,15 +22,15 @@ __all__ = ["OuterSum", "part_of"]
 
 class OuterSum:
     """Sums flat tensors [n] over the ranks of a host exactly (``inner``), and between hosts by ``coded``: the sum of
-    one of ``inner.size`` parts over the ranks that have this part in their hosts. lane: of the threads."""
+    one of ``inner.size`` parts over the ranks that have this part in their hosts."""
 
-    def __init__(self, n: int, inner: Exchange, coded: CompressedSum, lane: int = 0) -> None:
-        self.n, self.inner, self.coded, self.lane = n, inner, coded, lane
+    def __init__(self, n: int, inner: Exchange, coded: CompressedSum, submit: Submit) -> None:
+        self.n, self.inner, self.coded, self._submit = n, inner, coded, submit
         assert coded.place.n == part_of(n, inner.size), (coded.place.n, n, inner.size)
 
-    def start(self, x: torch.Tensor) -> Job:
+    def start(self, x: torch.Tensor) -> Pending:
         """Start summing ``x`` in place; ``wait`` raises NonFiniteGradient on the ranks whose part has one."""
-        return submit(lambda: self._run(x), self.lane)
+        return self._submit(lambda: self._run(x))
 
     @torch.no_grad()
     def _run(self, x: torch.Tensor) -> None:

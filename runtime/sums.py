@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..compiler.plan import Plan, Wire
 from .collectives.channel import Channel
 from .collectives.dense import DenseSum
 from .collectives.engine import Exchange as Rounds
-from .collectives.protocol import Sum
+from .collectives.protocol import Submit, Sum
 from .collectives.rounds import schedule_of
 from .collectives.worker import submit
 from .compression.exchange import Done, GroupExchange, Work
@@ -34,7 +33,7 @@ from .compression.registry import make_sum
 from .groups import DistributedComm
 from .outer_sum import OuterSum, part_of
 
-__all__ = ["Sums"]
+__all__ = ["ByAlgorithm", "Sums"]
 
 
 class Sums:
@@ -58,7 +57,7 @@ class Sums:
             if not wire.is_plain:
                 self._wires[wire.axes] = wire
                 for lane, groups in enumerate(comm.own_groups[wire.axes]):
-                    self._hops[wire.axes, lane] = _Hop(groups, wire.algorithm, plan)
+                    self._hops[wire.axes, lane] = _Hop(groups, wire.algorithm, plan, partial(submit, lane=lane))
 
     def make(
         self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device,
@@ -71,16 +70,16 @@ class Sums:
             return None
         hop = self._hops[axes, lane]
         if wire.compressor == "none":
-            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, lane=lane)
+            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
         else:
             inner, between = hop.levels
-            exchange = GroupExchange(between) if wire.algorithm in ("backend", "hierarchical") else _ByAlgorithm(hop)
+            exchange = GroupExchange(between) if wire.algorithm in ("backend", "hierarchical") else hop.by_algorithm
             size, tensors = (n, shapes) if inner is None else (part_of(n, hop.members), ())
             coded = make_sum(
                 wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
-                device=device, submit=partial(submit, lane=lane),
+                device=device, submit=hop.submit,
             )  # fmt: skip
-            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded, lane)
+            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded, hop.submit)
         self.made.append(made)
         return made
 
@@ -95,41 +94,39 @@ class Sums:
             made.load_state_dict({k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)})
 
 
-@dataclass
 class _Hop:
-    """The group that some axes form, used by sums alone. groups: it, or where only the part between hosts is coded,
-    the one inside the host and the one between; members: of its ranks on each host."""
+    """The group that some axes form, used by sums alone and on one lane. groups: it, or where only the part between
+    hosts is coded, the one inside the host and the one between; members: of its ranks on each host."""
 
-    groups: tuple[Any, ...]
-    algorithm: str
-    members: int
-
-    def __init__(self, groups: tuple[Any, ...], algorithm: str, plan: Plan) -> None:
-        self.groups, self.algorithm = groups, algorithm
+    def __init__(self, groups: tuple[Any, ...], algorithm: str, plan: Plan, submit: Submit) -> None:
+        self.groups, self.algorithm, self.submit = groups, algorithm, submit
         hosts = Counter(plan.host_of(rank) for rank in dist.get_process_group_ranks(groups[0]))
         self.members = next(iter(hosts.values())) if len(set(hosts.values())) == 1 else 1
-        self._channel: Channel | None = None
 
     @property
     def levels(self) -> tuple[Any, Any]:
         """The group inside the host, None if there is no such level, and the other one."""
         return (None, self.groups[0]) if len(self.groups) == 1 else (self.groups[0], self.groups[1])
 
-    @property
+    @cached_property
     def channel(self) -> Channel:
         """Messages of one's own over the group."""
-        if self._channel is None:
-            self._channel = Channel(self.groups[0])
-        return self._channel
+        return Channel(self.groups[0])
+
+    @property
+    def by_algorithm(self) -> ByAlgorithm:
+        """Its all-reduces by the algorithm."""
+        return ByAlgorithm(self.channel, self.algorithm, self.members)
 
 
-class _ByAlgorithm(GroupExchange):
-    """All-reduces by an algorithm of our own, to their ends: the thread of the sum runs them as it comes to them."""
+class ByAlgorithm(GroupExchange):
+    """All-reduces by an algorithm of our own, to their ends: the thread of the sum runs them as it comes to them.
+    members: of a host, where the algorithm is hierarchical."""
 
-    def __init__(self, hop: _Hop) -> None:
-        super().__init__(hop.groups[0])
-        self.hop = hop
-        self.schedule = schedule_of("all_reduce", hop.algorithm, self.size, members=hop.members)
+    def __init__(self, channel: Channel, algorithm: str, members: int = 0) -> None:
+        super().__init__(channel.group)
+        self.channel = channel
+        self.schedule = schedule_of("all_reduce", algorithm, self.size, members=members)
         self.rounds: dict[tuple[int, torch.dtype], Rounds] = {}
 
     def all_reduce(self, x: torch.Tensor) -> Work:
@@ -138,6 +135,6 @@ class _ByAlgorithm(GroupExchange):
         flat = x.view(-1)
         key = (flat.numel(), flat.dtype)
         if key not in self.rounds:
-            self.rounds[key] = Rounds(self.hop.channel, self.schedule, *key)
+            self.rounds[key] = Rounds(self.channel, self.schedule, *key)
         self.rounds[key].run(flat)
         return Done()

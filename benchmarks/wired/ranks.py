@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshwright.costmodel.algorithms import steps_of
 from meshwright.costmodel.codecs import CHUNK, CODECS, sent_bytes
 from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.protocol import Sum
 from meshwright.runtime.compression import make_sum
 from meshwright.runtime.compression.gathered import LEAST_BYTES
+from meshwright.runtime.sums import ByAlgorithm
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 __all__ = [
@@ -75,19 +77,22 @@ _groups: dict[str, Any] = {}
 
 
 def make_call(name: str, bucket: Bucket) -> tuple[Call, Callable[[], object]]:
-    """A sum by its name, and what ends it: ``DENSE``, one of ``HOOKS``, a code, or "by <algorithm>", the plain sum by
-    an algorithm of our own. Collective: each name has a group of its own."""
+    """A sum by its name, and what ends it: ``DENSE``, one of ``HOOKS``, a code, "<code> by <algorithm>", or "by
+    <algorithm>", the plain sum by an algorithm of our own. Collective: each name has a group of its own."""
     if name in HOOKS:
         return _hook(name.split()[1], bucket), lambda: None
     if name not in _groups:
         group = dist.new_group()
-        _groups[name] = Channel(group) if name.startswith("by ") else group
+        _groups[name] = Channel(group) if "by " in name else group
     group = _groups[name]
     if name == DENSE:
         return partial(dist.all_reduce, group=group), lambda: None
+    code, _, algorithm = name.rpartition("by ")
     made: Sum = (
-        DenseSum(group, bucket.n, torch.float32, name.removeprefix("by "))
+        DenseSum(group, bucket.n, torch.float32, algorithm)
         if name.startswith("by ")
+        else make_sum(code.strip(), bucket.n, ByAlgorithm(group, algorithm), shapes=bucket.shapes)
+        if code
         else make_sum(name, bucket.n, group, shapes=bucket.shapes)
     )
     return lambda x: made.start(x).wait(), made.close
@@ -183,14 +188,20 @@ def _counted(name: str, call: Call, bucket: Bucket, card: str) -> float:
 
 
 def formula_bytes(name: str, bucket: Bucket, ranks: int) -> float:
-    """Bytes that all ranks send in one sum: an all-reduce of B bytes takes 2 (p − 1) B, of p parts in B bytes an
-    all-to-all and an all-gather take (p − 1) B each."""
+    """Bytes that all ranks send in one sum: an all-reduce of B bytes takes 2 (p − 1) B, or what its algorithm says; of
+    p parts in B bytes an all-to-all and an all-gather take (p − 1) B each."""
     found = _sent(name, bucket, ranks)
+    if " by " in name:
+        steps = steps_of("all_reduce", name.rpartition(" by ")[2], ranks)
+        return sum(ranks * steps.sent * size for _, size in found)
     return sum((2 if kind == "all_reduce" else 1) * (ranks - 1) * size for kind, size in found)
 
 
 def _messages(name: str, bucket: Bucket, ranks: int) -> int:
     """Of all ranks in one sum."""
+    if " by " in name:
+        rounds = steps_of("all_reduce", name.rpartition(" by ")[2], ranks).messages
+        return ranks * rounds * len(_sent(name, bucket, ranks))
     pairs = ranks * (ranks - 1)
     count = 0
     for kind, size in _sent(name, bucket, ranks):
@@ -201,7 +212,7 @@ def _messages(name: str, bucket: Bucket, ranks: int) -> int:
 
 def _sent(name: str, bucket: Bucket, ranks: int) -> list[tuple[str, int]]:
     """The collectives of a sum, with the bytes of their buffers."""
-    code = {DENSE: "none"}.get(name, name.removeprefix("hook "))
+    code = {DENSE: "none"}.get(name, name.removeprefix("hook ").partition(" by ")[0])
     codec, n = CODECS[code], bucket.n
     if code.startswith("powersgd"):  # left factors, then right ones
         (size,) = sent_bytes(codec, n, ranks, 4, bucket.shapes).values()

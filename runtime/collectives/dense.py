@@ -8,8 +8,9 @@ import torch
 
 from .channel import Channel
 from .engine import CHUNK_BYTES, Exchange
+from .protocol import Pending, Submit
 from .rounds import schedule_of
-from .worker import Job, submit
+from .worker import submit
 
 __all__ = ["DenseSum"]
 
@@ -19,25 +20,25 @@ class DenseSum:
     uses. Made on all ranks alike.
 
     algorithm: an all-reduce of ``rounds.DEFINED`` or "hierarchical", with ``members`` ranks per host and ``between``
-    the hosts; lane: of the threads. Raises ValueError for what there is not.
+    the hosts. Raises ValueError for what there is not.
     """
 
     def __init__(
         self, channel: Channel, length: int, dtype: torch.dtype, algorithm: str = "ring", op: str = "sum", *,
-        members: int = 0, between: str = "", chunk_bytes: int = CHUNK_BYTES, lane: int = 0,
+        members: int = 0, between: str = "", chunk_bytes: int = CHUNK_BYTES, submit: Submit = submit,
     ) -> None:  # fmt: skip
         schedule = schedule_of("all_reduce", algorithm, channel.size, members=members, between=between)
-        self.length, self.dtype, self.lane = length, dtype, lane
+        self.length, self.dtype, self._submit = length, dtype, submit
         self._exchange = Exchange(channel, schedule, length, dtype, op, standing=True, chunk_bytes=chunk_bytes)
 
-    def start(self, x: torch.Tensor) -> Job:
+    def start(self, x: torch.Tensor) -> Pending:
         """Start summing ``x`` in place."""
         if x.shape != (self.length,) or x.dtype != self.dtype or not x.is_contiguous():
             raise ValueError(
                 f"this sum is of contiguous [{self.length}] {self.dtype}, but got {list(x.shape)} {x.dtype}; make one "
                 "per length and dtype"
             )
-        return submit(lambda: self._exchange.run(x), self.lane)
+        return self._submit(lambda: self._exchange.run(x))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Nothing."""

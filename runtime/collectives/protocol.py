@@ -6,12 +6,12 @@ Ranks start the same sums in the same order. Sums, not means: nothing is divided
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-__all__ = ["Pending", "Sum"]
+__all__ = ["Pending", "Submit", "Sum"]
 
 
 class Pending(Protocol):
@@ -20,6 +20,10 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when it is done. Raises what went wrong on the way."""
         ...
+
+
+Submit = Callable[[Callable[[], object]], Pending]
+"""Has a call made after those that were submitted before it, in a communication thread"""
 
 
 class Sum(Protocol):

@@ -19,7 +19,8 @@ from typing import Generic, TypeVar
 import torch
 
 from ...costmodel.codecs import CHUNK
-from .exchange import Exchange, Steps, Work, finish
+from ..collectives.protocol import Pending, Submit
+from .exchange import Exchange, Steps, finish
 
 __all__ = [
     "CHUNK",
@@ -32,8 +33,6 @@ __all__ = [
     "cut",
     "first_culprit",
 ]
-
-Submit = Callable[[Callable[[], None]], Work]
 
 _NOBODY = -1
 _CPU = torch.device("cpu")
@@ -118,7 +117,7 @@ class CompressedSum:
             yield work
         self.step += 1
 
-    def start(self, x: torch.Tensor) -> Work:
+    def start(self, x: torch.Tensor) -> Pending:
         """Start summing x in place; errors are raised by ``wait``."""
         return self._submit(lambda: finish(self.run(x)))
 
