@@ -28,8 +28,8 @@ from shaped.world import EVERY_LINK, run_over_links
 from wired.picks import NEAR
 from wired.ranks import DENSE, HOOKS
 
-BY_ITSELF = "powersgd4 by recursive_doubling"  # as plans have it where messages are small
-NAMES = ("bf16", "int8", "int4", "1bit", "topk1%", "dgc1%", "dgc0.1%", "powersgd4", BY_ITSELF, *HOOKS)
+BY_DOUBLING = "powersgd4 by recursive_doubling"  # as plans have it where messages are small
+NAMES = ("bf16", "int8", "int4", "1bit", "topk1%", "dgc1%", "dgc0.1%", "powersgd4", BY_DOUBLING, *HOOKS)
 #: how many times faster prototypes were: 16 MB, 4 ranks
 TARGETS = {
     "loopback": {"bf16": 0.97, "int8": 0.42, "1bit": 0.58, "dgc1%": 0.75, "dgc0.1%": 1.1, "powersgd4": 1.4},
@@ -50,7 +50,7 @@ def show(console: Console, links: str, rows: list[dict[str, Any]]) -> list[str]:
     missed = []
     faster = {row["code"]: row["times_faster"] for row in rows}
     targets = dict(TARGETS[links])
-    targets["powersgd4"] = targets[BY_ITSELF] = max(targets["powersgd4"], faster.get("hook powersgd4", 0.0))
+    targets["powersgd4"] = targets[BY_DOUBLING] = max(targets["powersgd4"], faster.get("hook powersgd4", 0.0))
     for row in rows:
         code, off = row["code"], row["sent_bytes"] / row["formula_bytes"] - 1
         target = targets.get(code)
