@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from threading import current_thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -414,6 +415,10 @@ def owing(code: str, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
     buckets = session.loosely.means.buckets
     assert len(buckets) == lanes
     assert [bucket.sum.exchange.group for bucket in buckets] == [one for (one,) in session.comm.own_groups[0,]][:lanes]
+    threads: list[str] = []
+    for bucket in buckets:
+        bucket.sum._submit(lambda: threads.append(current_thread().name)).wait()
+    assert len(set(threads)) == lanes
 
     def everything() -> torch.Tensor:
         return torch.cat([bucket.gather([leaf.detach() for leaf in bucket.leaves]) for bucket in buckets])
