@@ -227,7 +227,7 @@ class _Profile:
         budget that they have, however long what went before took."""
         if not tasks:
             return
-        left = max(self._left(share), least * self.budget_s)
+        until = perf_counter() + max(self._left(share), least * self.budget_s)
         tasks = [replace(task, key=task.key + self.suffix) for task in tasks]
         local = State.from_json(self.state.to_json())
         before = {key: (len(record.visits), record.samples) for key, record in local.records.items()}
@@ -235,9 +235,10 @@ class _Profile:
         try:
             if self.measures_ops:
                 engine = Engine(local, save=self.store.save, progress=self.progress)
-                engine.run(tasks, left, title=title, visits=visits)
+                engine.run(tasks, until - perf_counter(), title=title, visits=visits)
         except Exception as error:
             fault = error
+        left = max(until - perf_counter(), 0.0)
         call_roll("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
         agree(fault)
         new = {}

@@ -57,7 +57,7 @@ class Sums:
             if not wire.is_plain:
                 self._wires[wire.axes] = wire
                 for lane, groups in enumerate(comm.own_groups[wire.axes]):
-                    self._hops[wire.axes, lane] = _Hop(groups, wire.algorithm, plan, partial(submit, lane=lane))
+                    self._hops[wire.axes, lane] = _Hop(groups, plan, partial(submit, lane=lane))
 
     def make(
         self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device,
@@ -73,7 +73,11 @@ class Sums:
             made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
         else:
             inner, between = hop.levels
-            exchange = GroupExchange(between) if wire.algorithm in ("backend", "hierarchical") else hop.by_algorithm
+            exchange = (
+                GroupExchange(between)
+                if wire.algorithm in ("backend", "hierarchical")
+                else ByAlgorithm(hop.channel, wire.algorithm, hop.members)
+            )
             size, tensors = (n, shapes) if inner is None else (part_of(n, hop.members), ())
             coded = make_sum(
                 wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
@@ -98,8 +102,8 @@ class _Hop:
     """The group that some axes form, used by sums alone and on one lane. groups: it, or where only the part between
     hosts is coded, the one inside the host and the one between; members: of its ranks on each host."""
 
-    def __init__(self, groups: tuple[Any, ...], algorithm: str, plan: Plan, submit: Submit) -> None:
-        self.groups, self.algorithm, self.submit = groups, algorithm, submit
+    def __init__(self, groups: tuple[Any, ...], plan: Plan, submit: Submit) -> None:
+        self.groups, self.submit = groups, submit
         hosts = Counter(plan.host_of(rank) for rank in dist.get_process_group_ranks(groups[0]))
         self.members = next(iter(hosts.values())) if len(set(hosts.values())) == 1 else 1
 
@@ -112,11 +116,6 @@ class _Hop:
     def channel(self) -> Channel:
         """Messages of one's own over the group."""
         return Channel(self.groups[0])
-
-    @property
-    def by_algorithm(self) -> ByAlgorithm:
-        """Its all-reduces by the algorithm."""
-        return ByAlgorithm(self.channel, self.algorithm, self.members)
 
 
 class ByAlgorithm(GroupExchange):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import meshwright as mw
+from meshwright.costmodel.curves import Curve
 from meshwright.costmodel.hardware import Device
 
 __all__ = ["PACE", "RATE_FLOPS_PER_S", "pretended"]
@@ -15,11 +16,12 @@ RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fif
 PACE = partial(time.sleep, 0.005)  # what a rank does between collectives that are measured: a sleeping layer
 
 
-def pretended(cluster: mw.Cluster) -> mw.Cluster:
+def pretended(cluster: mw.Cluster, matmuls: tuple[Curve, ...] = ()) -> mw.Cluster:
     """The cluster as sleeping layers make it, from its profile.
 
-    Matmuls run at the pretended rate, unless their exact op was measured. Ranks that sleep leave their core to others:
-    nothing is oversubscribed. What a collective costs after and beside sleeping was measured so.
+    Matmuls run at the pretended rate, unless their exact op was measured, or as these curves have it. Ranks that sleep
+    leave their core to others: nothing is oversubscribed. What a collective costs after and beside sleeping was
+    measured so.
     """
     crowd = cluster.oversubscription
 
@@ -36,7 +38,8 @@ def pretended(cluster: mw.Cluster) -> mw.Cluster:
                 replace(curve, points=tuple((work, seconds / crowd) for work, seconds in curve.points))
                 for curve in device.curves
                 if curve.kind != "matmul"
-            ),
+            )
+            + matmuls,
             op_times=tuple(
                 replace(
                     op,

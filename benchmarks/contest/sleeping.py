@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from meshwright.compiler.rules import register
 from meshwright.compiler.rules.einsum import EinsumRule
 from meshwright.costmodel.curves import DIRECTIONS, Curve
+from meshwright.costmodel.fitting import rising
 from meshwright.runtime.agreement import from_first
 from meshwright.runtime.split_backward import register_halves
 from torch import Tensor, nn
@@ -164,7 +165,7 @@ def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
     """This machine's ranks with the compute rate of the sleeping layers, for the planner. budget_s: for which links are
     profiled, beside sleep, as training meets them; 0: taken as they are assumed."""
     if budget_s:
-        return _with_curves(pretended(mw.profile(budget_s=budget_s, pace=PACE)))
+        return pretended(mw.profile(budget_s=budget_s, pace=PACE), _curves())
     cluster = mw.Cluster.local(dist.get_world_size())
 
     def slowed(host: Any) -> Any:
@@ -174,35 +175,29 @@ def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
     return replace(cluster, hosts=tuple(slowed(host) for host in cluster.hosts))
 
 
-def _with_curves(cluster: mw.Cluster) -> mw.Cluster:
-    """With what sleeping layers take, as a profile has it of real ones: sleep is late by some tenths of a
-    millisecond, and an op written in Python takes as much."""
-    points: list[list[tuple[float, float]]] = from_first(_measured)
-    curves = tuple(
-        Curve("matmul", "float32", "flops", tuple(found), direction) for found, direction in zip(points, DIRECTIONS)
+def _curves() -> tuple[Curve, ...]:
+    """What sleeping layers take, as a profile has it of real ones: sleep is late by some tenths of a millisecond, and
+    an op written in Python takes as much. Rank 0's, on every rank."""
+    return tuple(
+        Curve("matmul", "float32", "flops", tuple(rising(points)), direction)
+        for points, direction in zip(from_first(_measured), DIRECTIONS)
     )
 
-    def measured(host: Any) -> Any:
-        return replace(host, device=replace(host.device, curves=host.device.curves + curves))
 
-    return replace(cluster, hosts=tuple(measured(host) for host in cluster.hosts))
-
-
-def _measured() -> list[list[tuple[float, float]]]:
+def _measured() -> tuple[list[tuple[float, float]], ...]:
     """(FLOPs of the forward, seconds) of the forward, and of the backward, medians of ``_SAMPLES``."""
-    points: list[list[tuple[float, float]]] = [[], []]
+    points: tuple[list[tuple[float, float]], ...] = ([], [])
     for rows, inputs, outputs in _SIZES:
         x, w = torch.randn(rows, inputs, requires_grad=True), torch.randn(outputs, inputs, requires_grad=True)
-        seconds: list[list[float]] = [[], []]
+        times = []
         for _ in range(_SAMPLES):
             start = time.perf_counter()
             y = sleep_linear(x, w)
-            seconds[0].append(time.perf_counter() - start)
-            start = time.perf_counter()
+            middle = time.perf_counter()
             torch.autograd.backward(y, torch.ones_like(y))
-            seconds[1].append(time.perf_counter() - start)
-        for found, times in zip(points, seconds):
-            found.append((2.0 * rows * inputs * outputs, max(median(times), found[-1][1] if found else 0.0)))
+            times.append((middle - start, time.perf_counter() - middle))
+        for found, seconds in zip(points, zip(*times)):
+            found.append((2.0 * rows * inputs * outputs, median(seconds)))
     return points
 
 

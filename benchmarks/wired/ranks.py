@@ -81,21 +81,26 @@ def make_call(name: str, bucket: Bucket) -> tuple[Call, Callable[[], object]]:
     <algorithm>", the plain sum by an algorithm of our own. Collective: each name has a group of its own."""
     if name in HOOKS:
         return _hook(name.split()[1], bucket), lambda: None
+    code, algorithm = _parts(name)
     if name not in _groups:
         group = dist.new_group()
-        _groups[name] = Channel(group) if "by " in name else group
+        _groups[name] = Channel(group) if algorithm else group
     group = _groups[name]
     if name == DENSE:
         return partial(dist.all_reduce, group=group), lambda: None
-    code, _, algorithm = name.rpartition("by ")
-    made: Sum = (
-        DenseSum(group, bucket.n, torch.float32, algorithm)
-        if name.startswith("by ")
-        else make_sum(code.strip(), bucket.n, ByAlgorithm(group, algorithm), shapes=bucket.shapes)
-        if code
-        else make_sum(name, bucket.n, group, shapes=bucket.shapes)
-    )
+    made: Sum
+    if code == "none":
+        made = DenseSum(group, bucket.n, torch.float32, algorithm)
+    else:
+        exchange = ByAlgorithm(group, algorithm) if algorithm else group
+        made = make_sum(code, bucket.n, exchange, shapes=bucket.shapes)
     return lambda x: made.start(x).wait(), made.close
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """(code, algorithm) that a name says, "" for the backend's."""
+    code, _, algorithm = f" {name}".partition(" by ")
+    return {"": "none", DENSE: "none"}.get(code.strip(), code.strip().removeprefix("hook ")), algorithm
 
 
 def _hook(code: str, bucket: Bucket) -> Call:
@@ -191,17 +196,15 @@ def formula_bytes(name: str, bucket: Bucket, ranks: int) -> float:
     """Bytes that all ranks send in one sum: an all-reduce of B bytes takes 2 (p − 1) B, or what its algorithm says; of
     p parts in B bytes an all-to-all and an all-gather take (p − 1) B each."""
     found = _sent(name, bucket, ranks)
-    if " by " in name:
-        steps = steps_of("all_reduce", name.rpartition(" by ")[2], ranks)
-        return sum(ranks * steps.sent * size for _, size in found)
+    if algorithm := _parts(name)[1]:
+        return sum(ranks * steps_of("all_reduce", algorithm, ranks).sent * size for _, size in found)
     return sum((2 if kind == "all_reduce" else 1) * (ranks - 1) * size for kind, size in found)
 
 
 def _messages(name: str, bucket: Bucket, ranks: int) -> int:
     """Of all ranks in one sum."""
-    if " by " in name:
-        rounds = steps_of("all_reduce", name.rpartition(" by ")[2], ranks).messages
-        return ranks * rounds * len(_sent(name, bucket, ranks))
+    if algorithm := _parts(name)[1]:
+        return ranks * steps_of("all_reduce", algorithm, ranks).messages * len(_sent(name, bucket, ranks))
     pairs = ranks * (ranks - 1)
     count = 0
     for kind, size in _sent(name, bucket, ranks):
@@ -212,7 +215,7 @@ def _messages(name: str, bucket: Bucket, ranks: int) -> int:
 
 def _sent(name: str, bucket: Bucket, ranks: int) -> list[tuple[str, int]]:
     """The collectives of a sum, with the bytes of their buffers."""
-    code = {DENSE: "none"}.get(name, name.removeprefix("hook ").partition(" by ")[0])
+    code, _ = _parts(name)
     codec, n = CODECS[code], bucket.n
     if code.startswith("powersgd"):  # left factors, then right ones
         (size,) = sent_bytes(codec, n, ranks, 4, bucket.shapes).values()
