@@ -418,6 +418,13 @@ def test_powersgd_finds_a_matrix_of_low_rank_and_survives_zeros():
     torch.testing.assert_close(found, 2 * matrix.view(-1), rtol=1e-4, atol=1e-4)
 
 
+def test_powersgd_decodes_all_strips_of_a_large_matrix():
+    left, right = drawn(2, 2, 700)
+    matrix = torch.outer(left, right).view(-1)
+    found = World("powersgd2", 490_000, 2, shapes=((700, 700),))(matrix, matrix)[0]
+    torch.testing.assert_close(found, 2 * matrix, rtol=1e-3, atol=1e-3)
+
+
 # ---- training
 
 
