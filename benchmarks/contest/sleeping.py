@@ -164,15 +164,16 @@ def _units(model: nn.Module) -> list[nn.Module]:
 def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
     """This machine's ranks with the compute rate of the sleeping layers, for the planner. budget_s: for which links are
     profiled, beside sleep, as training meets them; 0: taken as they are assumed."""
+    curves = _curves()
     if budget_s:
-        return pretended(mw.profile(budget_s=budget_s, pace=PACE), _curves())
+        return pretended(mw.profile(budget_s=budget_s, pace=PACE), curves)
     cluster = mw.Cluster.local(dist.get_world_size())
-
-    def slowed(host: Any) -> Any:
-        rates = (("float32", RATE_FLOPS_PER_S),)
-        return replace(host, device=replace(host.device, flops_per_s=rates, curves=(), efficiency=()))
-
-    return replace(cluster, hosts=tuple(slowed(host) for host in cluster.hosts))
+    rates = (("float32", RATE_FLOPS_PER_S),)
+    hosts = tuple(
+        replace(host, device=replace(host.device, flops_per_s=rates, curves=curves, efficiency=()))
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
 
 
 def _curves() -> tuple[Curve, ...]:
@@ -201,30 +202,30 @@ def _measured() -> tuple[list[tuple[float, float]], ...]:
     return points
 
 
-def _mine(case: Case, **asked: Any) -> Build:
-    return partial(ours, case, pretended_cluster(), zero=asked.pop("zero", 0), recompute="none", **asked)
+def _mine(case: Case, cluster: mw.Cluster, zero: int = 0, **asked: Any) -> Build:
+    return partial(ours, case, cluster, zero=zero, recompute="none", **asked)
 
 
 def data_parallel(size: dict[str, int]) -> list[Build]:
     """DistributedDataParallel on all ranks."""
     case = make_sleeper(**size)
-    mine = _mine(case, strategy={"dp": dist.get_world_size()}, microbatches=1)
+    mine = _mine(case, pretended_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1)
     return [mine, partial(ddp, case), partial(ddp, case, gradient_as_bucket_view=True)]
 
 
 def sharded(size: dict[str, int]) -> list[Build]:
     """FSDP2 on all ranks."""
     case = make_sleeper(**size)
-    mine = _mine(case, strategy={"dp": dist.get_world_size()}, microbatches=1, zero=3)
+    mine = _mine(case, pretended_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1, zero=3)
     return [mine, partial(fsdp, case), partial(fsdp, case, reshard_after_forward=False)]
 
 
 def pipeline(size: dict[str, int], microbatches: int, schedule: str, kinds: list[str]) -> list[Build]:
     """The schedules ``kinds`` of ``torch.distributed.pipelining``, cut where our plan cuts."""
-    case = make_sleeper(**size)
+    case, cluster = make_sleeper(**size), pretended_cluster()
     asked = {"strategy": {"pp": dist.get_world_size()}, "microbatches": microbatches, "schedule": schedule}
-    cut = planned_cut(case, planned(case, pretended_cluster(), zero=0, recompute="none", **asked))
-    return [_mine(case, **asked), *(partial(pipelining, case, kind, microbatches, cut) for kind in kinds)]
+    cut = planned_cut(case, planned(case, cluster, zero=0, recompute="none", **asked))
+    return [_mine(case, cluster, **asked), *(partial(pipelining, case, kind, microbatches, cut) for kind in kinds)]
 
 
 def automatic(size: dict[str, int], microbatches: int, budget_s: float) -> list[Build]:
@@ -305,5 +306,5 @@ def megatron(case: Case) -> Contender:
 def tensor_parallel(size: dict[str, int]) -> list[Build]:
     """Columns and rows on all ranks: two all-reduces per block and step."""
     case = make_sleeper(**size)
-    mine = _mine(case, strategy={"tp": dist.get_world_size()}, microbatches=1)
+    mine = _mine(case, pretended_cluster(), strategy={"tp": dist.get_world_size()}, microbatches=1)
     return [mine, partial(megatron, case)]
