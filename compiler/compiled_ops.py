@@ -48,7 +48,7 @@ def ticketed_dropout(x: Tensor, ticket: Tensor, p: float, dims: tuple[int, ...])
 
 def plain_cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``local_ops.cross_entropy`` where no axis cuts the vocabulary."""
     assert not vocab_axes
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -58,4 +58,4 @@ def plain_cross_entropy(
     rows = log_p.gather(1, t.masked_fill(~valid, 0)[:, None])[:, 0] * (label_smoothing - 1)
     if label_smoothing:
         rows = rows - log_p.sum(1) * (label_smoothing / log_p.shape[1])
-    return torch.stack([rows.masked_fill(~valid, 0).sum(), valid.sum(dtype=wide)])
+    return rows.masked_fill(~valid, 0).sum(), valid.sum()

@@ -92,6 +92,10 @@ class Comm(Protocol):
         """
         ...
 
+    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
+        """Begin to sum ``x`` over the axis, on every device of it. Until it is there nobody may read or write ``x``."""
+        ...
+
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:
         """Begin to gather the rows ``x`` [n] of the joint ``axes``: [devices of the axes, n], row-major in their
         coordinates. Until it is there nobody may write to ``x``. code: one of ``codecs.CARRIERS``, in which rows

@@ -153,7 +153,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, vocab_axes: tuple[int, ...]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
         classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
         if vocab_axes:
@@ -180,16 +180,17 @@ class _CrossEntropy(torch.autograd.Function):
             rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
             if smoothing:
                 rows.sub_(z.sum(1, dtype=wide), alpha=smoothing / classes)
-        valid = t != ignore_index
+        valid = t != ignore_index if vocab_axes else here
         ctx.save_for_backward(probability, local, here, valid)
         ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
-        count = valid.sum(dtype=wide)
-        return torch.stack([rows.masked_fill_(~valid, 0).sum(), count])
+        count = valid.sum()
+        ctx.mark_non_differentiable(count)
+        return rows.masked_fill_(~valid, 0).sum(), count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         probability, local, here, valid = ctx.saved_tensors
-        row = valid * grads[0][0].to(probability.dtype)
+        row = valid * grads[0].to(probability.dtype)
         out = probability * row[:, None]
         if ctx.smoothing:
             out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
@@ -200,16 +201,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
-) -> Tensor:
-    """[2], fp32 (float64 for float64 logits): the sum of ``-log softmax(logits)[target]`` over the rows whose target is
-    not ``ignore_index``, and how many those are (no gradient). The mean is their quotient; as one tensor they are
-    reduced over the parts of a batch in one message.
+) -> tuple[Tensor, Tensor]:
+    """0-d: the sum of ``-log softmax(logits)[target]`` over the rows whose target is not ``ignore_index``, fp32 (float64
+    for float64 logits), and how many those are, int64. The mean is their quotient. The count can be had before there
+    are logits (``target_count``).
 
     logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``
     each device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing)
     in the forward, none in the backward. Keeps the probabilities for the backward.
     """
     return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, tuple(vocab_axes))
+
+
+def target_count(target: Tensor, ignore_index: int) -> Tensor:
+    """0-d: how many targets are not ``ignore_index``, as ``cross_entropy`` counts them."""
+    return (target != ignore_index).sum()
 
 
 # ---- batch norm

@@ -10,9 +10,11 @@ over its own samples, and p × its share of a gradient is the gradient of that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.fx
 
+from .early_counts import arrived, start_count
 from .loose_choices import LOSS_NUMBERS
 from .plan import Stage
 from .program import ChunkProgram
@@ -57,14 +59,22 @@ def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
         name = node.meta.get("tensor", node.name)
         if axis in node.meta.get("over", ()):
             yield f"op {name!r} needs the whole batch"
-        if node.target is not run_steps:
-            continue
-        for kind, at, *_ in (*node.args[1], *node.args[2]):
+        for kind, at, *_ in _steps(node):
             # a mask would leave to the first replica what all add
             if at != axis or (kind in FREE and kind != "mask"):
                 continue
-            if kind != "all_reduce" or reach[node] != {"loss"} or node.meta["numel"] > LOSS_NUMBERS:
+            if kind != "all_reduce" or reach[node] != {"loss"} or node.meta.get("numel", 1) > LOSS_NUMBERS:
                 yield f"tensor {name!r} is resharded by {kind}"
+
+
+def _steps(node: torch.fx.Node) -> Sequence[tuple[Any, ...]]:
+    """The steps of a conversion, forth and back; what sums a count."""
+    arguments: tuple[Any, ...] = node.args
+    if node.target is start_count:
+        return [("all_reduce", arguments[-1])]
+    if node.target is arrived:
+        return [("all_reduce", axis) for axis in arguments[1]]
+    return (*arguments[1], *arguments[2]) if node.target is run_steps else ()
 
 
 def _reach(program: ChunkProgram) -> dict[torch.fx.Node, set[str]]:

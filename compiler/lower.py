@@ -21,6 +21,7 @@ import torch.fx
 from torch.fx import Node
 
 from .cuts import Cut
+from .early_counts import counted_by, early_count
 from .gathers import gather_blocks
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands
 from .layers import differentiable
@@ -28,7 +29,7 @@ from .loss_sum import leaving, lone_losses
 from .plan import Chunk, Plan
 from .program import ChunkProgram, Exit, Slot
 from .recompute import PlanLayers
-from .reshard import FREE, run_steps, steps_between
+from .reshard import FREE, Step, run_steps, steps_between
 from .rules import pairs_choice, rule_for
 from .segments import segments_of
 from .spec import Pair, R
@@ -216,14 +217,21 @@ class _Lowering:
             return self.here[name]
         key = (name, target if grad else Pair(target.value, target.value))
         if key not in self.converted:
-            literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
-            self.converted[key] = self.out.call_function(run_steps, (self.here[name], *literal))
+            self.converted[key] = self._conversion(self.nodes[name], forward, backward)
             self.converted[key].meta.update(tensor=name, pair=target, numel=self.nodes[name].meta["type"].numel)
             for phase, steps in (("forward", forward), ("backward", backward)):
                 for step in steps:
                     if step.kind not in FREE:
                         self.collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
         return self.converted[key]
+
+    def _conversion(self, node: Node, forward: Sequence[Step], backward: Sequence[Step]) -> Node:
+        """``run_steps`` on the local node of a tensor; the sum of a count of targets starts before there are logits."""
+        loss = counted_by(node)
+        if loss is not None and all(step.kind == "all_reduce" for step in forward):
+            return early_count(self.out, self.here[loss.name], forward)
+        literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]
+        return self.out.call_function(run_steps, (self.here[node.name], *literal))
 
     def _exit(self, kind: str, name: str, node: str, pair: Pair) -> Exit:
         out_type: TensorType = self.nodes[node].meta["type"]

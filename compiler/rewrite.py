@@ -275,18 +275,21 @@ def split_cross_entropy(graph: Graph) -> None:
             logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
             logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
             target = at(aten.view.default, target, [target.meta["type"].numel])
+        number = TensorType((), torch.promote_types(kind.dtype, torch.float32))
         both = at(
             local_ops.cross_entropy,
             logits,
             target,
             arguments["ignore_index"],
             arguments["label_smoothing"],
-            type=TensorType((2,), torch.promote_types(kind.dtype, torch.float32)),
+            type=(number, TensorType((), torch.int64)),
         )
-        loss = at(aten.select.int, both, 0, 0)
+        loss, count = at.items(both)
         if mean:
-            loss = at(aten.div.Tensor, loss, at(aten.detach.default, at(aten.select.int, both, 0, 1)))
-        if kind.dtype != both.meta["type"].dtype and any(
+            loss = at(aten.div.Tensor, loss, count)
+        else:
+            graph.fx.erase_node(count)
+        if kind.dtype != number.dtype and any(
             user.op != "output" for user in node.users
         ):  # the loss itself stays in fp32
             loss = at(aten._to_copy.default, loss, dtype=kind.dtype)

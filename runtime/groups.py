@@ -202,6 +202,10 @@ class DistributedComm:
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 
+    def start_sum(self, x: torch.Tensor, axis: int) -> Pending:
+        """Sum ``x`` in place over an axis without waiting; ``wait`` gives it."""
+        return Pending(self.start_all_reduce(x, (axis,)), x, x)
+
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
     ) -> Pending:

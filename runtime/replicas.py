@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compiler.context import Comm
+from ..compiler.context import Arrival, Comm, Here
 from ..compiler.loose import loose_axes
 from ..compiler.plan import Plan
 from ..compiler.program import ChunkProgram
@@ -143,6 +143,10 @@ class Alone(TimedComm):
         if axis not in self.axes:
             return super().all_reduce(x, axis, op)
         return x * self.size(axis) if op == "sum" else x.clone()
+
+    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
+        """The same."""
+        return super().start_sum(x, axis) if axis not in self.axes else Here(x * self.size(axis))
 
 
 # ---- flat sums

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..compiler.context import Comm
+from ..compiler.context import Arrival, Comm
 from ..compiler.report import RankTimes
 
 __all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "meetings", "middle", "peak_bytes", "rank_times"]
@@ -317,6 +317,10 @@ class TimedComm:
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
         """One message to a device of the axis and one from another; the wait for it is what counts."""
         return partial(self._timed, self._inner.start_send(x, axis, to, source))
+
+    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
+        """A sum on its way; the wait for it is what counts."""
+        return _Timed(partial(self._timed, self._inner.start_sum(x, axis).wait))
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Timed:
         """Rows on their way; the wait for them is what counts."""

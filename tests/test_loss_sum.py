@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,8 @@ LOSSES: dict[str, Any] = {
     "square": lambda out, y: F.mse_loss(out, y) * F.mse_loss(out, y),
     "counted": lambda out, y: F.cross_entropy(out, y.argmax(-1)),
 }
-NONLINEAR = ("root", "square", "counted")
+NONLINEAR = ("root", "square")
+SPOKEN = (*NONLINEAR, "counted")  # in every microbatch something is summed
 
 
 class Model(nn.Module):
@@ -106,12 +108,47 @@ def test_only_linear_losses_wait_for_the_end_of_the_step(loss: str):
     (exit,) = (exit for exit in program.exits if exit.kind == "loss")
     assert str(exit.pair) == ("P|R" if once else "R|R")
     assert dict(prices.collectives) == dict(program.collectives)
-    assert ("forward all_reduce" in prices.collectives) == (not once)
+    assert ("forward all_reduce" in prices.collectives) == (loss in SPOKEN)
     axis = mesh_prices(fast_links(4), Mesh.of(fast_links(4), 0, (4,)))[0]
     assert prices.seconds["loss"] == pytest.approx(axis.seconds("all_reduce", 8) if once else 0.0)
-    if once:
-        assert prices.seconds["reshard"] == 0.0
+    assert (prices.seconds["reshard"] > 0.0) == (loss in SPOKEN)
     assert mw.verify(plan, Model(), example_inputs=(x,), targets=(y,), loss_fn=LOSSES[loss]).ok, stage
+
+
+COUNTED: dict[str, tuple[Any, Callable[[list[str]], bool]]] = {  # loss of (out, y), what its program's ops must be
+    "targets of inputs": (
+        lambda out, y: F.cross_entropy(out, y.argmax(-1)),
+        lambda ops: ops[:2] == ["argmax", "start_count"] and ops.index("arrived") > ops.index("cross_entropy"),
+    ),
+    "targets of activations": (
+        lambda out, y: F.cross_entropy(out, out.detach().argmax(-1)) + F.mse_loss(out, y),
+        lambda ops: ops.index("start_count") == ops.index("argmax") + 1 > ops.index("linear"),
+    ),
+    "smooth, some ignored": (
+        lambda out, y: F.cross_entropy(out, y.argmax(-1), label_smoothing=0.1, ignore_index=2),
+        lambda ops: ops[:2] == ["argmax", "start_count"],
+    ),
+    "read twice": (
+        lambda out, y: F.cross_entropy(out, y.argmax(-1)) + F.cross_entropy(0.5 * out, y.argmax(-1)),
+        lambda ops: ops.count("start_count") == ops.count("arrived") == 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+@pytest.mark.parametrize("strategy", ["dp4", "dp2,tp2", "dp2"])
+def test_targets_are_counted_before_the_model_runs(case: str, strategy: str):
+    loss, holds = COUNTED[case]
+    x, y = data()
+    options = {"example_inputs": (x,), "targets": (y,), "loss_fn": loss}
+    cluster = fast_links(2 if strategy == "dp2" else 4)
+    plan = mw.plan(Model(), cluster, strategy=strategy, microbatches=2, executable=True, cache=False, **options)
+    graph = capture(Model(), (x,), {}, (y,), loss).with_batch(plan.microbatch_size)
+    program = lower(graph, plan, 0)
+    calls = [node.target for node in program.module.graph.nodes if node.op == "call_function"]
+    assert holds([getattr(call, "_opname", call.__name__) for call in calls])
+    assert dict(plan.prediction.stages[0].collectives) == dict(program.collectives)
+    assert mw.verify(plan, Model(), **options).ok
 
 
 def test_a_step_pays_for_one_sum():
@@ -157,7 +194,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], int]] = {  # ranks, loss, optio
     "recompute": (2, "mean", {"strategy": "dp2", "microbatches": 2, "recompute": "full", "zero": 2}, 1),
     "compiled": (2, "scaled", {"strategy": "dp2", "microbatches": 2, "compile": "aot_eager"}, 1),
     "alone": (2, "scaled", {"strategy": "dp2", "microbatches": 2}, 1),
-    "counted": (2, "counted", {"strategy": "dp2", "microbatches": 4}, 0),
+    "root": (2, "root", {"strategy": "dp2", "microbatches": 4}, 0),
+    "counted": (2, "counted", {"strategy": "dp2", "microbatches": 4}, 1),
+    "counted on two axes": (4, "counted", {"strategy": "pp1,dp2,tp2", "microbatches": 2}, 1),
+    "counted, stages": (4, "counted", {"strategy": "pp2,dp2", "microbatches": 4, "schedule": "zb-h1"}, 1),
+    "counted, recompute": (2, "counted", {"strategy": "dp2", "microbatches": 2, "recompute": "full", "zero": 3}, 1),
+    "counted, compiled": (2, "counted", {"strategy": "dp2", "microbatches": 2, "compile": "aot_eager"}, 1),
 }
 
 
@@ -177,7 +219,7 @@ def train(case: str) -> tuple[list[float], dict[str, Tensor], list[int], Any, fl
     session, sums, plain = parallel.session, [], DistributedComm.start_all_reduce
 
     def counted(self: Any, x: Tensor, axes: tuple[int, ...]) -> Any:
-        sums[-1] += x.dim() == 0
+        sums[-1] += x.dim() == 0 and self.phase == "step"
         return plain(self, x, axes)
 
     DistributedComm.start_all_reduce, losses = counted, []  # type: ignore[method-assign]
@@ -231,7 +273,7 @@ def test_one_sum_a_step_and_the_numbers_of_one_device(ranks: RankPool, case: str
             assert evaluated == pytest.approx(LOSSES[loss](model(x), y).item(), rel=1e-9)
         if options["strategy"] in ("dp2", "dp4"):
             assert sums == [per_step] * STEPS
-            spoken = 0 if per_step else STEPS * options["microbatches"]
+            spoken = STEPS * options["microbatches"] if loss in SPOKEN else 0
             assert counts.get(("forward", "all_reduce"), 0) == spoken
     assert [max(result[2][step] for result in results) for step in range(STEPS)] == [per_step] * STEPS
     atol = 1e-9 if "clip_grad_norm" in options else 1e-12  # norms are fp32

@@ -150,6 +150,10 @@ class LockstepComm:
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
 
+    def start_sum(self, x: torch.Tensor, axis: int) -> Here:
+        """The sum over the axis, which is here at once."""
+        return Here(self.all_reduce(x, axis))
+
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
         """The rows of all devices of the axes, which are here at once; in no code."""
         rows = x.reshape(1, -1)

@@ -29,7 +29,7 @@ def _example_target(target: Node, classes: int, ignore_index: int, generator: to
 
 
 class CrossEntropyRule(Rule):
-    """``local_ops.cross_entropy``: logits [b0, …, C], target [b0, …] -> [2], sum and count, which add up.
+    """``local_ops.cross_entropy``: logits [b0, …, C], target [b0, …] -> sum and count, which add up.
 
     A cut of the vocabulary exchanges the maxima, then, in one message, sums, picked logits and (for smoothing) sums of
     logits.
@@ -42,10 +42,10 @@ class CrossEntropyRule(Rule):
         logits = tensor_operands(node)[0].meta["type"].shape
         last = len(logits) - 1
         choices = [whole(node)]
-        choices += [cut(node, f"b{d}", logits[d], [d, d], [None]) for d in range(last) if logits[d] > 1]
+        choices += [cut(node, f"b{d}", logits[d], [d, d], [None, None]) for d in range(last) if logits[d] > 1]
         sums = 3.0 if argument(node, "label_smoothing") else 2.0
         internal = tuple(Internal("forward", "all_reduce", ("input", 1), 4, scale) for scale in (1.0, sums))
-        choices.append(cut(node, "vocab", logits[last], [last, None], [WHOLE], internal))
+        choices.append(cut(node, "vocab", logits[last], [last, None], [WHOLE, WHOLE], internal))
         return tuple(choices)
 
     def localize(

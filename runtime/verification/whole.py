@@ -147,7 +147,7 @@ def distinct(result: Any, given: Sequence[Any]) -> Any:
     """The result, as tensors of their own: an op that returns its argument gets an alias of it."""
     if isinstance(result, Tensor):
         return result.view_as(result) if any(result is x for x in given) else result
-    return tuple(distinct(x, given) for x in result)
+    return tuple(distinct(x, given) for x in result) if isinstance(result, (tuple, list)) else result
 
 
 def _size(x: Tensor) -> float:
