@@ -202,8 +202,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """0-d: the sum of ``-log softmax(logits)[target]`` over the rows whose target is not ``ignore_index``, fp32 (float64
-    for float64 logits), and how many those are, int64. The mean is their quotient. The count can be had before there
+    """0-d: the sum of ``-log softmax(logits)[target]`` over the rows whose target is not ``ignore_index``, fp32 or
+    float64 as the logits, and how many those are, int64. The mean is their quotient. The count can be had before there
     are logits (``target_count``).
 
     logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``

@@ -2,7 +2,7 @@
 
 Over such an axis every parameter and buffer is whole and every gradient partial: it is plain data parallelism, and but
 for the gradients nothing has to travel. What is still summed over it is the loss, once per step (``loss_sum``), and in
-a program the numbers that only the loss reads (itself, or the sum and count behind a mean). A replica by itself takes
+a program the numbers that only the loss reads (itself, or the count behind a mean). A replica by itself takes
 p × its own share in their place, p the number of replicas: as if all of them had its samples. Its loss is then the mean
 over its own samples, and p × its share of a gradient is the gradient of that.
 """

@@ -3,7 +3,7 @@ gradients of parameters and the numbers that a loss is made of.
 
     parameters      whole, with their gradients as addends; buffers whole
     ops             no messages of their own over these axes
-    conversions     slices and pads, and all-reduces of one or two numbers
+    conversions     slices and pads, and all-reduces of single numbers
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .spec import Pair
 
 __all__ = ["LOSS_NUMBERS", "converts_over", "lies_loosely", "sends_over"]
 
-LOSS_NUMBERS = 2  # that a loss may be made of: a sum and a count
+LOSS_NUMBERS = 1  # in a message: the loss itself, or the count behind a mean
 
 
 def lies_loosely(pair: Pair, axes: Sequence[int], trained: bool) -> bool:

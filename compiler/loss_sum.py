@@ -3,7 +3,8 @@
 Where the loss is made as addends (P) and nothing else reads it, a program returns this device's addend. Its gradient is
 that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
 microbatches, so who runs the program adds addends up and sums them over the axes when the step ends. A mean over a
-count that is known only from the data is a quotient of two sums: these are made whole in every microbatch.
+count that is known only from the data is an addend divided by that count, which is summed in every microbatch, early
+(``early_counts``).
 """
 
 from __future__ import annotations
