@@ -19,7 +19,7 @@ from .batch_problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
 from .graph import op_name, output_of, tensor_operands, types_of
 from .layer_gathers import LayerReads
 from .loose_choices import lies_loosely
-from .loss_sum import leaving, lone_losses
+from .loss_sum import ONCE, leaving, lone_losses
 from .op_choices import OpChoices, op_choices
 from .placeholders import placeholder_pairs, wanted_pairs
 from .problem import normalized, residencies_of
@@ -288,7 +288,7 @@ class _Builder:
         pairs = list(dict.fromkeys(left))
         values = tuple(pair.value for pair in pairs)
         once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
-        once = once / self.variants.microbatches[:, None]
+        once = once / self.variants.microbatches[:, None] * ONCE
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
         return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs

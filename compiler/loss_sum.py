@@ -12,7 +12,9 @@ from __future__ import annotations
 from .graph import Graph
 from .spec import P, Pair, R
 
-__all__ = ["leaving", "lone_losses"]
+__all__ = ["ONCE", "leaving", "lone_losses"]
+
+ONCE = 1 - 1e-6  # to the search: of two sums that cost the same, the one that nobody waits for in a forward is better
 
 
 def lone_losses(graph: Graph) -> frozenset[str]:

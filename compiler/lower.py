@@ -162,7 +162,8 @@ class _Lowering:
             self.gathers += 1
             made.meta.update(tensor=names[0], layer=layer)
             for index, name in enumerate(names):
-                whole = self.out.call_function(operator.getitem, (made, index))
+                # ops of the model have names of their own, by which layers know them
+                whole = self.out.create_node("call_function", operator.getitem, (made, index), name=f"whole_{name}")
                 self._made(name, whole, self.part.parameters[self.blocks[name][1].name].compute)
                 whole.meta.update(layer=layer)
                 self.converted = {key: value for key, value in self.converted.items() if key[0] != name}

@@ -23,7 +23,7 @@ from .intra_op import Edge, Operator, Problem
 from .layer_gathers import LayerReads
 from .layers import Layering
 from .loose_choices import converts_over, lies_loosely, sends_over
-from .loss_sum import leaving, lone_losses
+from .loss_sum import ONCE, leaving, lone_losses
 from .plan import Residency
 from .pricing import MeshPricer
 from .recompute import NOTHING, Recompute
@@ -359,7 +359,7 @@ class _Builder:
         whole = replicated(len(self.mesh))
         pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
-        seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m
+        seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m * ONCE
         return self._add(name, "result", tuple(pairs), seconds, zero, zero), pairs
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:

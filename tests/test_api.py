@@ -803,7 +803,7 @@ def spliced(folder: Path, model: nn.Module, inputs: Any, first: str, second: str
     """Stage 0 as in a pp2 plan of shape ``first``, stage 1 as in one of shape ``second``, by editing the document."""
     sizes = [max(1, int(shape[2:])) for shape in (first, second)]
     assert sizes == list(devices)
-    asked = {"example_inputs": inputs, "microbatches": 2, "executable": True}
+    asked = {"example_inputs": inputs, "microbatches": 2, "executable": True, "schedule": "1f1b"}
     one = mw.plan(model, "p3.16xlarge", strategy=f"pp2,{first}", **asked)
     (cut,) = (stage.chunks[0].layers[0] for stage in one.stages[1:])
     same_cut = f"stage boundary at {one.layers[cut]}"

@@ -45,7 +45,7 @@ def test_every_algorithm_sums_exactly(ranks, algorithm, strategy, patterns):
     document = rewired(forced("gpt", patterns, strategy, 2), algorithm)
     results = ranks.run(Plan.from_json(document).num_devices, "test_zero:train", document, "gpt", "adamw", {})
     agree(results, "gpt", "adamw", 2, {})
-    assert "step all_reduce" not in results[0][3]  # of the backend's own
+    assert results[0][4].get("step all_reduce", 0) <= 4  # of the backend's own: the loss
 
 
 def digests_of(parallel: Any) -> list[str]:
