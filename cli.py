@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import gc
 import json
 import os
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from .terminal import progress_bar, width
+from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from .compiler.plan import Plan
@@ -226,7 +225,7 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         _writable(arguments.output)
-    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
+    with progress_bar() as progress, answers_only():  # targets may print what they like
         progress("importing", 0.0)
         gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
         from . import api
@@ -287,7 +286,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _why(arguments: argparse.Namespace) -> None:
     plan = _load(arguments.plan)
-    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
+    with progress_bar() as progress, answers_only():
         from .compiler.capture import capture
         from .targets import build_target
 
@@ -303,7 +302,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     plan = _load(arguments.plan)
     graph = cluster = None
-    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
+    with progress_bar() as progress, answers_only():
         if arguments.cluster is not None:
             cluster = _cluster(arguments.cluster)
         if arguments.target is not None:
@@ -329,7 +328,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     plan = _load(arguments.plan)
-    with progress_bar() as progress, contextlib.redirect_stdout(sys.stderr):
+    with progress_bar() as progress, answers_only():
         from .runtime import verification
         from .targets import build_target
 

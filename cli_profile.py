@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from .profiling import profile
 from .runtime.agreement import alike
 from .runtime.launch import ensure_initialized, leave, spawn_local
 from .targets import build_target
-from .terminal import progress_bar
+from .terminal import answers_only, progress_bar
 
 __all__ = ["Options", "on_rank", "run", "table"]
 
@@ -99,7 +98,7 @@ def _profiled(options: Options, progress: Callable[[str, float], None]) -> str:
     target = graph = None
     notes: list[str] = []
     if options.model is not None:
-        with alike(), contextlib.redirect_stdout(sys.stderr):  # targets may print what they like
+        with alike(), answers_only():  # targets may print what they like
             progress("building", 0.0)
             target = build_target(options.model)
             graph = capture(target.model, target.args, target.kwargs)

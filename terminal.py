@@ -1,13 +1,15 @@
-"""What a command shows beside its answer: how wide the terminal is, and a bar on stderr while it works."""
+"""What a command shows beside its answer: how wide the terminal is, a bar on stderr while it works, nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 
-__all__ = ["progress_bar", "width"]
+__all__ = ["answers_only", "progress_bar", "width"]
 
 
 def width() -> int:
@@ -33,3 +35,30 @@ def progress_bar(shown: bool = True) -> Iterator[Callable[[str, float], None]]:
             bar.update(task, description=name, total=1.0 if fraction > 0 else None, completed=min(fraction, 1.0))
 
         yield report
+
+
+@contextlib.contextmanager
+def answers_only() -> Iterator[None]:
+    """Meanwhile stdout goes to stderr: what a user's module prints, and what a solver's library does, which writes to
+    the file descriptor."""
+    with contextlib.redirect_stdout(sys.stderr):
+        _flush()
+        try:
+            kept = os.dup(1)
+        except OSError:  # nobody has a stdout
+            yield
+            return
+        try:
+            os.dup2(2, 1)
+            yield
+        finally:
+            _flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _flush() -> None:
+    """What Python and C hold back of stdout."""
+    if sys.__stdout__ is not None:
+        sys.__stdout__.flush()
+    ctypes.CDLL(None).fflush(None)

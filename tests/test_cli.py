@@ -13,6 +13,8 @@ from meshwright.cli import main
 from meshwright.compiler.plan import Plan
 
 TARGETS = """
+import ctypes
+import os
 import torch
 from torch import nn
 
@@ -41,6 +43,10 @@ class Huge(nn.Module):
 def tiny():
     print("and when called")
     return Tiny(), (torch.zeros(8, 16), torch.zeros(8, 16))
+def noisy():
+    os.write(1, b"past Python\\n")
+    ctypes.CDLL(None).puts(b"held back by C")
+    return tiny()
 def wide():
     return Tiny(64), (torch.zeros(8, 16), torch.zeros(8, 16))
 def keywords():
@@ -222,6 +228,14 @@ def test_module_entry_and_version(tmp_path: Path) -> None:
     assert (version.returncode, version.stdout.split()[0]) == (0, "meshwright")
     bad = meshwright("show", "absent.json")
     assert (bad.returncode, bad.stdout, len(bad.stderr.splitlines())) == (2, "", 1)
+
+
+def test_what_libraries_write_is_no_answer(folder: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", "plan", "cli_targets:noisy", *PLAN[2:], "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step_s"] > 0
+    assert {"past Python", "held back by C", "and when called"} <= set(done.stderr.splitlines())
 
 
 def test_demo_trains_like_one_device(tmp_path: Path) -> None:
