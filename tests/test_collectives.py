@@ -185,7 +185,7 @@ def test_a_process_that_ends_waits_for_what_is_on_its_way() -> None:
         import time
         from meshwright.runtime.collectives.worker import LANES, submit
         for lane in range(LANES):
-            submit(lambda lane=lane: (time.sleep(0.3), print(lane, flush=True)), lane)
+            submit(lambda lane=lane: (time.sleep(0.3), print(f"{lane} ", end="", flush=True)), lane)
     """
     done = subprocess.run([sys.executable, "-P", "-c", dedent(script)], capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == [str(lane) for lane in range(LANES)]

@@ -24,7 +24,8 @@ from meshwright.compiler.simulate import simulate, simulate_plan
 from meshwright.compiler.spec import parse_spec, without_partials
 from meshwright.compiler.stage_price import CAUSES, STEP_CAUSES
 from meshwright.compiler.strategy import Strategy
-from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.cluster import Cluster, Mesh
+from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
 from meshwright.runtime.crossmesh import Layout, tiles
 from meshwright.runtime.gradients import _buckets
@@ -207,7 +208,9 @@ def test_tied_weights_and_the_loss_travel_at_the_end() -> None:
     tied = planned(captured("gpt"), CLUSTER, Strategy(2, 1, 1)).prediction.stages
     assert all(stage.seconds["tied"] > 0 and stage.seconds["loss"] > 0 for stage in tied)
     alone = planned(captured("convnet"), CLUSTER, Strategy(1, 8, 1), 1).prediction.stages[0]
-    assert alone.seconds["tied"] == alone.seconds["loss"] == 0
+    axis = mesh_prices(CLUSTER, Mesh.of(CLUSTER, 0, (8,)))[0]
+    assert alone.seconds["tied"] == 0
+    assert alone.seconds["loss"] == pytest.approx(axis.seconds("all_reduce", 4))  # its sum; no other stage is told
 
 
 # ---- what hides
