@@ -344,7 +344,7 @@ class AbstractComm:
         came = torch.empty_like(x)
         return partial(_arrived, x, came)
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> _Underway:
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> _Underway:
         """Reduced in place."""
         return _Underway(x, [])
 

@@ -92,8 +92,8 @@ class Comm(Protocol):
         """
         ...
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
-        """Begin to sum ``x`` over the axis, on every device of it. Until it is there nobody may read or write ``x``."""
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
+        """Begin to sum ``x`` over the axes, on every device. Until it is there nobody may read or write ``x``."""
         ...
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:

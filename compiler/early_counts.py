@@ -29,17 +29,14 @@ from .reshard import Step, run_steps
 __all__ = ["arrived", "counted_by", "early_count", "start_count"]
 
 
-def start_count(target: Tensor, ignore_index: int, axis: int) -> Arrival:
-    """``local_ops.target_count``, its sum over a mesh axis on its way."""
-    return current().comm.start_sum(local_ops.target_count(target, ignore_index), axis)
+def start_count(target: Tensor, ignore_index: int, axes: Sequence[int]) -> Arrival:
+    """``local_ops.target_count``, its sum over mesh axes on its way."""
+    return current().comm.start_sum(local_ops.target_count(target, ignore_index), axes)
 
 
-def arrived(count: Arrival, rest: Sequence[int]) -> Tensor:
-    """It, summed over the other axes as well: 0-d."""
-    total = count.wait()
-    for axis in rest:
-        total = current().comm.all_reduce(total, axis)
-    return total
+def arrived(count: Arrival) -> Tensor:
+    """It: 0-d."""
+    return count.wait()
 
 
 def counted_by(node: Node) -> Node | None:
@@ -54,11 +51,11 @@ def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[Step]) -> Nod
     _, target, ignore_index = loss.args[:3]
     assert isinstance(target, Node)
     assert all(step.kind == "all_reduce" for step in steps), steps
-    first, *rest = (step.axis for step in steps)
+    axes = tuple(step.axis for step in steps)
     with graph.inserting_after(_brought_forward(graph, target)):
-        started = graph.call_function(start_count, (target, ignore_index, first))
+        started = graph.call_function(start_count, (target, ignore_index, axes))
     started.meta.update(tensor=target.meta["tensor"])
-    return graph.call_function(arrived, (started, tuple(rest)))
+    return graph.call_function(arrived, (started,))
 
 
 def _brought_forward(graph: torch.fx.Graph, target: Node) -> Node:

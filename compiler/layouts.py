@@ -97,7 +97,7 @@ class OneDevice:
         """What is sent comes back."""
         return x.contiguous().clone
 
-    def start_sum(self, x: Tensor, axis: int) -> Here:
+    def start_sum(self, x: Tensor, axes: Sequence[int]) -> Here:
         """``x`` itself."""
         return Here(x)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx
 
-from .early_counts import arrived, start_count
+from .early_counts import start_count
 from .loose_choices import LOSS_NUMBERS
 from .plan import Stage
 from .program import ChunkProgram
@@ -71,9 +71,7 @@ def _steps(node: torch.fx.Node) -> Sequence[tuple[Any, ...]]:
     """The steps of a conversion, forth and back; what sums a count."""
     arguments: tuple[Any, ...] = node.args
     if node.target is start_count:
-        return [("all_reduce", arguments[-1])]
-    if node.target is arrived:
-        return [("all_reduce", axis) for axis in arguments[1]]
+        return [("all_reduce", axis) for axis in arguments[-1]]
     return (*arguments[1], *arguments[2]) if node.target is run_steps else ()
 
 

@@ -202,9 +202,17 @@ class DistributedComm:
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> Pending:
-        """Sum ``x`` in place over an axis without waiting; ``wait`` gives it."""
-        return Pending(self.start_all_reduce(x, (axis,)), x, x)
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Pending:
+        """Sum ``x`` over axes one by one, which need no group together: the first without waiting, in place. ``wait``
+        sums over the others and gives it."""
+        first, *rest = axes
+
+        def others(came: torch.Tensor) -> torch.Tensor:
+            for axis in rest:
+                came = self.all_reduce(came, axis)
+            return came
+
+        return Pending(self.start_all_reduce(x, (first,)), x, x, others)
 
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()

@@ -43,13 +43,4 @@ class BatchLoss:
         mine = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
         if self.times > 1:
             mine *= self.times
-        if not self.axes:
-            return Pending(None, mine, mine)
-        first, *rest = self.axes
-
-        def others(came: torch.Tensor) -> torch.Tensor:
-            for axis in rest:
-                came = self.comm.all_reduce(came, axis)
-            return came
-
-        return Pending(self.comm.start_all_reduce(mine, (first,)), mine, mine, others)
+        return self.comm.start_sum(mine, self.axes) if self.axes else Pending(None, mine, mine)

@@ -144,9 +144,11 @@ class Alone(TimedComm):
             return super().all_reduce(x, axis, op)
         return x * self.size(axis) if op == "sum" else x.clone()
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
         """The same."""
-        return super().start_sum(x, axis) if axis not in self.axes else Here(x * self.size(axis))
+        x = x * prod(self.size(axis) for axis in axes if axis in self.axes)
+        rest = [axis for axis in axes if axis not in self.axes]
+        return super().start_sum(x, rest) if rest else Here(x)
 
 
 # ---- flat sums

@@ -318,9 +318,9 @@ class TimedComm:
         """One message to a device of the axis and one from another; the wait for it is what counts."""
         return partial(self._timed, self._inner.start_send(x, axis, to, source))
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> Arrival:
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
         """A sum on its way; the wait for it is what counts."""
-        return _Timed(partial(self._timed, self._inner.start_sum(x, axis).wait))
+        return _Timed(partial(self._timed, self._inner.start_sum(x, axes).wait))
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Timed:
         """Rows on their way; the wait for them is what counts."""

@@ -151,6 +151,12 @@ def test_targets_are_counted_before_the_model_runs(case: str, strategy: str):
     assert mw.verify(plan, Model(), **options).ok
 
 
+def test_of_two_sums_at_one_price_the_one_at_the_end_of_the_step_is_taken():
+    stage = planned("counted", "dp4", 1).prediction.stages[0]
+    assert stage.collectives["forward all_reduce"] == 1  # of the count
+    assert stage.seconds["loss"] > 0
+
+
 def test_a_step_pays_for_one_sum():
     far = fast_links(4)
     far = replace(far, hosts=tuple(replace(h, link=replace(h.link, alpha_s=1e-2)) for h in far.hosts))
@@ -298,7 +304,7 @@ def alone() -> tuple[int, list[float], list[float], int]:
 def test_replicas_by_themselves_have_losses_of_their_own(ranks: RankPool):
     results = ranks.run(2, "test_loss_sum:alone")
     x, y = data(0)
-    out = Model()(x)
+    out = Model()(x).detach()
     halves = [[part.chunk(2)[rank] for part in t.chunk(2)] for rank in (0, 1) for t in (out, y)]
     for rank, losses, means, spoken in results:
         own = [LOSSES["scaled"](a, b) for a, b in zip(halves[2 * rank], halves[2 * rank + 1], strict=True)]

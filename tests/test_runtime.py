@@ -651,6 +651,7 @@ def collectives(shape: tuple[int, ...]) -> bool:
                 expected = torch.cat([peer.chunk(size, dim)[me] for peer in peers], 1 - dim)
                 assert torch.equal(comm.all_to_all(mine, axis, dim, 1 - dim), expected)
             assert torch.equal(mine, before)
+    assert comm.start_sum(torch.tensor(dist.get_rank()), range(len(shape))).wait() == sum(range(world))
     flags = torch.arange(4) == comm.index(0)
     assert int(comm.all_gather(flags, 0, 0).sum()) == shape[0]
     assert int(comm.all_reduce(flags, 0, "max").sum()) == shape[0]

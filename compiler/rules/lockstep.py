@@ -150,9 +150,11 @@ class LockstepComm:
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
 
-    def start_sum(self, x: torch.Tensor, axis: int) -> Here:
-        """The sum over the axis, which is here at once."""
-        return Here(self.all_reduce(x, axis))
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Here:
+        """The sum over the axes, which is here at once."""
+        for axis in axes:
+            x = self.all_reduce(x, axis)
+        return Here(x)
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
         """The rows of all devices of the axes, which are here at once; in no code."""
