@@ -163,7 +163,9 @@ class Parallel:
         """Of this rank's programs. ValueError where the machine has none."""
         if self._backend is None:
             return None
-        return Compiler(self._backend, PlanLayers(graph, plan).layering.layer_of, cache_directory() / "inductor")
+        layering = PlanLayers(graph, plan).layering
+        classes = [layer.class_key for layer in layering.layers]
+        return Compiler(self._backend, layering.layer_of, classes, cache_directory() / "inductor")
 
     def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
         """Rank 0's plan, on every rank."""

@@ -1,9 +1,10 @@
 """A local program in pieces that a compiler may take whole: runs of ops between what has to run by itself.
 
 By itself runs what talks to other devices, what has a shape that depends on data, what belongs to no layer (it is made
-of no activations), and every function that is not known here. A *piece* has ops of one layer, which are all repeated by
-the backward or all not (``segments``). It is one node of the program and one of autograd, so gradients of a layer come
-when the backward is through with it, and what stands between pieces runs as before.
+of no activations), and every function that is not known here. A *piece* has ops of one layer, or of the few that make a
+block of the model (``units``), which are all repeated by the backward or all not (``segments``). It is one node of the
+program and one of autograd, so gradients of a layer come when the backward is through with it, and what stands between
+pieces runs as before.
 
     phase(input) = -1
     phase(n)     = max over operands o of phase(o) + [n is in a piece, and o in none or in one of another kind]
@@ -28,7 +29,7 @@ from . import local_ops
 from .compiled_ops import dropout_ticket, plain_cross_entropy, ticketed_dropout
 from .program import Segment
 
-__all__ = ["MakePiece", "in_pieces"]
+__all__ = ["MakePiece", "in_pieces", "units"]
 
 MakePiece = Callable[[torch.fx.Graph], Callable[..., tuple[Any, ...]]]
 """What calls a graph of plain ops, from tensors to a tuple; a function, which autograd can differentiate"""
@@ -37,7 +38,7 @@ _Kind = tuple[int, bool, int]  # (segment or -1, whether a repetition leaves it 
 
 _FEWEST = 2  # ops that compute; fewer are not worth a call
 _FREE = frozenset({"reshape", "contiguous", "flatten", "unflatten", "chunk", "getitem"})  # and views
-_TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded})
+_TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 _LOCAL: Mapping[Any, Any] = {
     local_ops.cross_entropy: plain_cross_entropy,
     local_ops.batch_norm: local_ops.batch_norm,
@@ -73,6 +74,23 @@ def in_pieces(
 
 
 # ---- which ops run together
+
+
+def units(classes: Sequence[str]) -> list[int]:
+    """Per layer, given its class, the number of its *unit*: a sequence of layers that others repeat (attention, then
+    MLP), so that it is compiled once, too; any other layer is one by itself."""
+    found: list[int] = []
+    while (at := len(found)) < len(classes):
+        length, times = 1, 1
+        for one in range(1, (len(classes) - at) // 2 + 1):
+            first, again = classes[at : at + one], 1
+            while classes[at + again * one : at + (again + 1) * one] == first:
+                again += 1
+            if again > 1 and again * one > length * times:
+                length, times = one, again
+        number = found[-1] + 1 if found else 0
+        found += [number + k // length for k in range(length * times)]
+    return found
 
 
 def _pieces(
@@ -127,11 +145,21 @@ def _compiles(node: Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         op = node.target
+        if torch.Tag.nondeterministic_seeded in op.tags and not _is_certain(node):
+            return False
         return op.namespace == "aten" and not op._schema.is_mutable and not _TAGS.intersection(op.tags)
     if node.target is local_ops.dropout or node.target is operator.getitem:
         return True
     cut = any(value for name, value in node.kwargs.items() if name.endswith("_axes"))
     return node.target in _LOCAL and not cut
+
+
+def _is_certain(node: Node) -> bool:
+    """Whether an op that may draw numbers draws none: an attention without dropout."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
 def _computes(node: Node) -> bool:

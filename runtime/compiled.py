@@ -20,7 +20,8 @@ import torch.fx
 from filelock import FileLock
 from torch._functorch import config
 
-from ..compiler.pieces import in_pieces
+from ..compiler.gathers import gather_blocks
+from ..compiler.pieces import in_pieces, units
 from ..compiler.program import ChunkProgram, Segment
 
 __all__ = ["Compiler", "backend_of"]
@@ -42,14 +43,16 @@ def backend_of(compile: bool | str) -> str | None:
 
 
 class Compiler:
-    """Compiles the programs of one rank. layer_of: op of the model → its layer. folder: where inductor keeps what it
-    made, unless TORCHINDUCTOR_CACHE_DIR says otherwise.
+    """Compiles the programs of one rank. layer_of: op of the model → its layer; classes: of the layers. folder: where
+    inductor keeps what it made, unless TORCHINDUCTOR_CACHE_DIR says otherwise.
 
     Raises ValueError if ``backend`` cannot work on this machine.
     """
 
-    def __init__(self, backend: str, layer_of: Mapping[str, int], folder: Path) -> None:
+    def __init__(self, backend: str, layer_of: Mapping[str, int], classes: Sequence[str], folder: Path) -> None:
+        unit = units(classes)
         self.backend, self.layer_of = backend, layer_of
+        self.unit_of = {op: unit[layer] for op, layer in layer_of.items()}
         self.made: dict[Any, _Call] = {}  # what is equal → the compiled piece
         self.pieces = 0  # that programs have
         if backend == "inductor":
@@ -61,7 +64,10 @@ class Compiler:
     ) -> tuple[torch.fx.GraphModule, tuple[Segment, ...]]:
         """``module``, which has the nodes of the ``program``, in compiled pieces, and its segments. late: slots of
         parameters whose gradients are made after the backward of what reads them."""
-        return in_pieces(module, program.segments, self.layer_of, late, self._piece)
+        # a piece of several layers would wait for the weights of all
+        gathers = any(node.target is gather_blocks for node in module.graph.nodes)
+        home = self.layer_of if gathers else self.unit_of
+        return in_pieces(module, program.segments, home, late, self._piece)
 
     def _piece(self, body: torch.fx.Graph) -> _Call:
         """What runs a piece: at its first call it finds its equal, or compiles it."""

@@ -14,7 +14,7 @@ from by_hand import by_hand, one_device
 from meshwright.compiler.compiled_ops import dropout_ticket, plain_cross_entropy, ticketed_dropout
 from meshwright.compiler.context import Context, use
 from meshwright.compiler.local_ops import cross_entropy, dropout
-from meshwright.compiler.pieces import in_pieces
+from meshwright.compiler.pieces import in_pieces, units
 from meshwright.compiler.program import Segment
 from meshwright.compiler.rules.check import LockstepGroup
 from meshwright.runtime.compiled import Compiler, backend_of
@@ -26,7 +26,7 @@ from torch._inductor import config
 from zoo import ZOO
 
 STEPS, LR, TIMEOUT_S = 3, 1e-3, 180.0
-GPT = {"dropout": 0.1}
+GPT: dict[str, Any] = {"dropout": 0.1, "layers": 2}
 aten = torch.ops.aten
 
 
@@ -52,22 +52,30 @@ def run(name: str, options: dict[str, Any], asked: dict[str, Any], compile: bool
     return losses, parallel.full_state_dict(), 0 if compiler is None else compiler.pieces, graphs[0]
 
 
-# model, backend, what is asked, (pieces, graphs compiled) of each rank: a layer is half a block
-CASES: list[tuple[str, str, dict[str, Any], list[tuple[int, int]]]] = [
-    ("gpt", "aot_eager", {"strategy": "dp2", "zero": 3, "recompute": "selective"}, [(6, 5)] * 2),
-    ("gpt", "eager", {"strategy": "tp2", "zero": 0, "recompute": "full"}, [(9, 4)] * 2),
-    ("gpt", "eager", {"strategy": "pp2", "zero": 0, "recompute": "none", "schedule": "zb-h1"}, [(4, 3)] * 2),
-    ("moe", "eager", {}, [(7, 5)] * 2),
+# model, its options, backend, what is asked, (pieces, graphs compiled) of each rank: a layer is half a block, and two
+# of them are a unit where blocks repeat, if they are not recomputed and no weights gathered
+CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], list[tuple[int, int]]]] = [
+    ("gpt", {**GPT, "layers": 1}, "aot_eager", {"strategy": "dp2", "zero": 3, "recompute": "selective"}, [(6, 5)] * 2),
+    ("gpt", GPT, "eager", {"strategy": "tp2", "zero": 0, "recompute": "full"}, [(9, 4)] * 2),
+    ("gpt", GPT, "eager", {"strategy": "pp2", "zero": 0, "recompute": "none", "schedule": "zb-h1"}, [(4, 3)] * 2),
+    ("gpt", {"layers": 4}, "eager", {"strategy": "dp2", "zero": 1, "recompute": "none"}, [(5, 2)] * 2),
+    ("gpt", {"layers": 4}, "eager", {"strategy": "dp2", "zero": 3, "recompute": "none"}, [(9, 3)] * 2),
+    ("moe", {}, "eager", {}, [(5, 4)] * 2),
 ]
 ALONE: dict[str, Any] = {}
 
 
-@pytest.mark.parametrize(("name", "backend", "asked", "compiled"), CASES)
+@pytest.mark.parametrize(("name", "options", "backend", "asked", "compiled"), CASES)
 def test_the_same_numbers_as_one_device(
-    ranks: RankPool, name: str, backend: str, asked: dict[str, Any], compiled: list[tuple[int, int]]
+    ranks: RankPool,
+    name: str,
+    options: dict[str, Any],
+    backend: str,
+    asked: dict[str, Any],
+    compiled: list[tuple[int, int]],
 ) -> None:
     """Experts get other numbers of tokens in every step; dropout is a function of step and microbatch."""
-    options, count = ({**GPT, "layers": 1 if backend == "aot_eager" else 2}, 2) if name == "gpt" else ({}, 1)
+    count = 2 if name == "gpt" else 1
     asked = {**asked, "microbatches": count}
     if name == "moe":
         graph, plan, *_ = one_device(name, ())
@@ -120,10 +128,25 @@ def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler .* but got"):
-        Compiler("inductor", {}, tmp_path)
+        Compiler("inductor", {}, (), tmp_path)
 
 
 # ---- pieces
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"),
+    [
+        ("", []),
+        ("abc", [0, 1, 2]),
+        ("eamamamh", [0, 1, 1, 2, 2, 3, 3, 4]),
+        ("ebbbbh", [0, 1, 2, 3, 4, 5]),
+        ("aabaab", [0, 0, 0, 1, 1, 1]),  # all of it, rather than its beginning
+        ("ababa", [0, 0, 1, 1, 2]),
+    ],
+)
+def test_layers_that_are_repeated_together_are_a_unit(classes: str, expected: list[int]) -> None:
+    assert units(list(classes)) == expected
 
 
 def program(*lines: tuple[str, Any, tuple[str, ...]], out: str) -> torch.fx.GraphModule:
