@@ -163,9 +163,9 @@ def in_chunks(work: Callable[[slice], T], num_rows: int, most: int) -> list[T]:
 
 
 def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True) -> Chunk:
-    """The recipe carried out for some rows. costs: [all choices, rows] per operator; links: [S, T, rows] each, in the
-    original states. walkable: whether choices may be asked for afterwards."""
-    rows = costs[0].shape[-1]
+    """The recipe carried out for some rows, in the precision of the costs. costs: [all choices, rows] per operator;
+    links: [S, T, rows] each, in the original states. walkable: whether choices may be asked for afterwards."""
+    rows, kind = costs[0].shape[-1], costs[0].dtype
     tables = {
         i: cost if len(alive) == len(cost) else cost.take(alive, axis=0)
         for i, (cost, alive) in enumerate(zip(costs, recipe.alive))
@@ -176,7 +176,7 @@ def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarr
             case Joined():
                 tables[do.out] = _joined(do, links[do.link])
             case Fixed():
-                tables[do.out] = do.table[..., None]
+                tables[do.out] = do.table[..., None].astype(kind, copy=False)
             case Substitute():
                 tables[do.out] = _substituted(do, tables.pop(do.table))
             case Minimum():
@@ -185,7 +185,7 @@ def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarr
                 )
             case Scatter():
                 tables[do.out], argmins[do.step] = _scattered(do, [_view(tables.pop(p.table), p) for p in do.parts])
-    total = np.zeros((*recipe.kept_shape, rows))
+    total = np.zeros((*recipe.kept_shape, rows), kind)
     for part in recipe.result:
         total += _view(tables[part.table], part)
     return Chunk(recipe, total, tuple(argmins))
@@ -259,8 +259,8 @@ class Running:
 def _minimum(do: Minimum, parts: list[np.ndarray], walkable: bool) -> tuple[np.ndarray, np.ndarray | None]:
     parts = _summed(parts, do.before)
     shape = (*do.shape, max(part.shape[-1] for part in parts))
-    running = Running(np.empty(shape), do.size) if walkable else None
-    cost = np.empty(shape) if running is None else running.cost
+    running = Running(np.empty(shape, parts[0].dtype), do.size) if walkable else None
+    cost = np.empty(shape, parts[0].dtype) if running is None else running.cost
     for block in _blocks(shape):
         views = [p[(slice(None), *(s if n > 1 else slice(None) for s, n in zip(block, p.shape[1:])))] for p in parts]
         _least(views, cost[block], do.size, None if running is None else Running.of(cost[block], running.best[block]))
@@ -275,7 +275,7 @@ def _least(parts: Sequence[np.ndarray], cost: np.ndarray, size: int, running: Ru
         _add(parts, 0, cost)
     if size == 1:
         return
-    row = np.empty(cost.shape)
+    row = np.empty_like(cost)
     better = np.empty(cost.shape if running else (), dtype=bool)
     for choice in range(1, size):
         offered = parts[0][choice] if len(parts) == 1 else _add(parts, choice, row)
@@ -307,7 +307,7 @@ def _add(parts: Sequence[np.ndarray], choice: int, out: np.ndarray) -> np.ndarra
 def _scattered(do: Scatter, parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     parts = _summed(parts, do.before)
     rows = max(part.shape[-1] for part in parts)
-    running = Running(np.full((*do.shape, rows), np.inf), do.size)
+    running = Running(np.full((*do.shape, rows), np.inf, parts[0].dtype), do.size)
     scratch: np.ndarray | None = None
     for choice, (cell, read) in enumerate(zip(do.cells, do.reads)):
         row: np.ndarray | None = None

@@ -10,9 +10,8 @@ seconds counts). Its objective is, for the recompute mode that is best in each c
 where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
 that layers share): so that no stage undercuts the sum of its layers' floors.
 
-Modes are rows of the elimination and minimised over afterwards. Only then, for the cells that are left, the choices are
-walked back, and what they take is added up: seconds per microbatch and step, resident, saved and transient bytes, with
-each resharded copy once per (tensor, target state). All arrays have the rows as their last axis.
+Modes are rows of the elimination and minimised over afterwards. Then choices are walked back for the cells that are
+left, and what they take is added up, each resharded copy once per (tensor, target state). Rows are arrays' last axis.
 """
 
 from __future__ import annotations
@@ -225,15 +224,17 @@ class Template:
 
     def floors(self, weights: Weights) -> np.ndarray:
         """[in states, out states, rows] what no objective undercuts: the least where each op and each copy may have a
-        mode of its own (the least itself where bytes have no price and a mode runs nothing again)."""
+        mode of its own (the least itself where bytes have no price and a mode runs nothing again), rounded down."""
         cost = np.full((*self.possible.shape[:2], len(weights.variant)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
+        terms = len(self.operators) + len(self.tensors) + 8
+        lower = 1.0 - terms * float(np.finfo(np.float32).eps)  # which their sum does not lose, as none is negative
 
         def fill(rows: slice) -> None:
             part = weights.part(rows)
             _, values = self._eliminated(part, None, (into, out))
             allowed = self.possible[into, out][:, _as_slice(part.variant)]
-            cost[into, out, rows] = np.where(allowed, values[:, 0], np.inf)
+            cost[into, out, rows] = np.where(allowed, values[:, 0] * lower, np.inf)
 
         in_chunks(fill, len(weights.variant), chunk_rows(self.recipe))
         return cost
@@ -241,13 +242,14 @@ class Template:
     def _eliminated(
         self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
     ) -> tuple[Chunk, np.ndarray]:
-        """The elimination of these rows, and [cells, modes, rows] its values. modes: None for the one of ``floors``."""
-        cases = _as_slice(weights.variant)
+        """The elimination of these rows, and [cells, modes, rows] its values. modes: None for that of ``floors``."""
+        cases, kind = _as_slice(weights.variant), np.float32 if modes is None else np.float64
         costs = [terms.objective(weights, cases, modes) for terms in self.operators]
         costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
         for operator in (i for border in self.borders for i in border.operators):
             costs[operator] = np.zeros((1, costs[0].shape[1]))
-        links = [self.tensors[i].objective(weights, cases, modes) for i in self.links]
+        costs = [cost.astype(kind, copy=False) for cost in costs]
+        links = [self.tensors[i].objective(weights, cases, modes).astype(kind, copy=False) for i in self.links]
         chunk = follow(self.recipe, costs, links, walkable=modes is not None)
         by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
         return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))

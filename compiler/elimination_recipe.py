@@ -25,6 +25,8 @@ _JOINT_CELLS = (
     2**18
 )  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
+_HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
+_FEW = 4  # times fewer values than its operator has a state that may stay for longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +119,7 @@ class Recipe:
     """What to do with the tables of operators (ids 0, 1, …: the costs of ``alive`` choices) and links.
 
     result: the tables that are left, over ``keep``. most_cells: of the widest table, without the axis that leaves.
+    work: the cells that all minima are taken over.
     """
 
     keep: tuple[int, ...]
@@ -126,6 +129,7 @@ class Recipe:
     steps: tuple[Step, ...]
     result: tuple[Part, ...]
     most_cells: int
+    work: int
 
 
 def plan_elimination(alive: Sequence[np.ndarray], links: Sequence[Link], keep: Sequence[int], max_cells: int) -> Recipe:
@@ -133,19 +137,34 @@ def plan_elimination(alive: Sequence[np.ndarray], links: Sequence[Link], keep: S
     would have more than ``max_cells`` cells per row."""
     if math.prod(len(alive[i]) for i in keep) > max_cells:
         raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
-    try:
-        return _Planner(alive, links, tuple(keep), max_cells, by_growth=True).run()
-    except TooWide:
-        return _Planner(alive, links, tuple(keep), max_cells, by_growth=False).run()
+    found: list[Recipe] = []
+    wide: TooWide | None = None
+    for by_growth, holds in ((True, False), (False, False), (True, True), (False, True)):
+        try:
+            found.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
+        except TooWide as error:
+            wide = wide or error
+        if found and min(one.work for one in found) < _HEAVY:
+            break
+    if not found:
+        assert wide is not None
+        raise wide
+    return min(found, key=lambda one: one.work)
 
 
 class _Planner:
     """The scopes of the tables that are left, and the instructions so far."""
 
     def __init__(
-        self, alive: Sequence[np.ndarray], links: Sequence[Link], keep: tuple[int, ...], max_cells: int, by_growth: bool
+        self,
+        alive: Sequence[np.ndarray],
+        links: Sequence[Link],
+        keep: tuple[int, ...],
+        max_cells: int,
+        by_growth: bool,
+        holds: bool,
     ) -> None:
-        self.alive, self.keep, self.by_growth, self.max_cells = alive, keep, by_growth, max_cells
+        self.alive, self.keep, self.max_cells, self.by_growth, self.holds = alive, keep, max_cells, by_growth, holds
         self.size = [len(choices) for choices in alive]
         self.scopes: dict[int, tuple[int, ...]] = {}  # table → its variables
         self.at: list[set[int]] = [set() for _ in alive]  # variable → tables that mention it
@@ -263,7 +282,12 @@ class _Planner:
         return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others))
 
     def _rank(self, v: int) -> float:
-        """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched."""
+        """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched. A
+        state that ``holds`` much fewer values than its operator stays until that leaves."""
+        if self.holds and v in self.owner:
+            x = self.owner[v][0]
+            if x not in self.keep and _FEW * self.size[v] <= self.size[x]:
+                return math.inf
         gone = sum(self._prod(self.scopes[f]) for f in self.at[v]) if self.by_growth else 1
         return self._cells(v) / max(gone, 1)
 
@@ -287,6 +311,7 @@ class _Planner:
             tuple(self.steps),
             result,
             max(self.most_cells, math.prod(shape)),
+            sum(one.size * math.prod(one.shape) for one in self.instructions if isinstance(one, Minimum | Scatter)),
         )
 
     def _run(self, todo: set[int]) -> None:

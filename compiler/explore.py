@@ -2,8 +2,8 @@
 
 1. *Floors* (``search_floors``). For every microbatch count and submesh: the least seconds per microbatch of every run
    of layers, whatever its bytes, and the least where a byte is as dear as can be.
-2. *Looks.* A few counts at a time, small microbatches first, get tables at middling prices of a byte and their first
-   pipeline; then the neighbours of the best, until it has none better.
+2. *Looks.* A few counts at a time, the middle of those that may win first, get tables at middling prices of a byte and
+   their first pipeline; then the neighbours of the best, until it has none better.
 3. *Candidates.* The counts whose first pipelines are the fastest get a ladder of prices where memory is tight, so that
    leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
 What was looked at is bounded on the way by its own Lagrangian values (``pipeline_bound``), the rest afterwards

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .pipeline_clock import clock_seconds
 from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .search_floors import FREE, LEANEST, SearchFloors
-from .search_state import Candidate, Miss, StageRow
+from .search_state import SMALL_OPS, Candidate, Miss, Search, StageRow
 from .space import Submesh
 
 __all__ = ["ENDLESS", "EPSILON", "LADDER", "MIDDLE", "SearchTables"]
@@ -29,9 +29,10 @@ VISITS = 300  # partial pipelines looked at to rank candidates
 SLOWER = 0.05  # than the best pipeline of a table: how much the others may be
 GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing is within it
 ENDLESS = 1e9  # of the limit: no estimate takes as much
-LOOKS = 3  # microbatch counts that are looked at together
+LOOKS = 3  # microbatch counts that are looked at together: what they find makes the next looks short
 WIDE = 0.5  # of the memory: with that little one stage may well be the best pipeline
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
+DELAYED = 1.15  # of its makespan, what a pipeline that is delayed so may be thought to take
 WORTH_A_FORK = 200_000  # entries of a table: less takes no longer to solve than a worker's start
 TRIALS = 3  # of bounds between what is proven and the best
 
@@ -39,19 +40,55 @@ TRIALS = 3  # of bounds between what is proven and the best
 class SearchTables(SearchFloors):
     """Intervals by (submesh, microbatches, level), made for as many cases at once as are asked for."""
 
+    def __init__(self, search: Search) -> None:
+        super().__init__(search)
+        self._wanted: list[int] | None = None  # microbatch counts to look at before any neighbours
+        self._lifted: dict[int, tuple[Sequence[int], float]] = {}  # microbatches → levels and best of the last lift
+
     # ---- looks
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
-        """The microbatch counts to look at next, given the makespans of those that were: every other count, small
-        microbatches first, a few at a time, and at once all with which one stage of all devices may well be the best;
-        once some fit, the neighbours of the best until it has none better."""
-        able = [m for m in self.counts if m in looked or self._share[m] < self.best]
-        left = [m for m in able if m not in looked]
+        """The microbatch counts to look at next, given the makespans of those that were. Of every other count: those of
+        small microbatches, and all with which one stage of all devices may well be the best; the middle first, as what
+        is found there rules others out. Then, once some fit, the neighbours of the best until it has none better."""
+        if self._wanted is None:
+            spread = self._left(looked)[::-1][::2]
+            wanted = spread[:LOOKS] + [m for m in spread[LOOKS:] if self.least_full(m) < WIDE]
+            middle = (len(wanted) - 1) / 2
+            self._wanted = sorted(wanted, key=lambda m: abs(wanted.index(m) - middle))
+        left = self._left(looked)
+        if wanted := self._hopeful([m for m in self._wanted if m in left]):
+            return wanted if self.search.num_ops <= SMALL_OPS else wanted[:LOOKS]
+        left = self._left(looked)
         if not first:
-            spread = left[::-1][::2]
-            return spread[:LOOKS] + [m for m in spread[LOOKS:] if not looked and self.least_full(m) < WIDE]
+            return left[::-1][::2][:LOOKS]
+        able = [m for m in self.counts if m in looked or m in left]
         at = able.index(min(first, key=lambda m: first[m]))
-        return [m for m in able[max(0, at - 1) : at + 2] if m not in looked]
+        return self._hopeful([m for m in able[max(0, at - 1) : at + 2] if m in left])
+
+    def _left(self, looked: Collection[int]) -> list[int]:
+        """The counts not looked at that may be faster than the best, by what is proven of them so far."""
+        return [m for m in self.counts if m not in looked and self.bound(m) < self.best * (1 - EPSILON)]
+
+    def _hopeful(self, counts: Sequence[int]) -> list[int]:
+        """Those of the counts that may be faster than the best. Where bytes cost nothing that is looked at once before
+        tables are made; a small graph's other families may need them in any case."""
+        if self.search.num_ops <= SMALL_OPS:
+            return list(counts)
+        fresh = [m for m in counts if m not in self._lifted and self.roomy(m)] if isfinite(self.best) else []
+        levels = {m: self._level(m, *FREE) for m in fresh}
+        self._bound([(sub, m, level) for m, level in levels.items() for sub in self.submeshes])
+
+        def lifted(some: Sequence[int]) -> list[float]:
+            for m in some:
+                self._lift(m, [levels[m]], TRIALS)
+            return [self.bound(m) for m in some]
+
+        shares = [some for k in range(self.search.workers) if (some := fresh[k :: self.search.workers])]
+        for some, bounds in zip(shares, all_of([partial(lifted, some) for some in shares]) if fresh else ()):
+            self.search.bounds.update({(m, self.search.space.guide): bound_s for m, bound_s in zip(some, bounds)})
+        self._lifted.update({m: ([level], self.best) for m, level in levels.items()})
+        return [m for m in counts if self.bound(m) < self.best * (1 - EPSILON)]
 
     def prepare(self, counts: Sequence[int], prices: Sequence[tuple[float, float]]) -> None:
         """Make the rows of all submeshes at these prices, for several counts at once."""
@@ -151,13 +188,16 @@ class SearchTables(SearchFloors):
         search, schedule = self.search, self.search.space.guide
         self.known[m] = pairs
         with search.timed("stages"):
-            if priced and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
+            known = self._lifted.get(m) == (priced, self.best)
+            if priced and not known and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
                 return []
             table = self.table(m, pairs, room)
             if table is None:
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
             most = raised(self.best, m, search.cluster, self.hidden_s)
+            if top_k == 1:  # the one that is found may be much faster on the clock
+                most *= DELAYED
 
             def solved(exposed: float) -> list[tuple[StageChoice, ...]]:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
