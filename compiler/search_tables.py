@@ -196,7 +196,7 @@ class SearchTables(SearchFloors):
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
             most = raised(self.best, m, search.cluster, self.hidden_s)
-            if top_k == 1:  # the one that is found may be much faster on the clock
+            if top_k == 1 and m in (self._wanted or ()):  # what is found may be faster on the clock, and lead elsewhere
                 most *= DELAYED
 
             def solved(exposed: float) -> list[tuple[StageChoice, ...]]:
