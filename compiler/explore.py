@@ -36,7 +36,12 @@ def explore(search: Search) -> Iterator[Candidate]:
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
     tables.floors()
     looked: set[int] = set()
-    while counts := tables.worth_a_look(looked, first):
+
+    def over() -> bool:
+        """Whether time is up and something fits."""
+        return bool(first) and time.perf_counter() > search.stop
+
+    while not over() and (counts := tables.worth_a_look(looked, first)):
         looked.update(counts)
         roomy = [m for m in counts if tables.roomy(m)]
         tables.prepare(roomy, (FREE,))
@@ -46,14 +51,16 @@ def explore(search: Search) -> Iterator[Candidate]:
                 tables.best = min(tables.best, candidate.clock_s)
                 first[m] = min(first.get(m, inf), candidate.clock_s)
                 yield candidate
-    if search.thorough and first:
+    if over():
+        search.cut_short = TIMED_OUT
+    elif search.thorough and first:
         order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
         tables.prepare([m for m in order if tables.tight(m, first[m])], (*MIDDLE, *LADDER))
         for place, m in enumerate(order):
             search.progress("search", place / len(order))
             if tables.bound(m) >= tables.best * (1 - EPSILON):
                 continue
-            if time.perf_counter() > search.stop:
+            if over():
                 search.cut_short = TIMED_OUT
                 return
             for candidate in tables.candidates(m, tables.tight(m, first[m])):
