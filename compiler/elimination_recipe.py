@@ -26,6 +26,7 @@ _JOINT_CELLS = (
 )  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 _HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
+_ORDERS = ((True, False), (False, False), (True, True), (False, True))  # by growth, and whether states are held
 _FEW = 4  # times fewer values than its operator has a state that may stay for longer
 
 
@@ -139,7 +140,7 @@ def plan_elimination(alive: Sequence[np.ndarray], links: Sequence[Link], keep: S
         raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
     found: list[Recipe] = []
     wide: TooWide | None = None
-    for by_growth, holds in ((True, False), (False, False), (True, True), (False, True)):
+    for by_growth, holds in _ORDERS:
         try:
             found.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
         except TooWide as error:

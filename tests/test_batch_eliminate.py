@@ -81,10 +81,13 @@ def assert_attained(problem, table, row):
             assert evaluate(problem, choice)[0] == pytest.approx(cost, rel=1e-12)
 
 
+@pytest.mark.parametrize("order", elimination_recipe._ORDERS)
 @pytest.mark.parametrize("joint_cells", [4096, 3])
-def test_every_row_equals_brute_force(joint_cells, monkeypatch):
+def test_every_row_equals_brute_force(joint_cells, order, monkeypatch):
     # with 3 cells every shared tensor takes the form with a set of paid targets
     monkeypatch.setattr(elimination_recipe, "_JOINT_CELLS", joint_cells)
+    monkeypatch.setattr(elimination_recipe, "_ORDERS", [order])
+    monkeypatch.setattr(elimination_recipe, "_FEW", 1)  # every state is held, where any is
     finite = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -123,6 +126,24 @@ def test_wide_problems_equal_the_elimination_of_one(seed):
         problem = row_of(costs, edges, row)
         np.testing.assert_allclose(table.cost[row], eliminate(problem, keep).cost, rtol=1e-12)
         assert_attained(problem, table, row)
+
+
+def test_of_several_orders_the_lightest_is_taken(monkeypatch):
+    costs, edges = layer_like(1, rows=1)
+    by_row = [cost.T for cost in costs]
+    links = [Link.of(*edge[:3], [np.moveaxis(edge.cost, 0, -1)]) for edge in edges if edge.consumers]
+    alive, reduced = simplify_links(by_row, links, frozenset())
+
+    def work(orders):
+        monkeypatch.setattr(elimination_recipe, "_ORDERS", orders)
+        return elimination_recipe.plan_elimination(alive, reduced, (), 10**7).work
+
+    orders = elimination_recipe._ORDERS
+    each = [work([order]) for order in orders]
+    assert len(set(each)) > 1
+    assert work(orders) == each[0], "one light enough is not compared with others"
+    monkeypatch.setattr(elimination_recipe, "_HEAVY", 0)
+    assert work(orders[::-1]) == work(orders) == min(each)
 
 
 def test_chunks_and_threads_change_nothing(monkeypatch):

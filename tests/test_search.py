@@ -19,6 +19,7 @@ from meshwright.compiler.lower import lower
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.pricing import MeshPricer
 from meshwright.compiler.restriction import Restriction
+from meshwright.compiler.search_tables import SearchTables
 from meshwright.compiler.space import Space, submeshes
 from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
 from meshwright.costmodel.cluster import Cluster
@@ -276,3 +277,26 @@ def test_a_microbatch_too_small_for_all_devices(graphs):
     assert plan.microbatches == 4
     (data,) = (row for row in plan.prediction.alternatives if row["name"] == "data")
     assert data["why"] == "no microbatch of global batch 16 in 4 parts falls into 16 equal parts"
+
+
+@pytest.mark.parametrize(("cluster", "layers"), [("dgx-h100:4", 12), ("p3.16xlarge:2", 12)])
+def test_what_the_first_looks_rule_out_would_not_have_won(cluster, layers, monkeypatch):
+    """Looks three at a time, the middle first, find no slower a plan than a look at everything at once."""
+    graph = capture(*ZOO["gpt"](512, device="meta", layers=layers))
+    looks = SearchTables.looks
+    seen: list[int] = []
+
+    def watched(self, prices):
+        seen.append(len(prices))
+        return looks(self, prices)
+
+    monkeypatch.setattr(SearchTables, "looks", watched)
+    few = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
+    waves, looked = list(seen), sum(seen)
+    seen.clear()
+    monkeypatch.setattr(SearchTables, "_hopeful", lambda self, counts: list(counts))
+    monkeypatch.setattr("meshwright.compiler.search_tables.LOOKS", 100)
+    every = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
+    assert max(waves) <= 3
+    assert looked < sum(seen)
+    assert few.prediction.step_s <= every.prediction.step_s * (1 + 1e-9)
