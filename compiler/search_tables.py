@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf, isfinite
 
 import numpy as np
@@ -42,29 +42,31 @@ class SearchTables(SearchFloors):
 
     def __init__(self, search: Search) -> None:
         super().__init__(search)
-        self._wanted: list[int] | None = None  # microbatch counts to look at before any neighbours
         self._lifted: dict[int, tuple[Sequence[int], float]] = {}  # microbatches → levels and best of the last lift
 
     # ---- looks
 
     def worth_a_look(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
-        """The microbatch counts to look at next, given the makespans of those that were. Of every other count: those of
-        small microbatches, and all with which one stage of all devices may well be the best; the middle first, as what
-        is found there rules others out. Then, once some fit, the neighbours of the best until it has none better."""
-        if self._wanted is None:
-            spread = self._left(looked)[::-1][::2]
-            wanted = spread[:LOOKS] + [m for m in spread[LOOKS:] if self.least_full(m) < WIDE]
-            middle = (len(wanted) - 1) / 2
-            self._wanted = sorted(wanted, key=lambda m: abs(wanted.index(m) - middle))
+        """The microbatch counts to look at next, given the makespans of those that were: a spread of them, then, once
+        some fit, the neighbours of the best until it has none better."""
         left = self._left(looked)
-        if wanted := self._hopeful([m for m in self._wanted if m in left]):
-            return wanted if self.search.num_ops <= SMALL_OPS else wanted[:LOOKS]
+        if spread := self._hopeful([m for m in self._spread if m in left]):
+            return spread if self.search.num_ops <= SMALL_OPS else spread[:LOOKS]
         left = self._left(looked)
         if not first:
             return left[::-1][::2][:LOOKS]
         able = [m for m in self.counts if m in looked or m in left]
         at = able.index(min(first, key=lambda m: first[m]))
         return self._hopeful([m for m in able[max(0, at - 1) : at + 2] if m in left])
+
+    @cached_property
+    def _spread(self) -> list[int]:
+        """Of every other count: those of the smallest microbatches, and all with which one stage of all devices may
+        well be the best; the middle first, as what is found there rules others out."""
+        every = [m for m in self.counts if isfinite(self.bound(m))][::-1][::2]
+        found = every[:LOOKS] + [m for m in every[LOOKS:] if self.least_full(m) < WIDE]
+        middle = (len(found) - 1) / 2
+        return sorted(found, key=lambda m: abs(found.index(m) - middle))
 
     def _left(self, looked: Collection[int]) -> list[int]:
         """The counts not looked at that may be faster than the best, by what is proven of them so far."""
@@ -188,15 +190,15 @@ class SearchTables(SearchFloors):
         search, schedule = self.search, self.search.space.guide
         self.known[m] = pairs
         with search.timed("stages"):
-            known = self._lifted.get(m) == (priced, self.best)
-            if priced and not known and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
+            lifted = self._lifted.get(m) == (priced, self.best)
+            if priced and not lifted and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
                 return []
             table = self.table(m, pairs, room)
             if table is None:
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
             most = raised(self.best, m, search.cluster, self.hidden_s)
-            if top_k == 1 and m in (self._wanted or ()):  # what is found may be faster on the clock, and lead elsewhere
+            if top_k == 1 and m in self._spread:  # what is found may be faster on the clock, and lead elsewhere
                 most *= DELAYED
 
             def solved(exposed: float) -> list[tuple[StageChoice, ...]]:
