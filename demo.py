@@ -1,8 +1,8 @@
 """``meshwright demo``: a small GPT learns to write Python from the standard library's own source, on local ranks.
 
-The plan is found on the spot for this machine (``Cluster.local``), shown, trained by, and held against what happened:
-what it promised of step, stages and memory (``Parallel.report``), and the loss of the same run on one device in a plain
-PyTorch loop.
+The ranks measure themselves for a few seconds, once. The plan is found on the spot for what they are, shown, trained
+by, and held against what happened: what it promised of step, stages and memory (``Parallel.report``), and the loss of
+the same run on one device in a plain PyTorch loop.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .compiler.plan import Plan
 from .compiler.typeset import bytes_text, table
 from .costmodel.cluster import Cluster
 from .costmodel.files import write_atomically
+from .profiling import default_cluster
 from .runtime.launch import spawn_local
 from .runtime.trace import peak_bytes
 
@@ -54,8 +55,8 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     model, corpus = _model(), _corpus()
     tokens, targets = _batch(corpus, 0)
     with _bar() as report:
-        report("measuring this machine", 0.0)
-        cluster = Cluster.local(ranks)
+        report("measuring these ranks", 0.0)
+        cluster = Cluster.from_json(spawn_local("meshwright.demo:measure_rank", ranks)[0])
         report("planning", 0.0)
         plan = api.plan(
             model, cluster, example_inputs=(tokens, targets), optimizer="AdamW", executable=True, progress=report
@@ -112,11 +113,16 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
     return figures
 
 
-# ---- training
+# ---- what every rank runs
+
+
+def measure_rank() -> str:
+    """What these ranks are, as ``parallelize`` would plan on: the document of a Cluster, alike on every rank."""
+    return default_cluster().to_json()
 
 
 def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What every rank runs: ``steps`` steps by the plan, the last of them metered. Its losses, seconds a step, the
+    """``steps`` steps by the plan, the last of them metered. Its losses, seconds a step, the
     report; on rank 0 the weights."""
     plan, corpus = Plan.from_json(document), _corpus()
     tokens, targets = _batch(corpus, 0)

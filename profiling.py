@@ -12,7 +12,6 @@ What has been measured is on disk every few seconds, so that an interrupted prof
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -33,7 +32,7 @@ from .costmodel.op_grid import coarse, grid, op_task
 from .costmodel.op_timing import fact_tasks, probe_task
 from .costmodel.profiled import extended_device, inner_link, measured_device, network_link, view, wires_of, with_overlap
 from .costmodel.profiler import Engine, Progress, Record, State, Task
-from .costmodel.tables import machine, usable_cores
+from .costmodel.tables import machine
 from .profile_store import ProfileStore, gather_facts
 from .runtime import probes as over_ranks
 from .runtime.agreement import agree, alike, from_first
@@ -105,16 +104,7 @@ def profile(
 
 def default_cluster(codes: Sequence[str] = ()) -> Cluster:
     """What these ranks plan on where nobody says: their quick profile, from the cache if there is one, with the rates
-    of ``codes``, which take less than a second. Collective.
-
-    Ranks of one machine that share its cores are ``Cluster.local``: a few seconds of measurement would tell how the
-    scheduler took turns just then.
-    """
-    alone = dist.get_backend() != "nccl" and dist.get_world_size() > usable_cores()
-    machines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(machines, (socket.gethostname(), alone))
-    if len(set(machines)) == 1 and alone:
-        return from_first(lambda: Cluster.local(dist.get_world_size()))
+    of ``codes``, which take less than a second. Collective."""
     found = profile(quick=True)
     lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
     return profile(quick=True, base=found, codes=lacking) if lacking else found
