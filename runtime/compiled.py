@@ -20,7 +20,6 @@ import torch.fx
 from filelock import FileLock
 from torch._functorch import config
 
-from ..compiler.gathers import gather_blocks
 from ..compiler.pieces import in_pieces, units
 from ..compiler.program import ChunkProgram, Segment
 
@@ -51,7 +50,7 @@ class Compiler:
 
     def __init__(self, backend: str, layer_of: Mapping[str, int], classes: Sequence[str], folder: Path) -> None:
         unit = units(classes)
-        self.backend, self.layer_of = backend, layer_of
+        self.backend = backend
         self.unit_of = {op: unit[layer] for op, layer in layer_of.items()}
         self.made: dict[Any, _Call] = {}  # what is equal → the compiled piece
         self.pieces = 0  # that programs have
@@ -64,10 +63,7 @@ class Compiler:
     ) -> tuple[torch.fx.GraphModule, tuple[Segment, ...]]:
         """``module``, which has the nodes of the ``program``, in compiled pieces, and its segments. late: slots of
         parameters whose gradients are made after the backward of what reads them."""
-        # a piece of several layers would wait for the weights of all
-        gathers = any(node.target is gather_blocks for node in module.graph.nodes)
-        home = self.layer_of if gathers else self.unit_of
-        return in_pieces(module, program.segments, home, late, self._piece)
+        return in_pieces(module, program.segments, self.unit_of, late, self._piece)
 
     def _piece(self, body: torch.fx.Graph) -> _Call:
         """What runs a piece: at its first call it finds its equal, or compiles it."""

@@ -53,7 +53,7 @@ def run(name: str, options: dict[str, Any], asked: dict[str, Any], compile: bool
 
 
 # model, its options, backend, what is asked, (pieces, graphs compiled) of each rank: a layer is half a block, and two
-# of them are a unit where blocks repeat, if they are not recomputed and no weights gathered
+# of them are a unit where blocks repeat; what the backward runs again, gathers among it, keeps to a layer
 CASES: list[tuple[str, dict[str, Any], str, dict[str, Any], list[tuple[int, int]]]] = [
     ("gpt", {**GPT, "layers": 1}, "aot_eager", {"strategy": "dp2", "zero": 3, "recompute": "selective"}, [(6, 5)] * 2),
     ("gpt", GPT, "eager", {"strategy": "tp2", "zero": 0, "recompute": "full"}, [(9, 4)] * 2),
