@@ -122,8 +122,8 @@ def measure_rank() -> str:
 
 
 def train_rank(document: dict[str, Any], steps: int) -> dict[str, Any]:
-    """``steps`` steps by the plan, the last of them metered. Its losses, seconds a step, the
-    report; on rank 0 the weights."""
+    """``steps`` steps by the plan, the last of them metered. Its losses, seconds a step, the report; on rank 0 the
+    weights."""
     plan, corpus = Plan.from_json(document), _corpus()
     tokens, targets = _batch(corpus, 0)
     parallel = api.parallelize(

@@ -9,7 +9,7 @@ pieces runs as before.
     phase(input) = -1
     phase(n)     = max over operands o of phase(o) + [n is in a piece, and o in none or in one of another kind]
 
-(kind: layer, segment, whether a repetition leaves it out; a phase in a piece is at least 0.) Ops of one kind and one
+(kind: unit, segment, whether a repetition leaves it out; a phase in a piece is at least 0.) Ops of one kind and one
 phase are a piece: from piece to piece the phase grows, whatever lies between, so no two wait for each other. An op that
 depends on inputs alone goes to the phase of those that read it, if these are of its kind.
 """
@@ -28,13 +28,14 @@ from torch.fx import Node
 from . import local_ops
 from .compiled_ops import dropout_ticket, plain_cross_entropy, ticketed_dropout
 from .program import Segment
+from .rules.named import argument, parameters
 
 __all__ = ["MakePiece", "in_pieces", "units"]
 
 MakePiece = Callable[[torch.fx.Graph], Callable[..., tuple[Any, ...]]]
 """What calls a graph of plain ops, from tensors to a tuple; a function, which autograd can differentiate"""
 
-_Kind = tuple[int, bool, int]  # (segment or -1, whether a repetition leaves it out, layer)
+_Kind = tuple[int, bool, int]  # (segment or -1, whether a repetition leaves it out, unit)
 
 _FEWEST = 2  # ops that compute; fewer are not worth a call
 _FREE = frozenset({"reshape", "contiguous", "flatten", "unflatten", "chunk", "getitem"})  # and views
@@ -57,17 +58,17 @@ class _Piece:
 def in_pieces(
     module: torch.fx.GraphModule,
     segments: Sequence[Segment],
-    layer_of: Mapping[str, int],
+    unit_of: Mapping[str, int],
     apart: Collection[int],
     make: MakePiece,
 ) -> tuple[torch.fx.GraphModule, tuple[Segment, ...]]:
     """The program with its pieces made callable by ``make``, and the segments of the new nodes.
 
-    layer_of: of the model's ops. apart: positions of inputs; what is made of these alone stays out of pieces, because
-    its backward runs at another time.
+    unit_of: of the model's ops (``units``). apart: positions of inputs; what is made of these alone stays out of
+    pieces, because its backward runs at another time.
     """
     graph = module.graph
-    pieces = _pieces(graph, segments, layer_of, _made_of(graph, apart))
+    pieces = _pieces(graph, segments, unit_of, _made_of(graph, apart))
     if not pieces:
         return module, tuple(segments)
     return _Rewriting(graph, segments, pieces, make).run()
@@ -94,9 +95,9 @@ def units(classes: Sequence[str]) -> list[int]:
 
 
 def _pieces(
-    graph: torch.fx.Graph, segments: Sequence[Segment], layer_of: Mapping[str, int], apart: Collection[Node]
+    graph: torch.fx.Graph, segments: Sequence[Segment], unit_of: Mapping[str, int], apart: Collection[Node]
 ) -> list[_Piece]:
-    kinds = _kinds(graph, segments, layer_of, apart)
+    kinds = _kinds(graph, segments, unit_of, apart)
     phase = _phases(graph, kinds)
     groups: dict[tuple[_Kind, int], _Piece] = {}
     for node in graph.nodes:
@@ -107,7 +108,7 @@ def _pieces(
 
 
 def _kinds(
-    graph: torch.fx.Graph, segments: Sequence[Segment], layer_of: Mapping[str, int], apart: Collection[Node]
+    graph: torch.fx.Graph, segments: Sequence[Segment], unit_of: Mapping[str, int], apart: Collection[Node]
 ) -> dict[Node, _Kind]:
     home = {name: index for index, segment in enumerate(segments) for name in segment.nodes}
     kinds: dict[Node, _Kind] = {}
@@ -117,9 +118,9 @@ def _kinds(
         if node.target is operator.getitem:
             if node.args[0] in kinds:  # what takes an op's outputs apart goes with it
                 kinds[node] = kinds[node.args[0]]
-        elif node.name in layer_of:
+        elif node.name in unit_of:
             at = home.get(node.name, -1)
-            kinds[node] = at, at >= 0 and node.name in segments[at].heavy, layer_of[node.name]
+            kinds[node] = at, at >= 0 and node.name in segments[at].heavy, unit_of[node.name]
     return kinds
 
 
@@ -145,21 +146,19 @@ def _compiles(node: Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         op = node.target
-        if torch.Tag.nondeterministic_seeded in op.tags and not _is_certain(node):
-            return False
-        return op.namespace == "aten" and not op._schema.is_mutable and not _TAGS.intersection(op.tags)
+        plain = op.namespace == "aten" and not op._schema.is_mutable and not _TAGS.intersection(op.tags)
+        return plain and not _may_draw(node)
     if node.target is local_ops.dropout or node.target is operator.getitem:
         return True
     cut = any(value for name, value in node.kwargs.items() if name.endswith("_axes"))
     return node.target in _LOCAL and not cut
 
 
-def _is_certain(node: Node) -> bool:
-    """Whether an op that may draw numbers draws none: an attention without dropout."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    names = [argument.name for argument in schema.arguments]
-    given = dict(zip(names, node.args)) | node.kwargs
-    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+def _may_draw(node: Node) -> bool:
+    """Whether an op may draw numbers: all that are tagged so, but an attention without dropout."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    return "dropout_p" not in parameters(node) or bool(argument(node, "dropout_p"))
 
 
 def _computes(node: Node) -> bool:
