@@ -33,7 +33,7 @@ class ParameterChoice(NamedTuple):
 class ParameterPrices:
     """Arrays [num, choices]. seconds: per microbatch, everything; step: of these what is done once per step; gradient:
     of these the reduction and gathers; backward: what is done per microbatch; weight: of the backward, the addition of
-    gradients; gathered: bytes of the gathered value."""
+    gradients; gathered: ``residency.gathered_bytes``."""
 
     choices: tuple[ParameterChoice, ...]
     offered: np.ndarray
@@ -134,7 +134,8 @@ class _Table:
         if pattern == "zero3" and self.requires_grad and self.sums != self.kind:  # programs gather the master
             stored = np.zeros(self.variants.num)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
-        gathered = whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
+        beside = 1 + (self.trainable and any(use.again for use in self.uses))  # the value, and its gradient
+        gathered = beside * whole * self.kind.dtype.itemsize * (pattern == "zero3")
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
         m = self.variants.microbatches
         step = (gradient + update) / m

@@ -386,6 +386,9 @@ class _Builder:
         key = ("edge", *asked)
         if key not in self.variants.cache:
             self.variants.cache[key] = Conversions(self.pricer, *asked)
+        again = frozenset(mode for mode, re in self.recompute.items() if re.converts_again(name))
+        kept = frozenset(self.modes) - again
+        kept |= {mode for mode, re in self.recompute.items() if self._some_keep(wanted, re)}
         return BatchEdge(
             name,
             producer,
@@ -394,8 +397,8 @@ class _Builder:
             (tuple(sources), tuple(targets)),
             self.variants.cache[key],
             name not in self.layering.static and any(saved for *_, saved in wanted),
-            frozenset(mode for mode, re in self.recompute.items() if name in re.kept or self._some_keep(wanted, re)),
-            frozenset(mode for mode, re in self.recompute.items() if _converts_again(name, re)),
+            kept,
+            again,
             self.modes,
             self.sharing.floor_of(node),
         )
@@ -436,7 +439,3 @@ def _keeps(op: str, recompute: Recompute) -> bool:
 def _is_in(saved: Saved, node: Node, k: int) -> bool:
     """Whether output ``k`` of an op is among saved tensors."""
     return (node.name, k) in saved or (k == 0 and node.name in saved)
-
-
-def _converts_again(name: str, recompute: Recompute) -> bool:
-    return bool(recompute) and recompute.converts_again(name)

@@ -258,7 +258,7 @@ class ChunkRoom:
                 found["parameters"] += leaf
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
                 found["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
-        found["gradients"] += sum(self.flat.values()) + sum(self._in_parts().values())
+        found["gradients"] += sum(self.flat.values()) + sum(self._in_parts.values())
         found["buffers"] += self.coded()
         found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
@@ -279,7 +279,7 @@ class ChunkRoom:
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
-        counted = {**self.flat, **self._in_parts()}
+        counted = {**self.flat, **self._in_parts}
         loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
         tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
         arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
@@ -305,6 +305,7 @@ class ChunkRoom:
 
     # ---- parameters that are cut further than ops read them
 
+    @cached_property
     def _in_parts(self) -> dict[str, int]:
         """Parameters whose gradients every microbatch reduces → the bytes that stay of them."""
         return {
@@ -317,7 +318,7 @@ class ChunkRoom:
     @cached_property
     def loose(self) -> int:
         """Bytes of the gradients that stay after a backward, in no bucket."""
-        counted = {**self.flat, **self._in_parts()}
+        counted = {**self.flat, **self._in_parts}
         slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
         return sum(self._sum_bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
 
@@ -371,7 +372,7 @@ class ChunkRoom:
         return run
 
     def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionRoom, last: list[bool]) -> None:
-        stored_in_parts = name in self._in_parts() and name not in room.of
+        stored_in_parts = name in self._in_parts and name not in room.of
 
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None

@@ -39,7 +39,7 @@ from .constraints import by_layer, parse_constraints
 from .delays import delay_notes
 from .explore import corrected, explore
 from .fastest import alike
-from .finish import OverfullError, finish, with_memory
+from .finish import Known, OverfullError, finish, with_memory
 from .forked import Forked
 from .graph import Graph, op_name
 from .infeasible import infeasible
@@ -69,6 +69,7 @@ __all__ = [
 
 LITTLE = 0.01  # of a step: what hides of it is as much in any other plan
 TRIES = 5  # candidates that are finished, at most
+LEANER = 3  # times that a candidate's stages are solved again within less
 TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
 
 
@@ -280,6 +281,8 @@ def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
 def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
     """(the best plans, fastest first, to be ``bounded``; why the last one that was put together does not fit, if none
     does)."""
+    seen: set[tuple[Any, ...]] = set()
+    missed: InfeasibleError | None = None
     for _ in range(TIGHTER):
         guided = _collected(search, explore(search))
         if guided:
@@ -287,12 +290,13 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
         found = with_other_schedules(search, guided)
         if guided and not found:
             return [], unfit(search, guided)
-        plans, error = _finished(search, found, top_k)
+        plans, error = _finished(search, found, top_k, seen)
+        missed = error or missed
         if plans or not isinstance(error, OverfullError):
             break  # else what is known of memory now makes other pipelines the best
     if small(search):  # the proof says when to stop
         plans = settled(search, bounded(search, plans), top_k)
-    return plans, None if plans else error
+    return plans, None if plans else missed
 
 
 def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]:
@@ -307,8 +311,11 @@ def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]
     return sorted(found, key=lambda candidate: candidate.clock_s)
 
 
-def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[Plan], InfeasibleError | None]:
-    """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first.
+def _finished(
+    search: Search, queue: list[Candidate], top_k: int, seen: set[tuple[Any, ...]]
+) -> tuple[list[Plan], InfeasibleError | None]:
+    """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first. seen:
+    what was tried before, which is added to.
 
     A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope, even if all
     hides that may; its memory is counted if it is among the best then. What that shows of a shape's memory corrects all
@@ -319,7 +326,6 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
     guide = search.space.guide
     tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, dict[str, float]()
     # short: by family, clock seconds per simulated second
-    seen: set[tuple[Any, ...]] = set()
     tries += sum(one.schedule != guide for one in queue)
     while queue and tries:
         candidate = queue.pop(0)
@@ -335,26 +341,34 @@ def _finished(search: Search, queue: list[Candidate], top_k: int) -> tuple[list[
             continue
         seen.add(one)
         tries -= 1
+        parts: Known = {}
         try:
-            plan = _finish(search, candidate, bool(plans))
-            known = short.get(candidate.schedule, 1.0)
-            short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
-            if plan.prediction.step_s < worst_s * (1 + TIE) and not any(alike(plan, other) for other in plans):
-                plans.append(with_memory(search, plan, candidate))
-        except OverfullError as missed:
-            error = missed
-            if candidate.schedule != guide and guide in search.space.schedules:
-                continue  # what is known of the guide's stages stands
-            m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
-            queue = [one for one in queue if one.microbatches != m]
-            found = corrected(search, m, missed.beside, worst_s)
-            found = [one for one in found if _shapes(one) != _shapes(candidate)]
-            if guide not in search.space.schedules:
-                found = with_other_schedules(search, found)
-            else:
-                queue += [one for one in others if one.microbatches == m]
-            tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
-            queue = sorted([*queue, *found], key=lambda other: other.clock_s)
+            try:
+                plan = _finish(search, candidate, bool(plans), parts)
+                known = short.get(candidate.schedule, 1.0)
+                short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
+                if plan.prediction.step_s < worst_s * (1 + TIE) and not any(alike(plan, other) for other in plans):
+                    plans.append(with_memory(search, plan, candidate))
+            except OverfullError as missed:
+                error = missed
+                if (leaner := _leaner(search, candidate, missed, worst_s, parts)) is not None:
+                    plans += [] if any(alike(leaner, other) for other in plans) else [leaner]
+                    plans.sort(key=lambda plan: plan.prediction.step_s)
+                    if leaner.prediction.step_s < candidate.clock_s * (1 + LITTLE):
+                        continue
+                    worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
+                if candidate.schedule != guide and guide in search.space.schedules:
+                    continue  # what is known of the guide's stages stands
+                m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
+                queue = [one for one in queue if one.microbatches != m]
+                found = corrected(search, m, missed.beside, worst_s)
+                found = [one for one in found if _shapes(one) != _shapes(candidate)]
+                if guide not in search.space.schedules:
+                    found = with_other_schedules(search, found)
+                else:
+                    queue += [one for one in others if one.microbatches == m]
+                tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
+                queue = sorted([*queue, *found], key=lambda other: other.clock_s)
         except KeyboardInterrupt:
             if not plans:
                 raise
@@ -376,16 +390,31 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
     ]
 
 
-def _finish(search: Search, candidate: Candidate, another: bool) -> Plan:
+def _leaner(search: Search, candidate: Candidate, missed: OverfullError, most: float, parts: Known) -> Plan | None:
+    """The plan of a candidate whose stages hold too much, each of these solved again within so much less, a few times;
+    None where that is no faster than ``most``, or too much still. parts: its stages so far."""
+    limits = missed.leaner
+    for _ in range(LEANER):
+        if not limits:
+            break
+        try:
+            plan = finish(search, candidate, limits, parts)
+            return with_memory(search, plan, candidate) if plan.prediction.step_s < most else None
+        except OverfullError as still:
+            limits = tuple(map(min, limits, still.leaner))  # nothing, where the tables' own choices are too much
+    return None
+
+
+def _finish(search: Search, candidate: Candidate, another: bool, parts: Known) -> Plan:
     """The plan of a candidate. Where it is the first one (not ``another``), one Ctrl-C waits until it is done, and ends
     the search there."""
     try:
-        return finish(search, candidate)
+        return finish(search, candidate, known=parts)
     except KeyboardInterrupt:
         if another or search.cut_short:
             raise
         search.cut_short = INTERRUPTED
-        return finish(search, candidate)
+        return finish(search, candidate, known=parts)
 
 
 # ---- for the record

@@ -15,7 +15,7 @@ from ..costmodel.memory import FRAMEWORK_BYTES
 from .assemble import Assembled
 from .footprint import with_footprints
 from .graph import Graph, op_name
-from .plan import Plan, Prediction, Wire
+from .plan import Plan, Prediction, StagePrediction, Wire
 from .predict import predict, together
 from .pricing import MeshPricer
 from .recompute import recompute_of
@@ -27,25 +27,32 @@ from .strategy import InfeasibleError
 from .twins import names_between, renamed
 from .whole_stage import assemble_stage
 
-__all__ = ["OverfullError", "excess_bytes", "finish", "measured", "stage_limits", "with_memory"]
+__all__ = ["Known", "OverfullError", "excess_bytes", "finish", "held_by_rules", "measured", "stage_limits",
+           "with_memory"]  # fmt: skip
 
 
 class OverfullError(InfeasibleError):
     """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
-    holds more than its tables said."""
+    holds more than its tables said. leaner: ``limits_bytes`` by the rules with which they may fit, where the choices of
+    the tables are within; else nothing."""
 
-    def __init__(self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]]) -> None:
+    def __init__(
+        self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]], leaner: Sequence[float] = ()
+    ) -> None:
         super().__init__(text)
-        self.beside = tuple(beside)
+        self.beside, self.leaner = tuple(beside), tuple(leaner)
 
 
-def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = ()) -> Plan:
+Known = dict[tuple[Any, ...], tuple[int, Assembled]]
+
+
+def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
     """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
-    not all that its devices have."""
+    not all that its devices have; known: stages that were assembled for this candidate, which are added to."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
-        parts = _assembled(search, best, graph, limits_bytes)
+        parts = _assembled(search, best, graph, limits_bytes, {} if known is None else known)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(
@@ -79,6 +86,7 @@ def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = ()) 
 
 def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
+    by_rules = [held_by_rules(one) for one in plan.prediction.stages]
     plan = measured(search, plan)
     over = excess_bytes(search, plan)
     full = [index for index, size in enumerate(over) if size > 0.0]
@@ -86,15 +94,27 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
         return plan
     limits = stage_limits(search, plan)
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
-    batch = batch_bytes(search)
-    believed = [size + batch for size in best.pipeline.peak_bytes]
+    believed, batch = best.pipeline.peak_bytes, batch_bytes(search)
     worst = max(full, key=over.__getitem__)
+    alone = best.pipeline.chunks == 1  # of several chunks the rules add up what passes
+    # a stage that was solved again fills what the tables left free: less of that, but no less than the tables' choice
+    leaner = [max(held - extra, known) for held, extra, known in zip(by_rules, over, believed)]
+    within = alone and all(leaner[index] < by_rules[index] for index in full)
+    beside = [  # which tables are to blame for
+        size - max(known + batch, held if alone else 0.0) for size, known, held in zip(used, believed, by_rules)
+    ]
     raise OverfullError(
         f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
         f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
         "use more devices, more microbatches or a smaller batch",
-        [(plan.stages[index].mesh_shape, best.rows[index].row[1], used[index] - believed[index]) for index in full],
+        [(plan.stages[index].mesh_shape, best.rows[index].row[1], beside[index]) for index in full],
+        [size if over[index] > 0.0 else limits[index] for index, size in enumerate(leaner)] if within else (),
     )
+
+
+def held_by_rules(stage: StagePrediction) -> float:
+    """Bytes by the rules that a limit counts."""
+    return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]
 
 
 def measured(search: Search, plan: Plan) -> Plan:
@@ -120,7 +140,9 @@ def _usable(search: Search) -> list[float]:
     return [search.share * size for size in usable_bytes(search.cluster)]
 
 
-def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float]) -> list[Assembled]:
+def _assembled(
+    search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: Known
+) -> list[Assembled]:
     """The stages; of several chunks, these are put together."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
@@ -128,12 +150,13 @@ def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequ
     home = [group for group, _ in virtual_order(best.schedule, num, asked)]
     usable = _usable(search)
     parts: list[Assembled] = []
-    known: dict[tuple[Any, ...], tuple[int, Assembled]] = {}
     for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):
         first, end = stage.first_layer, stage.end_layer
         labels, modes, states = row.composer.choices(row.row, first, end)
         offset, shape = stage.device_offset, row.submesh.shape
-        limit = limits_bytes[home[index]] if limits_bytes else min(usable[offset : offset + row.submesh.num_devices])
+        whole = min(usable[offset : offset + row.submesh.num_devices])
+        limit = limits_bytes[home[index]] if limits_bytes else whole
+        less = limit if limit != whole else None
         flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
         if asked:  # the chunk's part of what its stage holds
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
@@ -152,7 +175,7 @@ def _assembled(search: Search, best: Candidate, graph: Graph, limits_bytes: Sequ
             states[-1],
             row.row,
             ways,
-            limit if limits_bytes else None,
+            less,
         )
         twin = known.get(key)
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:

@@ -26,11 +26,16 @@ _GROUP_CELLS = 1000  # cells of the joint tables by which choices are ruled out
 
 
 def solve(
-    problem: Problem, limit_bytes: float = math.inf, time_limit_s: float | None = None, max_table: int = 20_000_000
+    problem: Problem,
+    limit_bytes: float = math.inf,
+    time_limit_s: float | None = None,
+    max_table: int = 20_000_000,
+    near: float = TOLERANCE,
 ) -> Solution | Infeasible:
     """The optimum within ``limit_bytes``: by elimination if that fits, else by Lagrange and, for the gap left, the ILP.
 
-    bound: the larger of both methods' bounds. The time limit is given to the ILP; eliminations before it are not cut
+    near: how far above Lagrange's bound, relatively, its choice may be to stand without the ILP. bound: the larger of
+    both methods' bounds. The time limit is given to the ILP; eliminations before it are not cut
     short. TimeoutError as in ``solve_ilp``, which is also what graphs too wide for elimination fall back to.
     """
     start = time.perf_counter()
@@ -60,8 +65,9 @@ def solve(
             return Infeasible(limit_bytes, lean_bytes, whole(lean), lean_seconds, elapsed_s())
         bound, hint, byte_weight = _lagrange(small, limit_bytes, over, lean, max_table)
         best_s = evaluate(small, hint)[0]
-        if best_s <= bound * (1 + TOLERANCE):
-            return optimal(hint)
+        if best_s <= bound * (1 + near):
+            found = optimal(hint)
+            return found if best_s <= bound * (1 + TOLERANCE) else replace(found, bound=bound, stop_reason="near")
         stop = math.inf if time_limit_s is None else start + time_limit_s
         alive = _may_be_optimal(small, limit_bytes, byte_weight, best_s, stop, max_table)
     except TooWide:

@@ -69,7 +69,7 @@ class Section:
     summed once per step: ``loss_sum``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest;
     seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight). transient
     and edge_transient, empty where nothing needs them: where layers are recomputed, what autograd saves, beside the
-    bytes kept, while the op's layer is; and the gathered value of a parameter that is stored in parts.
+    bytes kept, while the op's layer is; and ``gathered_bytes`` of a parameter that is stored in parts.
     """
 
     names: tuple[str, ...]
@@ -262,9 +262,10 @@ class _Builder:
         return entry.name in self.recompute.kept and not all(map(self._keeps, users))
 
     def _keeps_copies(self, edge: Edge) -> bool:
-        """Whether the conversions of a tensor are kept beside it, where layers are recomputed."""
+        """Whether the conversions of a tensor are kept, where layers are recomputed: nobody repeats them, or some
+        reader's layer is not recomputed."""
         readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
-        return edge.name in self.recompute.kept or any(map(self._keeps, readers))
+        return not self.recompute.converts_again(edge.name) or any(map(self._keeps, readers))
 
     # ---- operators
 
@@ -415,7 +416,7 @@ class _Builder:
             price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
             once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
-            held[i] = gathered_bytes(pricer, kind, residency)
+            held[i] = gathered_bytes(pricer, kind, residency, trainable and any(use.again for use in uses))
         return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
 
     def _role_allows(self, pair: Pair, batch_dim: int) -> bool:

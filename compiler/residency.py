@@ -278,7 +278,8 @@ def residency_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, 
     return bill
 
 
-def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency) -> float:
-    """Bytes of the gathered value that lives while the parameter's ops run; 0 where it is stored as they read it."""
+def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, again: bool) -> float:
+    """Bytes of the gathered value that lives while the parameter's ops run; 0 where it is stored as they read it.
+    again: whether a backward gathers it, which then has its gradient beside it until the layer's are sent."""
     stays = residency.stored == residency.compute.value
-    return 0.0 if stays else pricer.local_bytes(kind, residency.compute.value)
+    return 0.0 if stays else (1 + again) * pricer.local_bytes(kind, residency.compute.value)

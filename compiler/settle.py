@@ -19,9 +19,9 @@ from dataclasses import replace
 from math import inf
 
 from .fastest import alike
-from .finish import excess_bytes, finish, measured, stage_limits
+from .finish import Known, excess_bytes, finish, held_by_rules, measured, stage_limits
 from .other_schedules import TIE
-from .plan import Plan, StagePrediction
+from .plan import Plan
 from .search_state import INTERRUPTED, SLACK, SMALL_OPS, Candidate, Search
 from .search_tables import ENDLESS
 from .space import CHUNKED
@@ -121,10 +121,11 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
     wide: list[float] = []  # what stages may hold by the rules: too much
     tight: list[float] = []  # little enough, or more little than there is
     limits: list[float] = []
+    known: Known = {}
     for _ in range(TIMES):
-        plan = finish(search, candidate, limits)
+        plan = finish(search, candidate, limits, known)
         limits = limits or [limit * SLACK for limit in stage_limits(search, plan)]
-        held = [_held(one) for one in plan.prediction.stages]
+        held = [held_by_rules(one) for one in plan.prediction.stages]
         if plan.prediction.step_s >= most or any(size > limit for size, limit in zip(held, limits)):
             if not wide:
                 return None
@@ -160,8 +161,3 @@ def _under_all(search: Search, candidate: Candidate, most: float) -> Iterator[Pl
             other = _fitted(search, replace(candidate, schedule=name), most)
             if other is not None:
                 yield other
-
-
-def _held(stage: StagePrediction) -> float:
-    """Bytes by the rules that a limit counts."""
-    return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]

@@ -22,7 +22,7 @@ import numpy as np
 
 from .assemble import Assembled, describe_stage, solve_section, stage_section, transient_bytes
 from .graph import Graph
-from .intra_op import Infeasible, evaluate
+from .intra_op import TOLERANCE, Infeasible, evaluate
 from .lagrange import solve
 from .layers import Layering
 from .plan import Residency, Wire
@@ -38,6 +38,8 @@ __all__ = ["assemble_stage"]
 
 FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
+MANY_OPERATORS = 600  # beyond this many a choice that is proven to be near the best is good enough
+NEAR = 0.01
 ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
 _Sent = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
@@ -147,7 +149,9 @@ class _Stage:
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
-        found = solve(restrict(problem, alive) if without else problem, self.limit_bytes - held, FREE_SOLVE_S)
+        near = NEAR if len(section.names) > MANY_OPERATORS else TOLERANCE
+        mine = restrict(problem, alive) if without else problem
+        found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
         if isinstance(found, Infeasible):
             return None
         return tuple(int(some[k]) for some, k in zip(alive, found.choice))

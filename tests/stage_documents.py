@@ -181,7 +181,7 @@ class StageDocuments:
                 wants[operand.name] += [known[number] for number in numbers]
         for name, tensor in self.tensors.items():
             readers = [user.name for user in tensor.node.users if user.name in self.members]
-            tensor.keeps = not self.recompute or name in self.recompute.kept or any(map(self._keeps, readers))
+            tensor.keeps = not self.recompute.converts_again(name) or any(map(self._keeps, readers))
             if tensor.node.op == "placeholder":
                 self.placed[name] = self._placements(tensor, wants[name])
         return True
@@ -454,7 +454,7 @@ class StageDocuments:
             row[ONCE] = price.gather_step_s + price.update_s
             row[ONCE] += price.reduce_step_s if choice.scattered_axes else 0.0
             row[RESIDENT] = sum(residency_bytes(pricer, tensor.kind, choice, source.requires_grad).values())
-            row[HELD] = gathered_bytes(pricer, tensor.kind, choice)
+            row[HELD] = gathered_bytes(pricer, tensor.kind, choice, False)
         return rows
 
     def _gradient_key(self, tensor: _Tensor, choice: Any) -> tuple:

@@ -128,7 +128,8 @@ def test_seconds_and_bytes_by_hand(mesh, pair):
         assert price.per_step_s == pytest.approx(once, rel=1e-12)
         bill = residency_bytes(pricer, WEIGHT, found[name], True)
         assert [bill[c] for c in ("parameters", "gradients", "optimizer")] == pytest.approx(list(sizes))
-        assert gathered_bytes(pricer, WEIGHT, found[name]) == gathered
+        assert gathered_bytes(pricer, WEIGHT, found[name], False) == gathered
+        assert gathered_bytes(pricer, WEIGHT, found[name], True) == 2 * gathered  # and its gradient
     once = accumulate_seconds(pricer, WEIGHT, found["zero1"], 5)
     assert once == accumulate_seconds(pricer, WEIGHT, found["replicated"], 5) > 0
     assert accumulate_seconds(pricer, WEIGHT, found["zero2"], 5) < once
