@@ -74,14 +74,12 @@ def corrected(
     search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], most: float
 ) -> list[Candidate]:
     """The candidates with m microbatches where stages of these (logical shape, level) hold so many bytes more than
-    tables say; ``search`` remembers it: of all levels of the shape, with rows at more prices of a byte if need be; of
-    these levels alone if nothing is left then. most: seconds; slower ones do not matter."""
+    tables say; ``search`` remembers it: of all levels of the shape, unless nothing is left then. most: seconds; slower
+    ones do not matter."""
     tables, before = search.tables, search.beside
     assert tables is not None
     tables.best = most
-    for every, leaner in ((True, False), (True, True), (False, False)):
-        if leaner:
-            tables.add_leaner(m)
+    for every in (True, False):
         search.beside = dict(before)
         for shape, level, size in beside:
             for number in range(len(tables.levels)) if every else (level,):

@@ -33,8 +33,8 @@ __all__ = ["Known", "OverfullError", "excess_bytes", "finish", "held_by_rules", 
 
 class OverfullError(InfeasibleError):
     """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
-    holds more than its tables said. leaner: ``limits_bytes`` by the rules with which they may fit, where the choices of
-    the tables are within; else nothing."""
+    holds more than its tables said. leaner: ``limits_bytes`` with which they may fit; nothing where the tables' own
+    choices are what does not."""
 
     def __init__(
         self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]], leaner: Sequence[float] = ()

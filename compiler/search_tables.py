@@ -149,13 +149,6 @@ class SearchTables(SearchFloors):
         ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
         return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
 
-    def add_leaner(self, m: int) -> None:
-        """Make the rows of m microbatches at all prices of a byte, for ``again``."""
-        prices = (*MIDDLE, *LADDER, LEANEST)
-        self.prepare([m], prices)
-        pairs = ((sub, self._level(m, *one)) for one in prices for sub in self._worthwhile(m))
-        self.known[m] = list(dict.fromkeys([*self.known[m], *pairs]))
-
     def again(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
         return self._solve(m, self.known[m], [])
