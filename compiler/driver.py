@@ -393,15 +393,16 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
 def _leaner(search: Search, candidate: Candidate, missed: OverfullError, most: float, parts: Known) -> Plan | None:
     """The plan of a candidate whose stages hold too much, each of these solved again within so much less, a few times;
     None where that is no faster than ``most``, or too much still. parts: its stages so far."""
-    limits = missed.leaner
-    for _ in range(LEANER):
-        if not limits:
-            break
+    limits, last = missed.leaner, None
+    for _ in range(LEANER if limits else 0):
         try:
             plan = finish(search, candidate, limits, parts)
+            if plan.stages == last:  # no choice is as lean
+                break
+            last = plan.stages
             return with_memory(search, plan, candidate) if plan.prediction.step_s < most else None
         except OverfullError as still:
-            limits = tuple(map(min, limits, still.leaner))  # nothing, where the tables' own choices are too much
+            limits = tuple(map(min, limits, still.leaner))
     return None
 
 

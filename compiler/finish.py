@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import Any
 
 from ..costmodel.memory import FRAMEWORK_BYTES
@@ -33,8 +34,8 @@ __all__ = ["Known", "OverfullError", "excess_bytes", "finish", "held_by_rules", 
 
 class OverfullError(InfeasibleError):
     """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
-    holds more than its tables said. leaner: ``limits_bytes`` with which they may fit; nothing where the tables' own
-    choices are what does not."""
+    holds more than its tables said. leaner: ``limits_bytes`` with which they may fit; nothing where chunks share a
+    stage."""
 
     def __init__(
         self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]], leaner: Sequence[float] = ()
@@ -48,7 +49,7 @@ Known = dict[tuple[Any, ...], tuple[int, Assembled]]
 
 def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
     """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
-    not all that its devices have; known: stages that were assembled for this candidate, which are added to."""
+    not all that its devices have (inf: all); known: stages assembled for this candidate before, which are added to."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
@@ -97,9 +98,8 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     believed, batch = best.pipeline.peak_bytes, batch_bytes(search)
     worst = max(full, key=over.__getitem__)
     alone = best.pipeline.chunks == 1  # of several chunks the rules add up what passes
-    # a stage that was solved again fills what the tables left free: less of that, but no less than the tables' choice
-    leaner = [max(held - extra, known) for held, extra, known in zip(by_rules, over, believed)]
-    within = alone and all(leaner[index] < by_rules[index] for index in full)
+    # a stage that was solved again fills what the tables left free: less of that, then less than the tables' choice
+    leaner = [max(held - extra, known if known < held else 0.0) for held, extra, known in zip(by_rules, over, believed)]
     beside = [  # which tables are to blame for
         size - max(known + batch, held if alone else 0.0) for size, known, held in zip(used, believed, by_rules)
     ]
@@ -108,7 +108,7 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
         f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
         "use more devices, more microbatches or a smaller batch",
         [(plan.stages[index].mesh_shape, best.rows[index].row[1], beside[index]) for index in full],
-        [size if over[index] > 0.0 else limits[index] for index, size in enumerate(leaner)] if within else (),
+        [size if over[index] > 0.0 else inf for index, size in enumerate(leaner)] if alone else (),
     )
 
 
@@ -155,8 +155,8 @@ def _assembled(
         labels, modes, states = row.composer.choices(row.row, first, end)
         offset, shape = stage.device_offset, row.submesh.shape
         whole = min(usable[offset : offset + row.submesh.num_devices])
-        limit = limits_bytes[home[index]] if limits_bytes else whole
-        less = limit if limit != whole else None
+        less = limits_bytes[home[index]] if limits_bytes else inf
+        limit = less if less < inf else whole
         flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
         if asked:  # the chunk's part of what its stage holds
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
