@@ -393,16 +393,15 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
 def _leaner(search: Search, candidate: Candidate, missed: OverfullError, most: float, parts: Known) -> Plan | None:
     """The plan of a candidate whose stages hold too much, each of these solved again within so much less, a few times;
     None where that is no faster than ``most``, or too much still. parts: its stages so far."""
-    limits, last = missed.leaner, None
+    limits = missed.leaner
     for _ in range(LEANER if limits else 0):
         try:
             plan = finish(search, candidate, limits, parts)
-            if plan.stages == last:  # no choice is as lean
-                break
-            last = plan.stages
             return with_memory(search, plan, candidate) if plan.prediction.step_s < most else None
         except OverfullError as still:
-            limits = tuple(map(min, limits, still.leaner))
+            before, limits = limits, tuple(map(min, limits, still.leaner))
+            if limits == before:  # no choice is as lean
+                break
     return None
 
 
