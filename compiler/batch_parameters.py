@@ -135,7 +135,7 @@ class _Table:
             stored = np.zeros(self.variants.num)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
         beside = 1 + (self.trainable and any(use.again for use in self.uses))  # the value, and its gradient
-        gathered = beside * whole * self.kind.dtype.itemsize * (pattern == "zero3")
+        gathered = beside * whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
         m = self.variants.microbatches
         step = (gradient + update) / m

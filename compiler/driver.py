@@ -50,7 +50,7 @@ from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
-from .settle import settled, small
+from .settle import least_to_beat, settled, small
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 from .wires import lossy_notes
@@ -329,7 +329,7 @@ def _finished(
     tries += sum(one.schedule != guide for one in queue)
     while queue and tries:
         candidate = queue.pop(0)
-        worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
+        worst_s = least_to_beat(plans, top_k)
         hidden_s = candidate.hidden_s if candidate.hidden_s > LITTLE * candidate.clock_s else 0.0
         if candidate.clock_s - hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
             continue
@@ -341,40 +341,30 @@ def _finished(
             continue
         seen.add(one)
         tries -= 1
-        parts: Known = {}
         try:
-            try:
-                plan = _finish(search, candidate, bool(plans), parts)
-                known = short.get(candidate.schedule, 1.0)
-                short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
-                if plan.prediction.step_s < worst_s * (1 + TIE) and not any(alike(plan, other) for other in plans):
-                    plans.append(with_memory(search, plan, candidate))
-            except OverfullError as missed:
-                error = missed
-                if (leaner := _leaner(search, candidate, missed, worst_s, parts)) is not None:
-                    plans += [] if any(alike(leaner, other) for other in plans) else [leaner]
-                    plans.sort(key=lambda plan: plan.prediction.step_s)
-                    if leaner.prediction.step_s < candidate.clock_s * (1 + LITTLE):
-                        continue
-                    worst_s = plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
-                if candidate.schedule != guide and guide in search.space.schedules:
-                    continue  # what is known of the guide's stages stands
-                m, others = candidate.microbatches, [one for one in queue if one.schedule != guide]
-                queue = [one for one in queue if one.microbatches != m]
-                found = corrected(search, m, missed.beside, worst_s)
-                found = [one for one in found if _shapes(one) != _shapes(candidate)]
-                if guide not in search.space.schedules:
-                    found = with_other_schedules(search, found)
-                else:
-                    queue += [one for one in others if one.microbatches == m]
-                tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
-                queue = sorted([*queue, *found], key=lambda other: other.clock_s)
+            parts: Known = {}
+            plan = _finish(search, candidate, bool(plans), parts)
+            known = short.get(candidate.schedule, 1.0)
+            short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
+            if plan.prediction.step_s >= worst_s * (1 + TIE) or any(alike(plan, other) for other in plans):
+                continue
+            found, missed = _fitting(search, plan, candidate, worst_s, parts)
+            if found is not None and not any(alike(found, other) for other in plans):
+                plans = sorted([*plans, found], key=lambda one: one.prediction.step_s)
+            if missed is None:
+                continue
+            error = missed
+            if found is not None and found.prediction.step_s < candidate.clock_s * (1 + LITTLE):
+                continue
+            if candidate.schedule != guide and guide in search.space.schedules:
+                continue  # what is known of the guide's stages stands
+            queue = _corrected(search, queue, candidate, missed, least_to_beat(plans, top_k))
+            tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
         except KeyboardInterrupt:
             if not plans:
                 raise
             search.cut_short = INTERRUPTED
             break
-        plans.sort(key=lambda plan: plan.prediction.step_s)
     if plans:
         first = simplest_first([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
         plans.insert(0, plans.pop(first))
@@ -390,19 +380,40 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
     ]
 
 
-def _leaner(search: Search, candidate: Candidate, missed: OverfullError, most: float, parts: Known) -> Plan | None:
-    """The plan of a candidate whose stages hold too much, each of these solved again within so much less, a few times;
-    None where that is no faster than ``most``, or too much still. parts: its stages so far."""
-    limits = missed.leaner
-    for _ in range(LEANER if limits else 0):
+def _fitting(
+    search: Search, plan: Plan, candidate: Candidate, most: float, parts: Known
+) -> tuple[Plan | None, OverfullError | None]:
+    """(the plan of a candidate with its memory; why it does not fit as it is). Stages that hold too much are solved
+    again within so much less, a few times; the plan is None where that is no faster than ``most``, or too much still.
+    parts: its stages so far."""
+    first: OverfullError | None = None
+    limits: tuple[float, ...] = ()
+    for times in range(1 + LEANER):
         try:
-            plan = finish(search, candidate, limits, parts)
-            return with_memory(search, plan, candidate) if plan.prediction.step_s < most else None
-        except OverfullError as still:
-            before, limits = limits, tuple(map(min, limits, still.leaner))
-            if limits == before:  # no choice is as lean
-                break
-    return None
+            return with_memory(search, plan, candidate), first
+        except OverfullError as missed:
+            first = first or missed
+            before, limits = limits, tuple(map(min, limits or missed.leaner, missed.leaner))
+        if limits == before or times == LEANER:  # no choice is as lean
+            break
+        plan = finish(search, candidate, limits, parts)
+        if plan.prediction.step_s >= most:
+            break
+    return None, first
+
+
+def _corrected(
+    search: Search, queue: Sequence[Candidate], candidate: Candidate, missed: OverfullError, most: float
+) -> list[Candidate]:
+    """The queue with other candidates of its microbatch count, now that more is known of memory."""
+    m, guide = candidate.microbatches, search.space.guide
+    left = [one for one in queue if one.microbatches != m]
+    found = [one for one in corrected(search, m, missed.beside, most) if _shapes(one) != _shapes(candidate)]
+    if guide not in search.space.schedules:
+        found = with_other_schedules(search, found)
+    else:
+        left += [one for one in queue if one.schedule != guide and one.microbatches == m]
+    return sorted([*left, *found], key=lambda one: one.clock_s)
 
 
 def _finish(search: Search, candidate: Candidate, another: bool, parts: Known) -> Plan:

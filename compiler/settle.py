@@ -26,7 +26,7 @@ from .search_state import INTERRUPTED, SLACK, SMALL_OPS, Candidate, Search
 from .search_tables import ENDLESS
 from .space import CHUNKED
 
-__all__ = ["settled", "small"]
+__all__ = ["least_to_beat", "settled", "small"]
 
 TOP_K = 16  # pipelines per microbatch count and price of a byte
 MOST = 60  # that are assembled,
@@ -48,8 +48,8 @@ def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]
     """``plans`` (fastest first) and what is better than they are, at most ``top_k``, fastest first."""
     found, seen = list(plans), set[object]()
     try:
-        for floor_s, candidate in _queue(search, _least(found, top_k)) if _open(search, found) else ():
-            most = _least(found, top_k)
+        for floor_s, candidate in _queue(search, least_to_beat(found, top_k)) if _open(search, found) else ():
+            most = least_to_beat(found, top_k)
             if floor_s >= most * SLOWER or time.perf_counter() > search.stop or not _open(search, found):
                 break
             if (key := _key(candidate)) in seen:
@@ -72,7 +72,7 @@ def _open(search: Search, plans: Sequence[Plan]) -> bool:
     return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE)
 
 
-def _least(plans: Sequence[Plan], top_k: int) -> float:
+def least_to_beat(plans: Sequence[Plan], top_k: int) -> float:
     """What a plan must undercut."""
     return plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
 
