@@ -35,9 +35,10 @@ from ..costmodel.cluster import Cluster
 from ..costmodel.memory import state_tensors
 from .alternatives import PurePlan, find_alternatives, pure_plans
 from .asynchronous import notes as asynchronous_notes
+from .candidates import candidates
 from .constraints import by_layer, parse_constraints
 from .delays import delay_notes
-from .explore import corrected, explore
+from .explore import corrected
 from .fastest import alike
 from .finish import Known, OverfullError, finish, with_memory
 from .forked import Forked
@@ -284,10 +285,9 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     seen: set[tuple[Any, ...]] = set()
     missed: InfeasibleError | None = None
     for _ in range(TIGHTER):
-        guided = _collected(search, explore(search))
+        guided, found = candidates(search)
         if guided:
-            _prove(search, guided[0])
-        found = with_other_schedules(search, guided)
+            _prove(search, [*found, *guided][0])
         if guided and not found:
             return [], unfit(search, guided)
         plans, error = _finished(search, found, top_k, seen)
@@ -297,18 +297,6 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     if small(search):  # the proof says when to stop
         plans = settled(search, bounded(search, plans), top_k)
     return plans, None if plans else missed
-
-
-def _collected(search: Search, explorer: Iterator[Candidate]) -> list[Candidate]:
-    found: list[Candidate] = []
-    try:
-        for candidate in explorer:
-            found.append(candidate)
-    except KeyboardInterrupt:
-        if not found:
-            raise
-        search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.clock_s)
 
 
 def _finished(

@@ -1,13 +1,13 @@
-"""The search over microbatch counts, submeshes, shardings, residencies, recompute and schedules, best first.
+"""The search over microbatch counts, submeshes, shardings, residencies and recompute, best first, under one family of
+schedules (``Space.guide``).
 
 1. *Floors* (``search_floors``). For every microbatch count and submesh: the least seconds per microbatch of every run
    of layers, whatever its bytes, and the least where a byte is as dear as can be.
 2. *Looks.* A few counts at a time, the middle of those that may win first, get tables at middling prices of a byte and
    their first pipeline; then the neighbours of the best, until it has none better.
-3. *Candidates.* The counts whose first pipelines are the fastest get a ladder of prices where memory is tight, so that
-   leaner shardings, residencies and recompute modes of the same submeshes stand for choice.
-What was looked at is bounded on the way by its own Lagrangian values (``pipeline_bound``), the rest afterwards
-(``SearchFloors.bound_the_rest``). The bound of the search is the least of all counts'.
+What comes after them is in ``candidates``. What was looked at is bounded on the way by its own Lagrangian values
+(``pipeline_bound``), the rest afterwards (``SearchFloors.bound_the_rest``). The bound of the search is the least of all
+counts'.
 
 Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """
@@ -20,17 +20,13 @@ from math import inf
 
 from .search_floors import FREE
 from .search_state import TIMED_OUT, Candidate, Miss, Search
-from .search_tables import EPSILON, LADDER, MIDDLE, SearchTables
+from .search_tables import MIDDLE, SearchTables
 
 __all__ = ["corrected", "explore", "fits", "nearest_misses"]
 
-THOROUGH = 3  # microbatch counts that are looked at with the whole ladder
-NEAR = 1.04  # of the best first pipeline: how far theirs may be
-
 
 def explore(search: Search) -> Iterator[Candidate]:
-    """Candidates as they are found, the pipelines of one microbatch count together; ``search.bounds`` and ``misses``
-    fill along the way."""
+    """The first pipelines of the counts that are looked at, as they are found; ``search.bounds`` fills meanwhile."""
     tables = _tables_of(search)
     tables.best = inf
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
@@ -53,19 +49,6 @@ def explore(search: Search) -> Iterator[Candidate]:
                 yield candidate
     if over():
         search.cut_short = TIMED_OUT
-    elif search.thorough and first:
-        order = [m for m in sorted(first, key=lambda m: first[m]) if first[m] <= NEAR * tables.best][:THOROUGH]
-        tables.prepare([m for m in order if tables.tight(m, first[m])], (*MIDDLE, *LADDER))
-        for place, m in enumerate(order):
-            search.progress("search", place / len(order))
-            if tables.bound(m) >= tables.best * (1 - EPSILON):
-                continue
-            if over():
-                search.cut_short = TIMED_OUT
-                return
-            for candidate in tables.candidates(m, tables.tight(m, first[m])):
-                tables.best = min(tables.best, candidate.clock_s)
-                yield candidate
     elif not first:
         yield from tables.lean_candidates()
 

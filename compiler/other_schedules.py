@@ -21,7 +21,7 @@ What is proven of them: ``schedule_bounds``, and of what is least then: ``chunk_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -37,10 +37,11 @@ from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solutio
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
 from .search_state import INTERRUPTED, SMALL_OPS, Candidate, Search
+from .search_tables import ENDLESS
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
-__all__ = ["TIE", "prove_others", "simplest_first", "unfit", "with_other_schedules"]
+__all__ = ["TIE", "faster_without_limit", "prove_others", "simplest_first", "unfit", "with_other_schedules"]
 
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
 COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
@@ -53,23 +54,36 @@ DIVIDED = 3  # divisions into chunks that are timed, per family and count
 Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
 
-def with_other_schedules(search: Search, found: Sequence[Candidate]) -> list[Candidate]:
-    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first."""
+def with_other_schedules(
+    search: Search, found: Sequence[Candidate], before: Sequence[Candidate] = (), counts: Collection[int] | None = None
+) -> list[Candidate]:
+    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first. before:
+    what they made of them before; then ``counts`` says which microbatch counts have other tables now."""
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
     others = [name for name in open_ if name != search.space.guide]
-    offered: list[Candidate] = []
-    if others and found:
+    offered = list(before)
+    if others and found and (counts is None or counts):
         with search.timed("schedules"):
             try:
                 if not own or not (search.cut_short or time.perf_counter() > search.stop):
                     best_s = min((one.clock_s for one in own), default=inf)
-                    offered = _offered(search, found, others, best_s * (1 - TIE))
+                    offered = _offered(search, found, others, best_s * (1 - TIE), before, counts)
             except KeyboardInterrupt:
-                if not own:
+                if not own and not before:
                     raise
                 search.cut_short = INTERRUPTED
     return sorted([*own, *offered], key=lambda one: one.clock_s)
+
+
+def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], most: float) -> bool:
+    """Whether another open family were faster than ``most`` with m microbatches if memory had no limit: else leaner
+    rows than there are do not help it. found: pipelines of the guide."""
+    tables = search.tables
+    assert tables is not None
+    limits = {name: most for name in search.space.schedules if name != search.space.guide}
+    with search.timed("schedules"):
+        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.free(m), ENDLESS))
 
 
 def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
@@ -83,7 +97,10 @@ def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
 # ---- candidates
 
 
-def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], most: float) -> list[Candidate]:
+def _offered(
+    search: Search, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
+    counts: Collection[int] | None,
+) -> list[Candidate]:  # fmt: skip
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
     tables, competing = search.tables, search.space.guide in search.space.schedules
     assert tables is not None
@@ -96,23 +113,25 @@ def _offered(search: Search, found: Sequence[Candidate], others: Sequence[str], 
             if competing:
                 limits[one.schedule] = min(limits[one.schedule], one.clock_s)
 
-    for m in _counts(found, most):
-        offer(_with_count(search, m, [one for one in found if one.microbatches == m], limits))
-    for m in _others_known(search, found, most):
+    offer(before)
+    for m in (m for m in _counts(found, most) if counts is None or m in counts):
+        guided = [one for one in found if one.microbatches == m]
+        offer(_with_count(search, m, guided, limits, tables.known[m]))
+    for m in (m for m in _others_known(search, found, most) if counts is None or m in counts):
         offer(_divided(search, m, tables.known[m], {name: limits[name] for name in others if name in CHUNKED}))
-    for one in _with_fewer(search, [one for some in by_family.values() for one in some], limits):
+    divided = [one for name in CHUNKED for one in by_family.get(name, ())]
+    best = min(divided, key=lambda one: one.clock_s, default=None)
+    for one in _with_fewer(search, best, limits) if best not in before else ():
         by_family[one.schedule].append(one)
     kept = 1 if competing else KEPT
     return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
 
 
-def _with_fewer(search: Search, found: Sequence[Candidate], limits: dict[str, float]) -> Iterator[Candidate]:
-    """Divisions into chunks with fewer microbatches than the best of ``found``, as long as they get faster."""
+def _with_fewer(search: Search, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
+    """Divisions into chunks with fewer microbatches than the best one, as long as they get faster."""
     tables = search.tables
     assert tables is not None
-    divided = [one for one in found if one.schedule in CHUNKED]
     names = [name for name in limits if name in CHUNKED]
-    best = min(divided, key=lambda one: one.clock_s, default=None)
     while best is not None:
         best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
         if not m or search.cut_short or tables.least_share(m) >= best_s:
@@ -143,16 +162,18 @@ def _others_known(search: Search, found: Sequence[Candidate], most: float) -> li
     return sorted(set(tables.known).difference(_counts(found, most)))
 
 
-def _with_count(search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float]) -> Iterator[Candidate]:
-    """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's."""
+def _with_count(
+    search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float], known: Pairs, room: float = 1.0
+) -> Iterator[Candidate]:
+    """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's; known: the
+    rows they are made of; room: of the memory."""
     tables = search.tables
     assert tables is not None
-    known = tables.known[m]
     best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
     used = {row.submesh for one in best for row in one.rows}
     pairs = [pair for pair in known if pair[0] in used]
     single = [name for name in limits if name not in CHUNKED]
-    table = tables.table(m, pairs) if single and pairs else None
+    table = tables.table(m, pairs, room) if single and pairs else None
     for schedule in single if table is not None else ():
         assert table is not None
         tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
@@ -164,7 +185,7 @@ def _with_count(search: Search, m: int, found: Sequence[Candidate], limits: Mapp
         yield from (one for one in candidates if one.clock_s < limits[schedule])
     chunked_ = {name: limit for name, limit in limits.items() if name in CHUNKED}
     if chunked_:
-        yield from _divided(search, m, known, chunked_)
+        yield from _divided(search, m, known, chunked_, room)
 
 
 def _refitted(
@@ -200,12 +221,14 @@ def _searched(
     return found.pipelines if isinstance(found, Solution) else ()
 
 
-def _divided(search: Search, m: int, known: Pairs, limits: Mapping[str, float]) -> Iterator[Candidate]:
+def _divided(
+    search: Search, m: int, known: Pairs, limits: Mapping[str, float], room: float = 1.0
+) -> Iterator[Candidate]:
     """The fastest divisions into chunks."""
     tables = search.tables
     assert tables is not None
     pairs = _uniform(search, m, known, max(limits.values()))
-    table = tables.table(m, pairs) if pairs else None
+    table = tables.table(m, pairs, room) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
         answer = chunked(table, m, schedule, _chunks(search, schedule), at_most(m, tables.cuts), DIVIDED, most)

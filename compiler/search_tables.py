@@ -131,23 +131,52 @@ class SearchTables(SearchFloors):
     def uniform(self, m: int, most: float) -> Sequence[tuple[Submesh, int]]:
         """Rows, made if need be, of the submeshes that groups of equal ones may take to be faster than ``most``."""
         if m not in self.known:
-            total = len(self.usable)
-            able = [sub for sub in self.submeshes if sub.place is None and total // sub.num_devices >= 2]
-            paces = [self._pace(sub, m) for sub in able]
-            work = least_sums(np.stack(paces), self.cuts).tolist() if paces else list[float]()
-            able = [sub for sub, s in zip(able, work) if m * s / (total // sub.num_devices) < most]
-            prices = (FREE,) if self.roomy(m) else MIDDLE
-            self.known[m] = [(sub, self._level(m, *one)) for one in prices for sub in able]
-            with self.search.timed("compose"):
-                self._compose([(sub, m, level) for sub, level in self.known[m]])
+            self._know(m, self._uniform(m, most), (FREE,) if self.roomy(m) else MIDDLE)
         return self.known[m]
 
-    def candidates(self, m: int, tight: bool) -> list[Candidate]:
-        """The best pipelines with m microbatches, with the whole ladder of prices where memory is tight; what is proven
-        of them goes to ``search.bounds``."""
-        prices = (*MIDDLE, *LADDER) if tight else (FREE,)
+    def prepare_uniform(self, m: int, most: float, also: Collection[Submesh]) -> None:
+        """Make the whole ladder for such submeshes and for ``also`` the rows of m."""
+        subs = [sub for sub in self._uniform(m, most) if sub not in also]
+        self._know(m, [*also, *subs], (*MIDDLE, *LADDER))
+
+    def _uniform(self, m: int, most: float) -> list[Submesh]:
+        total = len(self.usable)
+        able = [sub for sub in self.submeshes if sub.place is None and total // sub.num_devices >= 2]
+        paces = [self._pace(sub, m) for sub in able]
+        work = least_sums(np.stack(paces), self.cuts).tolist() if paces else list[float]()
+        return [sub for sub, s in zip(able, work) if m * s / (total // sub.num_devices) < most]
+
+    def _know(self, m: int, subs: Sequence[Submesh], prices: Sequence[tuple[float, float]]) -> None:
+        levels = dict.fromkeys(self._level(m, *one) for one in prices)
+        self.known[m] = [(sub, level) for level in levels for sub in subs]
+        with self.search.timed("compose"):
+            self._compose([(sub, m, level) for sub, level in self.known[m]])
+
+    def prepare_ladder(self, counts: Sequence[int]) -> None:
+        """Make the rows that ``candidates`` looks at where memory is tight."""
+        self.prepare(counts, (*MIDDLE, *LADDER))
+
+    def free(self, m: int) -> list[tuple[Submesh, int]]:
+        """Of a count that was looked at the rows of least seconds, whatever they hold."""
+        return [(sub, self._level(m, *FREE)) for sub in self._worthwhile(m)]
+
+    def faster_without_limit(self, m: int, most: float) -> bool:
+        """Whether pipelines with m microbatches were faster than ``most`` if memory had no limit."""
+        known, best, self.best = self.known[m], self.best, most
+        found = self._solve(m, self.free(m), [], 1, ENDLESS)
+        self.known[m], self.best = known, best
+        return any(one.clock_s < most for one in found)
+
+    def candidates(self, m: int, lean: bool) -> list[Candidate]:
+        """The best pipelines with m microbatches, with the whole ladder of prices where leaner rows may help; what is
+        proven of them goes to ``search.bounds``."""
+        known = self.known[m]
+        prices = (*MIDDLE, *LADDER) if lean else (FREE,)
         ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
-        return self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
+        found = self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
+        if not lean:
+            self.known[m] = known
+        return found
 
     def again(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""

@@ -1,0 +1,101 @@
+"""Candidates of all open families of schedules, fastest first: what is assembled of them is the driver's business.
+
+1. The guide's first pipelines (``explore``).
+2. What the other families make of their tables (``other_schedules``).
+3. *Closer looks* at the counts whose first pipelines are the fastest: their other good pipelines and, where memory is
+   tight, a ladder of prices of a byte, so that leaner shardings, residencies and recompute modes of the same submeshes
+   stand for choice. That takes most of a search, so it is done only where it may help: where the rows of least seconds
+   were faster than the best candidate of any family if memory had no limit. Where that holds of other families alone,
+   only the submeshes that they may take get the ladder.
+4. What the other families make of what is new.
+
+Of small graphs the ladder is looked at in any case, and the other families once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import inf, isfinite
+
+from .explore import explore
+from .other_schedules import TIE, faster_without_limit, with_other_schedules
+from .search_state import INTERRUPTED, SMALL_OPS, TIMED_OUT, Candidate, Search
+from .search_tables import EPSILON
+
+__all__ = ["candidates"]
+
+THOROUGH = 3  # microbatch counts that are looked at closely
+NEAR = 1.04  # of the best first pipeline: how far theirs may be
+
+
+def candidates(search: Search) -> tuple[list[Candidate], list[Candidate]]:
+    """(pipelines of the guide, pipelines of all open families), fastest first each."""
+    guided = _first(search)
+    offered: list[Candidate] = []
+    if search.num_ops > SMALL_OPS:
+        offered = [one for one in with_other_schedules(search, guided) if one.schedule != search.space.guide]
+    if guided and search.thorough and not search.cut_short:
+        guided, counts = _closely(search, guided, offered)
+    else:
+        counts = []
+    again = counts if search.num_ops > SMALL_OPS else None
+    return guided, with_other_schedules(search, guided, offered, again)
+
+
+def _first(search: Search) -> list[Candidate]:
+    found: list[Candidate] = []
+    try:
+        for candidate in explore(search):
+            found.append(candidate)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        search.cut_short = INTERRUPTED
+    return sorted(found, key=lambda candidate: candidate.clock_s)
+
+
+def _closely(
+    search: Search, guided: Sequence[Candidate], offered: Sequence[Candidate]
+) -> tuple[list[Candidate], list[int]]:
+    """(``guided`` and more, the microbatch counts that have other rows now)."""
+    found, counts = list(guided), list[int]()
+    try:
+        _look(search, found, counts, min((one.clock_s for one in offered), default=inf))
+    except KeyboardInterrupt:
+        search.cut_short = INTERRUPTED
+    return sorted(found, key=lambda candidate: candidate.clock_s), counts
+
+
+def _look(search: Search, found: list[Candidate], counts: list[int], best_s: float) -> None:
+    """Add to both. best_s: the least of the other families."""
+    tables, space = search.tables, search.space
+    assert tables is not None
+    if not isfinite(tables.best):  # nothing fits but by generous estimates
+        return
+    by_count: dict[int, list[Candidate]] = {}
+    for one in found:
+        by_count.setdefault(one.microbatches, []).append(one)
+    near = [m for m, some in by_count.items() if some[0].clock_s <= NEAR * tables.best][:THOROUGH]
+    tight = [m for m in near if tables.tight(m, by_count[m][0].clock_s)]
+    lean = tight
+    if search.num_ops > SMALL_OPS and space.guide in space.schedules:
+        best_s = min(best_s, tables.best)
+        lean = [m for m in tight if tables.faster_without_limit(m, best_s * (1 - EPSILON))]
+        for m in tight:
+            if m not in lean and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE)):
+                tables.prepare_uniform(m, best_s, {row.submesh for one in by_count[m] for row in one.rows})
+                counts.append(m)
+        tables.best = best_s
+    tables.prepare_ladder(lean)
+    for place, m in enumerate(near):
+        search.progress("search", place / len(near))
+        if tables.bound(m) >= tables.best * (1 - EPSILON):
+            continue
+        if time.perf_counter() > search.stop:
+            search.cut_short = TIMED_OUT
+            return
+        counts += [m] if m in lean else []
+        for candidate in tables.candidates(m, m in lean):
+            tables.best = min(tables.best, candidate.clock_s)
+            found.append(candidate)
