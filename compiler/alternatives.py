@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from .explore import explore, nearest_misses
@@ -20,18 +19,14 @@ __all__ = ["PurePlan", "find_alternatives", "pure_plans"]
 
 @dataclass(frozen=True, eq=False)
 class PurePlan:
-    """The best of a pure kind with one of these microbatch counts, its rows left out; or why there is none."""
+    """The best of a pure kind, its rows left out; or why there is none."""
 
-    counts: tuple[int, ...] = ()
     best: Candidate | None = None
     why: str = ""
 
 
-def find_alternatives(
-    search: Search, plan: Plan, known: Mapping[str, PurePlan] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost.
-    known: ``pure_plans``, of a plan with about as many microbatches."""
+def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str, Any]]:
+    """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost."""
     return [
         {"name": name, "step_s": None, "why": one.why}
         if one.best is None
@@ -41,21 +36,18 @@ def find_alternatives(
             "why": _why(plan, one.best),
             "microbatches": one.best.microbatches,
         }
-        for name, one in pure_plans(search, plan.microbatches, known).items()
+        for name, one in pure.items()
     ]
 
 
-def pure_plans(
-    search: Search, microbatches: int, known: Mapping[str, PurePlan] = MappingProxyType({})
-) -> dict[str, PurePlan]:
-    """The best plan of each pure kind with about so many microbatches, few and most of them. known: those that need
-    not be looked for where their counts are the same."""
+def pure_plans(search: Search) -> dict[str, PurePlan]:
+    """The best plan of each pure kind."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
-    return {name: _pure_plan(search, microbatches, kind, known.get(name)) for name, kind in kinds.items()}
+    return {name: _pure_plan(search, kind) for name, kind in kinds.items()}
 
 
-def _pure_plan(search: Search, microbatches: int, strategy: Strategy, known: PurePlan | None) -> PurePlan:
+def _pure_plan(search: Search, strategy: Strategy) -> PurePlan:
     if strategy.pp > len(search.layering.layers):
         return PurePlan(why=f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages")
     if broken := search.constraints.excludes(strategy):
@@ -66,16 +58,10 @@ def _pure_plan(search: Search, microbatches: int, strategy: Strategy, known: Pur
         return PurePlan(
             why=f"no microbatch of global batch {search.global_batch}{asked} falls into {strategy.dp} equal parts"
         )
-    few_and_most = {min(usable, key=lambda m: abs(m - microbatches)), usable[-1]}
-    if strategy.pp == 1:
-        few_and_most.add(usable[len(usable) // 2])
-    counts = tuple(sorted(few_and_most))
-    if known is not None and known.counts == counts:
-        return known
     inner = replace(
         search,
         strategy=strategy,
-        counts=counts,
+        counts=tuple(usable),
         space=replace(search.space, schedules=search.space.schedules[:1]),
         passes={},
         bounds={},
@@ -89,11 +75,11 @@ def _pure_plan(search: Search, microbatches: int, strategy: Strategy, known: Pur
     try:
         found = list(explore(inner))
     except ValueError as error:
-        return PurePlan(counts, why=str(error))
+        return PurePlan(why=str(error))
     if not found:
         missing = nearest(nearest_misses(inner)).why.missing_bytes
-        return PurePlan(counts, why=f"does not fit: {missing / 2**30:.2f} GiB per device missing")
-    return PurePlan(counts, replace(min(found, key=lambda candidate: candidate.clock_s), rows=()))
+        return PurePlan(why=f"does not fit: {missing / 2**30:.2f} GiB per device missing")
+    return PurePlan(replace(min(found, key=lambda candidate: candidate.clock_s), rows=()))
 
 
 def _why(plan: Plan, other: Candidate) -> str:

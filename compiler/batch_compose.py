@@ -110,11 +110,6 @@ class BatchComposer:
             self._templates[key] = self._template(layer)
         return self._templates[key]
 
-    def prepare(self) -> None:
-        """Make the templates of all classes."""
-        for layer in range(len(self.variants.layering.layers)):
-            self.template(layer)
-
     def _template(self, layer: int) -> Template:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
         modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)

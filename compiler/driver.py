@@ -6,16 +6,17 @@
     floors        per mesh and microbatch count: what all layers take at least, bounds    search_floors.py, batch_*.py
     compose       tables at prices of a byte, for the counts that may win                 explore.py, batch_*.py
     stages        dynamic programming over layers × devices                               pipeline_*.py
-    bounds        of the other counts and of the other schedule families                 search_floors.py, schedule_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
+                  closer looks where leaner tables may help                               candidates.py
+    bounds        of the other counts and of the other schedule families                 search_floors.py, schedule_*.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  whole_stage.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py
                   small instances: refine to memory again, for what tables left out       settle.py
     alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
 
-With more than one worker a fork proves the bounds beside all that follows, and another looks for alternatives: these
-passes have the seconds waited for them.
+With more than one worker a fork proves the bounds beside all that follows, and another looks for alternatives from the
+beginning: these passes have the seconds waited for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -137,6 +139,8 @@ def make_plans(
     search.kept = kept
     search.alternatives = alternatives and cluster.num_devices > 1 and strategy is None
     with without_gc(), proving(search):
+        if search.alternatives and search.workers > 1:
+            search.aside = Forked(partial(_pure_plans, search), True, later=True)
         plans = best_plans(search, top_k)
         others: list[dict[str, Any]] = []
         if search.alternatives and not search.cut_short:
@@ -181,10 +185,20 @@ def start_search(
 
 def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
     try:
-        return find_alternatives(search, plan, search.aside.result() if search.aside is not None else {})
+        return find_alternatives(plan, search.aside.result() if search.aside is not None else pure_plans(search))
     except KeyboardInterrupt:  # the plan is there
         search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
         return []
+
+
+def _pure_plans(search: Search) -> dict[str, PurePlan]:
+    with _keeping(search):
+        return pure_plans(search)
+
+
+def _keeping(search: Search) -> AbstractContextManager[object]:
+    """A fork keeps its own rows."""
+    return nullcontext() if search.kept is None else search.kept.keeping()
 
 
 def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, str] | None) -> Space:
@@ -214,43 +228,31 @@ def proving(search: Search) -> Iterator[None]:
     try:
         yield
     finally:
-        _drop(search)
-
-
-def _drop(search: Search) -> None:
-    for forked in (search.proof, search.aside):
-        if forked is not None:
-            forked.drop()
-    search.proof = search.aside = None
+        for forked in (search.proof, search.aside):
+            if forked is not None:
+                forked.drop()
+        search.proof = search.aside = None
 
 
 def _prove(search: Search, best: Candidate) -> None:
     """Bound all counts under all open families, as far as that is less than the clock of ``best``; ``bounded`` takes
-    what a fork finds. Another fork may look for alternatives meanwhile."""
-    _drop(search)
+    what a fork finds."""
+    if search.proof is not None:
+        search.proof.drop()
     tables, space = search.tables, search.space
     assert tables is not None
     search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
 
-    def keeping() -> AbstractContextManager[object]:  # a fork keeps its own
-        return nullcontext() if search.kept is None else search.kept.keeping()
-
     def work() -> dict[tuple[int, str], float]:
-        with keeping():
+        with _keeping(search):
             if not search.cut_short:
                 tables.bound_the_rest()
             prove_others(search, best.clock_s)
         return search.bounds
 
-    def aside() -> dict[str, PurePlan]:
-        with keeping():
-            return pure_plans(search, best.microbatches)
-
     with search.timed("bounds"):
         try:
-            search.proof = Forked(work, search.workers > 1)
-            if search.alternatives and search.workers > 1 and not search.cut_short:
-                search.aside = Forked(aside, True)
+            search.proof = Forked(work, search.workers > 1, later=True)
         except KeyboardInterrupt:
             search.cut_short = INTERRUPTED
 

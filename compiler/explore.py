@@ -42,10 +42,10 @@ def explore(search: Search) -> Iterator[Candidate]:
         roomy = [m for m in counts if tables.roomy(m)]
         tables.prepare(roomy, (FREE,))
         tables.prepare([m for m in counts if m not in roomy], MIDDLE)
-        for m, found in tables.looks({m: (FREE,) if m in roomy else MIDDLE for m in counts}).items():
+        for found in tables.looks({m: (FREE,) if m in roomy else MIDDLE for m in counts}):
             for candidate in found:
                 tables.best = min(tables.best, candidate.clock_s)
-                first[m] = min(first.get(m, inf), candidate.clock_s)
+                first[candidate.microbatches] = candidate.clock_s
                 yield candidate
     if over():
         search.cut_short = TIMED_OUT

@@ -7,21 +7,16 @@ saved byte, which counts once per microbatch in flight, is the same times how ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import inf, isfinite, log2
-from typing import TypeVar
 
 import numpy as np
 
-from .batch_compose import Row
 from .batch_tables import Level
 from .exposure import lowered, most_hidden_seconds, raised
-from .forked import all_of
 from .graph import rescale, types_of
-from .kept_rows import KeptRows
 from .pipeline_dp import bound_of
 from .pipeline_table import Constraints as Cuts
 from .pipeline_table import Floors, Lagrange, StageOption
@@ -42,12 +37,8 @@ WIDE_OCTAVES = 8.0  # those as dear as can be more coarsely
 CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
 LOOSE = 0.02  # of the best: bounds that far below are looked at again
 ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
-WORTH_A_FORK = 60  # rows: fewer take no longer than a worker's start
-PIECE = 128  # rows of a group that a worker makes, at most
 PACE = Level(step_share=0.0)
 PLAIN = Level()
-
-T = TypeVar("T")
 
 
 class SearchFloors:
@@ -135,41 +126,15 @@ class SearchFloors:
 
     def _compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the intervals of these (submesh, microbatches, level)."""
-        missing = [group.uncomposed([case for case in cases if case[0] in group.places]) for group in self.groups]
-        for group, _, made in self._shared(missing, lambda group, rows: group.composer.intervals(rows)):
-            group.compose(made)
+        for group in self.groups:
+            if rows := group.uncomposed([case for case in cases if case[0] in group.places]):
+                group.compose(group.composer.intervals(rows))
 
     def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the floors of these (submesh, microbatches, level)."""
-        missing = [group.unbounded([case for case in cases if case[0] in group.places]) for group in self.groups]
-        for group, rows, found in self._shared(missing, lambda group, rows: group.composer.floors(rows)):
-            group.bound(rows, *found)
-
-    def _shared(
-        self, missing: Sequence[Sequence[Row]], make: Callable[[RowGroup, Sequence[Row]], T]
-    ) -> Iterator[tuple[RowGroup, Sequence[Row], T]]:
-        """What is made of the rows that each group misses, by all workers.
-
-        Few rows of a group take as long as some more, so each worker has whole groups, or large pieces of them.
-        """
-        if self.search.workers == 1 or sum(map(len, missing)) < WORTH_A_FORK:
-            yield from ((group, rows, make(group, rows)) for group, rows in zip(self.groups, missing) if rows)
-            return
-        pieces = [
-            (group, rows[first : first + PIECE])
-            for group, rows in zip(self.groups, missing)
-            for first in range(0, len(rows), PIECE)
-        ]
-        for group, _ in pieces:
-            group.composer.prepare()  # which a fork would do for itself alone
-        shares: list[list[tuple[RowGroup, Sequence[Row]]]] = [[] for _ in range(self.search.workers)]
-        for piece in sorted(pieces, key=lambda piece: -len(piece[1])):
-            min(shares, key=lambda share: sum(len(rows) for _, rows in share)).append(piece)
-        shares = [share for share in shares if share]
-        kept = self.search.kept
-        works = [partial(_each, make, share, kept if number else None) for number, share in enumerate(shares)]
-        for share, found in zip(shares, all_of(works)):
-            yield from ((*one, made) for one, made in zip(share, found))
+        for group in self.groups:
+            if rows := group.unbounded([case for case in cases if case[0] in group.places]):
+                group.bound(rows, *group.composer.floors(rows))
 
     def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         return self._group(sub).floor(sub, m, level)
@@ -301,14 +266,6 @@ class SearchFloors:
             uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
             found += whole * np.maximum(uses - 1, 0)
         return found
-
-
-def _each(
-    make: Callable[[RowGroup, Sequence[Row]], T], share: Sequence[tuple[RowGroup, Sequence[Row]]], kept: KeptRows | None
-) -> list[T]:
-    """What is made of a share. kept: where a fork writes its rows, as nobody else will."""
-    with nullcontext() if kept is None else kept.keeping():
-        return [make(*one) for one in share]
 
 
 def _fits(search: Search, m: int) -> bool:

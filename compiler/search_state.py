@@ -99,7 +99,7 @@ class Search:
     workers: int = 1  # processes: of more than one, the others are forks
     proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
     alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
-    aside: Forked[dict[str, PurePlan]] | None = None  # these, for a guess of the microbatches
+    aside: Forked[dict[str, PurePlan]] | None = None  # these
     kept: KeptRows | None = None  # rows of other searches
 
     @cached_property

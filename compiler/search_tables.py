@@ -98,18 +98,19 @@ class SearchTables(SearchFloors):
         with self.search.timed("compose"):
             self._compose(rows)
 
-    def looks(self, prices: Mapping[int, Sequence[tuple[float, float]]]) -> dict[int, list[Candidate]]:
-        """The best pipeline with each of these microbatch counts at its prices, which are prepared: of those faster
-        than the best so far. A worker for each, and ``stages`` has the seconds until all are done."""
+    def looks(self, prices: Mapping[int, Sequence[tuple[float, float]]]) -> Iterator[list[Candidate]]:
+        """By microbatch count its best pipeline at these prices, which are prepared, if faster than the best so far.
+        A worker for each, and ``stages`` has the seconds until all are done; without workers one after the other, so
+        that what is found makes the next look short."""
         if self.search.workers == 1 or len(prices) == 1:
-            return {m: self._look(m, some) for m, some in prices.items()}
+            yield from (self._look(m, some) for m, some in prices.items())
+            return
         begin, before = time.perf_counter(), self.search.passes.get("stages", 0.0)
-        found = {}
-        for m, seen in zip(prices, all_of([partial(self._seen, m, some) for m, some in prices.items()])):
-            self.search.bounds[m, self.search.space.guide], self.known[m], candidates = seen
-            found[m] = [replace(one, rows=self._rows(m, one.pipeline, self.known[m])) for one in candidates]
+        every = all_of([partial(self._seen, m, some) for m, some in prices.items()])
         self.search.passes["stages"] = before + time.perf_counter() - begin
-        return found
+        for m, (bound_s, known, candidates) in zip(prices, every):
+            self.search.bounds[m, self.search.space.guide], self.known[m] = bound_s, known
+            yield [replace(one, rows=self._rows(m, one.pipeline, known)) for one in candidates]
 
     def _seen(
         self, m: int, prices: Sequence[tuple[float, float]]

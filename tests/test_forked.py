@@ -94,15 +94,16 @@ def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any]) -> None:
     assert alone[0].prediction.bound_s > 0
 
 
-def test_alternatives_do_not_depend_on_the_guess() -> None:
+def test_alternatives_are_the_best_of_all_microbatch_counts() -> None:
     with torch.device("meta"):
         model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
         tokens = torch.zeros(64, 16, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
     search = prepare(graph, cluster, 64, None, None, "AdamW", Space(), parse_constraints(None))
+    found = pure_plans(search)
+    for m in (1, 2, 4, 8, 16, 32, 64):
+        for name, alone in pure_plans(replace(search, microbatches=m, tables=None, bounds={}, beside={})).items():
+            assert alone.best is None or found[name].best.clock_s <= alone.best.clock_s * (1 + 1e-3), (name, m)
     (plan,) = best_plans(search)
-    guesses = [pure_plans(search, m) for m in (plan.microbatches, 64 if plan.microbatches < 8 else 1)]
-    assert {name: one.counts for name, one in guesses[0].items()} != {n: one.counts for n, one in guesses[1].items()}
-    alone = find_alternatives(search, plan)
-    assert [find_alternatives(search, plan, guess) for guess in guesses] == [alone, alone]
-    assert {one["name"] for one in alone if one["step_s"]} >= {"data", "tensor"}
+    said = find_alternatives(plan, found)
+    assert {one["name"] for one in said if one["step_s"]} >= {"data", "tensor"}
