@@ -72,24 +72,18 @@ def num_terms(axes: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def conversion_counts(sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-    """(how often each term stands in each conversion [terms, sources · targets], bool [sources, targets] of those that
-    do not exist, None if all do)."""
-    axes = len(sources[0])
-    counts = np.zeros((len(sources) * len(targets), num_terms(axes)))
-    missing = []
-    for row, (source, target) in enumerate((s, t) for s in sources for t in targets):
-        terms = _terms(source, target)
-        if terms is None:
-            missing.append(row)
-        else:
-            for term in terms:
-                counts[row, term] += 1
-    if not missing:
-        return np.ascontiguousarray(counts.T), None
-    impossible = np.zeros(len(counts), dtype=bool)
-    impossible[missing] = True
-    return np.ascontiguousarray(counts.T), impossible.reshape(len(sources), len(targets))
+def conversion_counts(
+    sources: tuple[Spec, ...], targets: tuple[Spec, ...]
+) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """(how often each term stands in each way to convert [terms, ways], which way each conversion goes [sources ·
+    targets], the way of those that do not exist, None if all do)."""
+    ways: dict[tuple[int, ...] | None, int] = {}
+    which = np.array([ways.setdefault(_terms(s, t), len(ways)) for s in sources for t in targets], dtype=np.intp)
+    counts = np.zeros((num_terms(len(sources[0])), len(ways)))
+    for terms, way in ways.items():
+        for term in terms or ():
+            counts[term, way] += 1
+    return counts, which, ways.get(None)
 
 
 @cache

@@ -304,15 +304,15 @@ class BatchPricer:
         """[num, sources, targets] seconds of conversions in one direction, inf where there is none."""
         if not sources or not targets:  # a border that has no state in any case
             return np.zeros((self.variants.num, len(sources), len(targets)))
-        counts, impossible = conversion_counts(sources, targets)
-        prices = self.term_prices(kind)
-        seconds: np.ndarray = np.zeros((len(prices), counts.shape[1]))
-        for price, count in zip(prices.T, counts):  # a product of matrices rounds a row by how many others there are
-            seconds += price[:, None] * count
-        seconds = seconds.reshape(-1, len(sources), len(targets))
+        counts, which, impossible = conversion_counts(sources, targets)
+        seconds = np.zeros((counts.shape[1], self.variants.num))
+        for price, count in zip(self.term_prices(kind).T, counts):
+            if count.any():  # a product of matrices rounds a row by how many others there are
+                seconds += count[:, None] * price
         if impossible is not None:
-            seconds[:, impossible] = np.inf
-        return seconds
+            seconds[impossible] = np.inf
+        found = seconds.take(which, axis=0).reshape(len(sources), len(targets), -1)
+        return np.moveaxis(found, -1, 0)  # rows lie side by side, as elimination wants them
 
     # ---- parameters
 

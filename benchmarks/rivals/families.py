@@ -4,8 +4,8 @@
                parallelism of a uniform shape. Patterns and modes are free per parameter and per layer here, which is
                more than such grids have
     megatron   the advice of Megatron-LM (Narayanan et al. 2021, section 3.4; Korthikanti et al. 2022): tensor
-               parallelism inside a host, then as few stages as fit, the rest data; a distributed optimizer; selective
-               recompute where it suffices, else full. The best over all tensor sizes of a host
+               parallelism inside a host, then as few stages as fit, the rest data; a distributed optimizer. The best
+               over all tensor sizes of a host and modes of recompute (none, selective, full)
     zero       all devices on one data axis, parameters in ZeRO patterns (Rajbhandari et al. 2020), recompute as needed
     published  a division that a paper gives
 
@@ -68,27 +68,20 @@ def best_grid(task: Task, said: Callable[[str], None] = lambda text: None) -> Pl
 
 
 def megatron(task: Task, said: Callable[[str], None] = lambda text: None) -> Plan | None:
-    """The best of what the advice gives for each tensor size inside a host."""
+    """The best of what the advice gives for each tensor size inside a host and each mode of recompute."""
     best: Plan | None = None
     devices = task.cluster.num_devices
-    for tp in (1 << k for k in range(task.per_host.bit_length())):
-        for pp in _divisors(devices // tp) if devices % tp == 0 and tp <= task.per_host else ():
-            shape = Strategy(pp, devices // tp // pp, tp)
-            said(str(shape))
-            found = _with_least_recompute(task, shape)
-            if found is not None:  # as few stages as fit
-                best = _better(best, found)
-                break
-    return best
-
-
-def _with_least_recompute(task: Task, shape: Strategy) -> Plan | None:
     for mode in ("none", "selective", "full"):
         space = replace(task.space, schedules=("1f1b",), residencies=("replicated", "zero1"), recompute=(mode,))
-        found = task.plan(shape, space) if mode in task.space.recompute else None
-        if found is not None:
-            return found
-    return None
+        for tp in (1 << k for k in range(task.per_host.bit_length())) if mode in task.space.recompute else ():
+            for pp in _divisors(devices // tp) if devices % tp == 0 and tp <= task.per_host else ():
+                shape = Strategy(pp, devices // tp // pp, tp)
+                said(f"{shape}, recompute {mode}")
+                found = task.plan(shape, space)
+                if found is not None:  # as few stages as fit
+                    best = _better(best, found)
+                    break
+    return best
 
 
 def zero_everywhere(task: Task) -> Plan | None:
