@@ -68,7 +68,8 @@ def _closely(
 
 
 def _look(search: Search, found: list[Candidate], counts: list[int], best_s: float) -> None:
-    """Add to both. best_s: the least of the other families."""
+    """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get other rows. best_s: the least clock
+    of the other families."""
     tables, space = search.tables, search.space
     assert tables is not None
     if not isfinite(tables.best):  # nothing fits but by generous estimates
@@ -84,7 +85,8 @@ def _look(search: Search, found: list[Candidate], counts: list[int], best_s: flo
         lean = [m for m in tight if tables.faster_without_limit(m, best_s * (1 - EPSILON))]
         for m in tight:
             if m not in lean and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE)):
-                tables.prepare_uniform(m, best_s, {row.submesh for one in by_count[m] for row in one.rows})
+                used = dict.fromkeys(row.submesh for one in by_count[m] for row in one.rows)
+                tables.prepare_uniform(m, best_s, used)
                 counts.append(m)
         tables.best = best_s
     tables.prepare_ladder(lean)
