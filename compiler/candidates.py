@@ -20,7 +20,7 @@ from math import inf, isfinite
 
 from .explore import explore
 from .other_schedules import TIE, faster_without_limit, with_other_schedules
-from .search_state import INTERRUPTED, SMALL_OPS, TIMED_OUT, Candidate, Search
+from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
 from .search_tables import EPSILON
 
 __all__ = ["candidates"]
@@ -33,14 +33,12 @@ def candidates(search: Search) -> tuple[list[Candidate], list[Candidate]]:
     """(pipelines of the guide, pipelines of all open families), fastest first each."""
     guided = _first(search)
     offered: list[Candidate] = []
-    if search.num_ops > SMALL_OPS:
+    if not search.small:
         offered = [one for one in with_other_schedules(search, guided) if one.schedule != search.space.guide]
+    counts: list[int] = []
     if guided and search.thorough and not search.cut_short:
         guided, counts = _closely(search, guided, offered)
-    else:
-        counts = []
-    again = counts if search.num_ops > SMALL_OPS else None
-    return guided, with_other_schedules(search, guided, offered, again)
+    return guided, with_other_schedules(search, guided, offered, None if search.small else counts)
 
 
 def _first(search: Search) -> list[Candidate]:
@@ -80,7 +78,7 @@ def _look(search: Search, found: list[Candidate], counts: list[int], best_s: flo
     near = [m for m, some in by_count.items() if some[0].clock_s <= NEAR * tables.best][:THOROUGH]
     tight = [m for m in near if tables.tight(m, by_count[m][0].clock_s)]
     lean = tight
-    if search.num_ops > SMALL_OPS and space.guide in space.schedules:
+    if not search.small and space.guide in space.schedules:
         best_s = min(best_s, tables.best)
         lean = [m for m in tight if tables.faster_without_limit(m, best_s * (1 - EPSILON))]
         for m in tight:

@@ -53,7 +53,7 @@ from .precision import precision_notes
 from .prepare import prepare
 from .rules import rule_for
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
-from .settle import least_to_beat, settled, small
+from .settle import least_to_beat, may_settle, settled
 from .space import Space
 from .strategy import InfeasibleError, Strategy, check_batch
 from .wires import lossy_notes
@@ -296,7 +296,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
         missed = error or missed
         if plans or not isinstance(error, OverfullError):
             break  # else what is known of memory now makes other pipelines the best
-    if small(search):  # the proof says when to stop
+    if may_settle(search):  # the proof says when to stop
         plans = settled(search, bounded(search, plans), top_k)
     return plans, None if plans else missed
 

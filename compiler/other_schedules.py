@@ -36,7 +36,7 @@ from .pipeline_dp import bound_of, describe_pipeline, solve
 from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
-from .search_state import INTERRUPTED, SMALL_OPS, Candidate, Search
+from .search_state import INTERRUPTED, Candidate, Search
 from .search_tables import ENDLESS
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
@@ -157,7 +157,7 @@ def _others_known(search: Search, found: Sequence[Candidate], most: float) -> li
     guide has nothing."""
     tables = search.tables
     assert tables is not None
-    if search.num_ops > SMALL_OPS or not any(name in CHUNKED for name in search.space.schedules):
+    if not search.small or not any(name in CHUNKED for name in search.space.schedules):
         return []
     return sorted(set(tables.known).difference(_counts(found, most)))
 

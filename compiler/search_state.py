@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .alternatives import PurePlan
     from .search_tables import SearchTables
 
-__all__ = ["INTERRUPTED", "SLACK", "SMALL_OPS", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
+__all__ = ["INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
 
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
@@ -106,6 +106,11 @@ class Search:
     def num_ops(self) -> int:
         """Ops of the graph."""
         return sum(1 for _ in self.graph.ops())
+
+    @property
+    def small(self) -> bool:
+        """Whether the graph is so small that looking at everything takes little."""
+        return self.num_ops <= SMALL_OPS
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from .pipeline_clock import clock_seconds
 from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .search_floors import FREE, LEANEST, SearchFloors
-from .search_state import SMALL_OPS, Candidate, Miss, Search, StageRow
+from .search_state import Candidate, Miss, Search, StageRow
 from .space import Submesh
 
 __all__ = ["ENDLESS", "EPSILON", "LADDER", "MIDDLE", "SearchTables"]
@@ -51,7 +51,7 @@ class SearchTables(SearchFloors):
         some fit, the neighbours of the best until it has none better."""
         left = self._left(looked)
         if spread := self._hopeful([m for m in self._spread if m in left]):
-            return spread if self.search.num_ops <= SMALL_OPS else spread[:LOOKS]
+            return spread if self.search.small else spread[:LOOKS]
         left = self._left(looked)
         if not first:
             return left[::-1][::2][:LOOKS]
@@ -75,7 +75,7 @@ class SearchTables(SearchFloors):
     def _hopeful(self, counts: Sequence[int]) -> list[int]:
         """Those of the counts that may be faster than the best. Where bytes cost nothing that is looked at once before
         tables are made; a small graph's other families may need them in any case."""
-        if self.search.num_ops <= SMALL_OPS:
+        if self.search.small:
             return list(counts)
         fresh = [m for m in counts if m not in self._lifted and self.roomy(m)] if isfinite(self.best) else []
         levels = {m: self._level(m, *FREE) for m in fresh}

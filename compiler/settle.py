@@ -22,11 +22,11 @@ from .fastest import alike
 from .finish import Known, excess_bytes, finish, held_by_rules, measured, stage_limits
 from .other_schedules import TIE
 from .plan import Plan
-from .search_state import INTERRUPTED, SLACK, SMALL_OPS, Candidate, Search
+from .search_state import INTERRUPTED, SLACK, Candidate, Search
 from .search_tables import ENDLESS
 from .space import CHUNKED
 
-__all__ = ["least_to_beat", "settled", "small"]
+__all__ = ["least_to_beat", "may_settle", "settled"]
 
 TOP_K = 16  # pipelines per microbatch count and price of a byte
 MOST = 60  # that are assembled,
@@ -38,10 +38,10 @@ NEAR = 0.03  # of the bytes of all stages: limits closer than that are alike
 TIMES = 10  # that a pipeline's stages are made leaner
 
 
-def small(search: Search) -> bool:
+def may_settle(search: Search) -> bool:
     """Whether ``settled`` may find anything here."""
     thorough = search.tables is not None and search.thorough and not search.cut_short
-    return thorough and search.space.guide in search.space.schedules and search.num_ops <= SMALL_OPS
+    return thorough and search.space.guide in search.space.schedules and search.small
 
 
 def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
