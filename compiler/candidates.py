@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from math import inf, isfinite
 
 from .explore import explore
-from .other_schedules import TIE, faster_without_limit, with_other_schedules
+from .other_schedules import TIE, faster_without_limit, generous_divisions, with_other_schedules
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
 from .search_tables import EPSILON
 
@@ -38,7 +38,8 @@ def candidates(search: Search) -> tuple[list[Candidate], list[Candidate]]:
     counts: list[int] = []
     if guided and search.thorough and not search.cut_short:
         guided, counts = _closely(search, guided, offered)
-    return guided, with_other_schedules(search, guided, offered, None if search.small else counts)
+    found = with_other_schedules(search, guided, offered, None if search.small else counts)
+    return guided, found or (generous_divisions(search) if guided else [])
 
 
 def _first(search: Search) -> list[Candidate]:

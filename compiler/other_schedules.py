@@ -37,11 +37,12 @@ from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solutio
 from .schedule import in_flight_formula
 from .schedule_bounds import family_bounds
 from .search_state import INTERRUPTED, Candidate, Search
-from .search_tables import ENDLESS
+from .search_tables import ENDLESS, GENEROUS
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
-__all__ = ["TIE", "faster_without_limit", "prove_others", "simplest_first", "unfit", "with_other_schedules"]
+__all__ = ["TIE", "faster_without_limit", "generous_divisions", "prove_others", "simplest_first", "unfit",
+           "with_other_schedules"]  # fmt: skip
 
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
 COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
@@ -74,6 +75,17 @@ def with_other_schedules(
                     raise
                 search.cut_short = INTERRUPTED
     return sorted([*own, *offered], key=lambda one: one.clock_s)
+
+
+def generous_divisions(search: Search) -> list[Candidate]:
+    """The best divisions into chunks where nothing fits by tables, should estimates be above what stages really hold:
+    of several chunks they add up what only passes."""
+    tables, names = search.tables, [name for name in search.space.schedules if name in CHUNKED]
+    assert tables is not None
+    with search.timed("schedules"):
+        found = [one for m in sorted(tables.known) if names
+                 for one in _divided(search, m, tables.known[m], dict.fromkeys(names, inf), GENEROUS)]  # fmt: skip
+    return sorted(found, key=lambda one: one.clock_s)
 
 
 def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], most: float) -> bool:

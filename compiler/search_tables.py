@@ -20,7 +20,7 @@ from .search_floors import FREE, LEANEST, SearchFloors
 from .search_state import Candidate, Miss, Search, StageRow
 from .space import Submesh
 
-__all__ = ["ENDLESS", "EPSILON", "LADDER", "MIDDLE", "SearchTables"]
+__all__ = ["ENDLESS", "EPSILON", "GENEROUS", "LADDER", "MIDDLE", "SearchTables"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))  # prices of a byte, as in ``search_floors``

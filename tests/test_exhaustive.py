@@ -49,6 +49,12 @@ def test_no_document_of_several_chunks_is_below_the_bound_or_better_than_the_pla
     assert not verdict.problems, verdict.case + "\n" + "\n".join(verdict.problems)
 
 
+def test_divisions_that_tables_think_too_large_are_tried_where_nothing_else_fits():
+    verdict = judge(chunked_case(52), _plan_of)
+    assert verdict.ours_s
+    assert not verdict.problems, "\n".join(verdict.problems)
+
+
 @pytest.mark.parametrize("seed", [0, 9])
 def test_documents_of_several_chunks_cost_what_reprice_says(seed):
     case = chunked_case(seed)
