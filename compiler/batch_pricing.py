@@ -306,8 +306,8 @@ class BatchPricer:
             return np.zeros((self.variants.num, len(sources), len(targets)))
         counts, which, impossible = conversion_counts(sources, targets)
         seconds = np.zeros((counts.shape[1], self.variants.num))
-        for price, count in zip(self.term_prices(kind).T, counts):
-            if count.any():  # a product of matrices rounds a row by how many others there are
+        for price, count in zip(self.term_prices(kind).T, counts):  # a product would round by how many rows there are
+            if count.any():
                 seconds += count[:, None] * price
         if impossible is not None:
             seconds[impossible] = np.inf

@@ -289,7 +289,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     for _ in range(TIGHTER):
         guided, found = candidates(search)
         if guided:
-            _prove(search, [*found, *guided][0])
+            _prove(search, (found or guided)[0])
         if guided and not found:
             return [], unfit(search, guided)
         plans, error = _finished(search, found, top_k, seen)

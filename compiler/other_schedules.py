@@ -95,7 +95,7 @@ def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], mos
     assert tables is not None
     limits = {name: most for name in search.space.schedules if name != search.space.guide}
     with search.timed("schedules"):
-        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.free(m), ENDLESS))
+        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), ENDLESS))
 
 
 def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:

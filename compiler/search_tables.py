@@ -20,11 +20,11 @@ from .search_floors import FREE, LEANEST, SearchFloors
 from .search_state import Candidate, Miss, Search, StageRow
 from .space import Submesh
 
-__all__ = ["ENDLESS", "EPSILON", "GENEROUS", "LADDER", "MIDDLE", "SearchTables"]
+__all__ = ["ENDLESS", "EPSILON", "GENEROUS", "MIDDLE", "SearchTables"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))  # prices of a byte, as in ``search_floors``
-LADDER = ((0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
+LADDER = (*MIDDLE, (0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 VISITS = 300  # partial pipelines looked at to rank candidates
 SLOWER = 0.05  # than the best pipeline of a table: how much the others may be
 GENEROUS = 1.15  # of the limit: what estimates of stages may take where nothing is within it
@@ -120,8 +120,7 @@ class SearchTables(SearchFloors):
         return self.bound(m), self.known[m], [replace(one, rows=()) for one in found]
 
     def _look(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
-        levels = [self._level(m, *one) for one in prices]
-        return self._solve(m, [(sub, n) for n in levels for sub in self._worthwhile(m)], levels, 1)[:1]
+        return self._solve(m, self.rows(m, prices), [self._level(m, *one) for one in prices], 1)[:1]
 
     def _worthwhile(self, m: int) -> list[Submesh]:
         """Submeshes that some stage faster than the best plan could have."""
@@ -138,7 +137,7 @@ class SearchTables(SearchFloors):
     def prepare_uniform(self, m: int, most: float, also: Collection[Submesh]) -> None:
         """Make the whole ladder for such submeshes and for ``also`` the rows of m."""
         subs = [sub for sub in self._uniform(m, most) if sub not in also]
-        self._know(m, [*also, *subs], (*MIDDLE, *LADDER))
+        self._know(m, [*also, *subs], LADDER)
 
     def _uniform(self, m: int, most: float) -> list[Submesh]:
         total = len(self.usable)
@@ -155,16 +154,17 @@ class SearchTables(SearchFloors):
 
     def prepare_ladder(self, counts: Sequence[int]) -> None:
         """Make the rows that ``candidates`` looks at where memory is tight."""
-        self.prepare(counts, (*MIDDLE, *LADDER))
+        self.prepare(counts, LADDER)
 
-    def free(self, m: int) -> list[tuple[Submesh, int]]:
-        """Of a count that was looked at the rows of least seconds, whatever they hold."""
-        return [(sub, self._level(m, *FREE)) for sub in self._worthwhile(m)]
+    def rows(self, m: int, prices: Sequence[tuple[float, float]] = (FREE,)) -> list[tuple[Submesh, int]]:
+        """The rows of m at these prices, by default those of least seconds, of submeshes that may matter."""
+        levels = dict.fromkeys(self._level(m, *one) for one in prices)
+        return [(sub, level) for level in levels for sub in self._worthwhile(m)]
 
     def faster_without_limit(self, m: int, most: float) -> bool:
         """Whether pipelines with m microbatches were faster than ``most`` if memory had no limit."""
         known, best, self.best = self.known[m], self.best, most
-        found = self._solve(m, self.free(m), [], 1, ENDLESS)
+        found = self._solve(m, self.rows(m), [], 1, ENDLESS)
         self.known[m], self.best = known, best
         return any(one.clock_s < most for one in found)
 
@@ -172,9 +172,9 @@ class SearchTables(SearchFloors):
         """The best pipelines with m microbatches, with the whole ladder of prices where leaner rows may help; what is
         proven of them goes to ``search.bounds``."""
         known = self.known[m]
-        prices = (*MIDDLE, *LADDER) if lean else (FREE,)
-        ladder = list(dict.fromkeys(self._level(m, *one) for one in prices))
-        found = self._solve(m, [(sub, number) for number in ladder for sub in self._worthwhile(m)], ladder)
+        prices = LADDER if lean else (FREE,)
+        priced = list(dict.fromkeys(self._level(m, *one) for one in prices))
+        found = self._solve(m, self.rows(m, prices), priced)
         if not lean:
             self.known[m] = known
         return found
@@ -192,7 +192,7 @@ class SearchTables(SearchFloors):
 
     def unlimited(self, counts: Sequence[int], top_k: int) -> Iterator[Candidate]:
         """The best pipelines of these microbatch counts at each price of a byte, whatever their estimates hold."""
-        every = (*MIDDLE, *LADDER, LEANEST)
+        every = (*LADDER, LEANEST)
         prices = {m: (FREE,) if self.roomy(m) else every for m in counts}
         self.prepare(counts, (FREE,))
         self.prepare([m for m in counts if prices[m] is every], every)

@@ -12,12 +12,9 @@ from meshwright.compiler.plan import Plan
 from meshwright.compiler.search_state import SMALL_OPS
 from meshwright.compiler.search_tables import SearchTables
 from meshwright.compiler.space import Space
-from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.memory import FRAMEWORK_BYTES
 from meshwright.models import GPT
-from random_cases import with_memory
+from test_tight_memory import limited
 
-V100 = Cluster.preset("p3.16xlarge")
 PLENTY = 16384  # MiB
 TIGHT = (120, 150, 200)  # MiB, of 972 that the model takes with everything replicated
 
@@ -50,8 +47,7 @@ def ladders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def planned(graph: Graph, mib: float) -> Plan:
     assert sum(1 for _ in graph.ops()) > SMALL_OPS
-    cluster = with_memory(V100, int(FRAMEWORK_BYTES[V100.device(0).kind] + mib * 2**20))
-    return make_plan(graph, cluster, 64, alternatives=False, space=Space.whole())
+    return make_plan(graph, limited(mib), 64, alternatives=False, space=Space.whole())
 
 
 def test_where_memory_is_plenty_nobody_climbs_the_ladder(graph, ladders, monkeypatch):
