@@ -9,6 +9,9 @@
    only the submeshes that they may take get the ladder.
 4. What the other families make of what is new.
 
+Where there are workers, a fork proves bounds from 3 on: as far as what is known then, so that what is found later is
+bounded, too.
+
 Of small graphs the ladder is looked at in any case, and the other families once, at the end.
 """
 
@@ -20,6 +23,7 @@ from math import inf, isfinite
 
 from .explore import explore
 from .other_schedules import TIE, faster_without_limit, generous_divisions, with_other_schedules
+from .proof import prove
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
 from .search_tables import EPSILON
 
@@ -34,7 +38,10 @@ def candidates(search: Search) -> tuple[list[Candidate], list[Candidate]]:
     guided = _first(search)
     offered: list[Candidate] = []
     if not search.small:
-        offered = [one for one in with_other_schedules(search, guided) if one.schedule != search.space.guide]
+        ranked = with_other_schedules(search, guided)
+        offered = [one for one in ranked if one.schedule != search.space.guide]
+        if ranked and search.workers > 1:
+            prove(search, ranked[0].clock_s)
     counts: list[int] = []
     if guided and search.thorough and not search.cut_short:
         guided, counts = _closely(search, guided, offered)

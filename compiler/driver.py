@@ -8,7 +8,7 @@
     stages        dynamic programming over layers × devices                               pipeline_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
                   closer looks where leaner tables may help                               candidates.py
-    bounds        of the other counts and of the other schedule families                 search_floors.py, schedule_*.py
+    bounds        of the other counts and of the other schedule families                 proof.py, search_floors.py, schedule_*.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  whole_stage.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py
@@ -25,7 +25,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -47,10 +47,11 @@ from .forked import Forked
 from .graph import Graph, op_name
 from .infeasible import infeasible
 from .kept_rows import KeptRows
-from .other_schedules import TIE, prove_others, simplest_first, unfit, with_other_schedules
+from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
 from .plan import Plan
 from .precision import precision_notes
 from .prepare import prepare
+from .proof import bounded, prove, proving
 from .rules import rule_for
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
 from .settle import least_to_beat, may_settle, settled
@@ -60,10 +61,8 @@ from .wires import lossy_notes
 
 __all__ = [
     "best_plans",
-    "bounded",
     "make_plan",
     "make_plans",
-    "proving",
     "recorded",
     "search_plans",
     "start_search",
@@ -192,13 +191,8 @@ def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _pure_plans(search: Search) -> dict[str, PurePlan]:
-    with _keeping(search):
+    with search.keeping():
         return pure_plans(search)
-
-
-def _keeping(search: Search) -> AbstractContextManager[object]:
-    """A fork keeps its own rows."""
-    return nullcontext() if search.kept is None else search.kept.keeping()
 
 
 def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, str] | None) -> Space:
@@ -217,57 +211,6 @@ def without_gc() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-# ---- what is proven
-
-
-@contextmanager
-def proving(search: Search) -> Iterator[None]:
-    """Within it, ``search.proof`` and ``search.aside`` may be of forks; afterwards nobody is left."""
-    try:
-        yield
-    finally:
-        for forked in (search.proof, search.aside):
-            if forked is not None:
-                forked.drop()
-        search.proof = search.aside = None
-
-
-def _prove(search: Search, best: Candidate) -> None:
-    """Bound all counts under all open families, as far as that is less than the clock of ``best``; ``bounded`` takes
-    what a fork finds."""
-    if search.proof is not None:
-        search.proof.drop()
-    tables, space = search.tables, search.space
-    assert tables is not None
-    search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
-
-    def work() -> dict[tuple[int, str], float]:
-        with _keeping(search):
-            if not search.cut_short:
-                tables.bound_the_rest()
-            prove_others(search, best.clock_s)
-        return search.bounds
-
-    with search.timed("bounds"):
-        try:
-            search.proof = Forked(work, search.workers > 1, later=True)
-        except KeyboardInterrupt:
-            search.cut_short = INTERRUPTED
-
-
-def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans of ``best_plans`` with what is proven of the search by now."""
-    if search.proof is not None:
-        with search.timed("bounds"):
-            try:
-                search.bounds.update(search.proof.result())
-            except KeyboardInterrupt:  # the plans are there
-                search.cut_short = f"{INTERRUPTED} while bounds were proven"
-    return [
-        replace(p, prediction=replace(p.prediction, bound_s=min(p.prediction.step_s, search.bound_s))) for p in plans
-    ]
 
 
 # ---- from candidates to plans
@@ -289,7 +232,7 @@ def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], Infeasible
     for _ in range(TIGHTER):
         guided, found = candidates(search)
         if guided:
-            _prove(search, (found or guided)[0])
+            prove(search, (found or guided)[0].clock_s)
         if guided and not found:
             return [], unfit(search, guided)
         plans, error = _finished(search, found, top_k, seen)

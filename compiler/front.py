@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..costmodel.cluster import Cluster
-from .driver import best_plans, bounded, proving, recorded, search_plans, start_search, without_gc
+from .driver import best_plans, recorded, search_plans, start_search, without_gc
 from .graph import Graph
 from .plan import Plan
+from .proof import bounded, proving
 from .search_state import INTERRUPTED
 from .space import Space, usable_bytes
 from .strategy import Strategy

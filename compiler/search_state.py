@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
@@ -97,7 +97,8 @@ class Search:
     thorough: bool = True  # whether to look further than at the first pipelines of all counts
     tables: SearchTables | None = None
     workers: int = 1  # processes: of more than one, the others are forks
-    proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``
+    proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
+    proven_s: float = 0.0  # as far as that is less
     alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
     aside: Forked[dict[str, PurePlan]] | None = None  # these
     kept: KeptRows | None = None  # rows of other searches
@@ -120,6 +121,10 @@ class Search:
             yield
         finally:
             self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+    def keeping(self) -> AbstractContextManager[object]:
+        """Within it, ``kept`` takes what is made: a fork keeps its own rows."""
+        return nullcontext() if self.kept is None else self.kept.keeping()
 
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
         """What a stage may not do whose axes have these roles."""
