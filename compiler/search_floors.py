@@ -152,7 +152,7 @@ class SearchFloors:
         search = self.search
         with search.timed("floors"):
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self.submeshes])
+            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self._widest])
             for m in self.counts:
                 self._share[m] = m * self._least_work(m) / search.cluster.num_devices
                 search.bounds[m, search.space.guide] = self._share[m]
@@ -187,9 +187,14 @@ class SearchFloors:
         """Which part of a device's memory the leanest choices take if all devices are one stage."""
         level = self._level(m, *LEANEST)
         byte = self.levels[level].byte
-        wide = [self._floor(sub, m, level) for sub in self.submeshes if sub.num_devices == len(self.usable)]
+        wide = [self._floor(sub, m, level) for sub in self._widest]
         least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
         return least / max(float(self.usable.min()), 1.0)
+
+    @cached_property
+    def _widest(self) -> list[Submesh]:
+        """Submeshes of all devices."""
+        return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
     def tight(self, m: int, first_s: float) -> bool:
         """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
@@ -206,10 +211,11 @@ class SearchFloors:
         paced = {m: self._lean(m) for m in rest}
         self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
         whole = [m for m in rest if not self.hides(m)]
-        self._bound([(sub, m, self._level(m, *FREE)) for m in whole for sub in self.submeshes])
+        ends = (FREE, LEANEST)
+        self._bound([(sub, m, self._level(m, *one)) for m in whole for one in ends for sub in self.submeshes])
         for m in rest:
             if m in whole:
-                self._lift(m, [self._level(m, *FREE), self._level(m, *LEANEST), *paced[m]], 1)
+                self._lift(m, [*(self._level(m, *one) for one in ends), *paced[m]], 1)
             else:
                 bound_s = self._least_seconds(m, paced[m], self.best, 1)
                 search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
