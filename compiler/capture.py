@@ -8,7 +8,7 @@ The steps, in order (``capture``):
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
 3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
 4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
-5. ``run_decompositions({})`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+5. ``decomposed`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
 6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
 7. ``rewrite.rewrite``: the passes over that graph.
 
@@ -34,6 +34,7 @@ from torch.fx import Node
 from .blame import CaptureError, blame, line_of, refusal
 from .block_copies import Template, live_nodes, template_of
 from .blocks import BLOCK, Blocks, Record, UnsoundError
+from .decompose import decomposed
 from .example import Inputs, fake_inputs
 from .experts import experts
 from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
@@ -105,7 +106,7 @@ def capture(
                             wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
                         )
                         _inline_regions(program.graph_module, detach=training)
-                        program = program.run_decompositions({})
+                        program = decomposed(program)
                 except Exception as error:
                     if not blocks.hidden:
                         raise blame(error) from error

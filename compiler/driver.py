@@ -8,7 +8,7 @@
     stages        dynamic programming over layers × devices                               pipeline_*.py
     schedules     the other schedule families, on the tables that are there                other_schedules.py
                   closer looks where leaner tables may help                               candidates.py
-    bounds        of the other counts and of the other schedule families                 proof.py, search_floors.py, schedule_*.py
+    bounds        of the other counts and of the other schedule families                  proof.py, schedule_bounds.py
     refine        per chosen stage: the whole stage as one problem under its memory limit  whole_stage.py, lagrange.py
     simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
     memory        what each stage holds at its worst, from a run without data             footprint.py

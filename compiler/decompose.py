@@ -1,0 +1,107 @@
+"""An exported program without ops that work in place or are made of views.
+
+``run_decompositions({})`` gives that by tracing everything again, which takes as long as the export. Where nothing
+works in place only a few ops are to be replaced (``reshape``, ``to``, ``chunk``: what they return may be what they were
+given), and each of them can be traced by itself. What that makes is what tracing everything would have made.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["decomposed"]
+
+DROPOUT = torch.ops.aten.dropout.default
+
+
+def decomposed(program: Any) -> Any:
+    """The ``ExportedProgram`` that ``program.run_decompositions({})`` gives; the program itself, changed in place,
+    where that takes less."""
+    graph = program.graph
+    replaced = [node for node in _ops(graph) if not _stays(node)]
+    results = set(graph.output_node().all_input_nodes)  # the signature has their names
+    if any(not _is_simple(node) or node in results for node in replaced):
+        return program.run_decompositions({})
+    pieces = [_pieces(node) for node in replaced]
+    if not all(_stays(inside) for traced in pieces for inside in _ops(traced)):
+        return program.run_decompositions({})
+    for node, traced in zip(replaced, pieces):
+        _put(graph, traced, node)
+    return program
+
+
+def _ops(graph: torch.fx.Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def _stays(node: Node) -> bool:
+    """Whether decomposition leaves the op as it is: composite ops stay whole unless they may return what they were
+    given, or a view of it."""
+    op = node.target
+    if op is operator.getitem:
+        return True
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or op.name().startswith("aten::lift"):
+        return False
+    return torch.Tag.maybe_aliasing_or_mutating not in op.tags and not (_views(op) and _is_composite(op))
+
+
+def _is_simple(node: Node) -> bool:
+    """Whether tracing the op by itself gives what tracing everything does."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
+        return False
+    return op is DROPOUT or (_views(op) and _is_composite(op))
+
+
+def _views(op: torch._ops.OpOverload) -> bool:
+    """Whether what the op returns may be a view of what it is given."""
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    return op.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
+
+
+def _pieces(node: Node) -> torch.fx.Graph:
+    """What the op does, as a graph with a placeholder for each of its operands."""
+    operands = node.all_input_nodes
+    op: Any = _dropout if node.target is DROPOUT else node.target
+
+    def run(*values: torch.Tensor) -> Any:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), dict(zip(operands, values)).__getitem__)
+        return op(*args, **kwargs)
+
+    return make_fx(run)(*(operand.meta["val"] for operand in operands)).graph
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout as one op: on CPUs it would be several, of which some work in place."""
+    return torch.ops.aten.native_dropout.default(x, p, train)[0] if train and p else x
+
+
+def _put(graph: torch.fx.Graph, traced: torch.fx.Graph, node: Node) -> None:
+    """The nodes of ``_pieces`` in the node's place."""
+    given = iter(node.all_input_nodes)
+    env: dict[Node, Any] = {}
+    with graph.inserting_before(node):
+        for inside in traced.nodes:
+            if inside.op == "placeholder":
+                env[inside] = next(given)
+            elif inside.op != "output":
+                env[inside] = new = graph.node_copy(inside, env.__getitem__)
+                new.meta = {**node.meta, "val": inside.meta["val"]}
+    (made,) = traced.output_node().args
+    if isinstance(made, Node):
+        node.replace_all_uses_with(env[made])
+    else:
+        for item in list(node.users):
+            item.replace_all_uses_with(env[made[item.args[1]]])
+            graph.erase_node(item)
+    graph.erase_node(node)
