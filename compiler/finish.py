@@ -121,7 +121,7 @@ def measured(search: Search, plan: Plan) -> Plan:
     """The plan with the memory that its stages really hold."""
     graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
-        return with_footprints(graph, plan)
+        return with_footprints(graph, plan, 1 if search.small else search.workers)
 
 
 def stage_limits(search: Search, plan: Plan) -> list[float]:

@@ -14,11 +14,13 @@ them are in flight together; a weight that two of them use is counted in each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .chunk_keys import ChunkKeys
 from .chunk_room import Bytes, ChunkRoom, worst_of
+from .forked import all_of
 from .graph import Graph
 from .pipeline_chunks import fewer
 from .plan import Plan
@@ -40,11 +42,11 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     return _memory([ChunkRoom(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
 
 
-def with_footprints(graph: Graph, plan: Plan) -> Plan:
+def with_footprints(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
-    each stage whose program cannot run on meta tensors: its estimate from the rules stays."""
+    each stage whose program cannot run on meta tensors: its estimate from the rules stays. workers: processes."""
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
-    for index, found in enumerate(footprints(graph, plan)):
+    for index, found in enumerate(footprints(graph, plan, workers)):
         if isinstance(found, Exception):
             why = str(found).strip().split("\n")[0][:120]
             notes.append(f"memory of stage {index} is estimated op by op: {type(found).__name__}: {why}")
@@ -54,24 +56,48 @@ def with_footprints(graph: Graph, plan: Plan) -> Plan:
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
 
 
-def footprints(graph: Graph, plan: Plan) -> list[Bytes | Exception]:
-    """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so."""
+def footprints(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
+    """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so.
+    workers: processes, of which the others are forks."""
     shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
-    known: dict[Hashable, ChunkRoom | Exception] = {}
-    found: list[Bytes | Exception] = []
-    for index in range(len(plan.stages)):
-        keys: list[Hashable] = []
+    found: dict[int, Bytes | Exception] = {}
+    keys: dict[int, list[Hashable]] = {}
+    for index, stage in enumerate(plan.stages):
         try:
-            for chunk in range(len(plan.stages[index].chunks)):
-                keys.append(shared.structure(index, chunk))
-                if keys[-1] not in known:
-                    known[keys[-1]] = ChunkRoom(shared, index, chunk)
+            keys[index] = [shared.structure(index, chunk) for chunk in range(len(stage.chunks))]
+        except Exception as error:
+            found[index] = error
+    for some in all_of([partial(_footprints, shared, part) for part in _dealt(keys, workers)]):
+        found |= some
+    return [found[index] for index in range(len(plan.stages))]
+
+
+def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[int, Sequence[Hashable]]]:
+    """The stages dealt out to so many: to whoever has most of their programs, else to whoever has the fewest."""
+    parts: list[dict[int, Sequence[Hashable]]] = [{} for _ in range(workers)]
+    known: list[set[Hashable]] = [set() for _ in parts]
+    for index, programs in keys.items():
+        k = min(range(workers), key=lambda k: (len({*programs} - known[k]), len(known[k])))
+        parts[k][index] = programs
+        known[k].update(programs)
+    return [part for part in parts if part] or [{}]
+
+
+def _footprints(shared: ChunkKeys, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
+    """Of these stages, with the structure of each of their programs."""
+    known: dict[Hashable, ChunkRoom | Exception] = {}
+    found: dict[int, Bytes | Exception] = {}
+    for index, keys in stages.items():
+        try:
+            for chunk, key in enumerate(keys):
+                if key not in known:
+                    known[key] = ChunkRoom(shared, index, chunk)
             parts = [known[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
-            found.append(wrong[0] if wrong else _memory([part for part in parts if isinstance(part, ChunkRoom)], index))
+            found[index] = wrong[0] if wrong else _memory([p for p in parts if isinstance(p, ChunkRoom)], index)
         except Exception as error:
             known.update(dict.fromkeys(keys, error))
-            found.append(error)
+            found[index] = error
     return found
 
 

@@ -223,6 +223,15 @@ def test_deeper_flight_keeps_more_and_equal_stages_share_a_run() -> None:
     assert kept[0] > kept[2]
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_forks_count_the_same(workers: int) -> None:
+    model, args, _ = ZOO["gpt"](64, device="meta", layers=7, tied=True)
+    asked = {"strategy": "pp3", "microbatches": 8, "executable": True}
+    for schedule in ("1f1b", "zb-v"):
+        plan = mw.plan(model, Cluster.local(3), example_inputs=args, schedule=schedule, **asked)
+        assert footprints(capture(model, args), plan, workers) == footprints(capture(model, args), plan)
+
+
 def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
     batch, layers, heads, sequence = 64, 2, 4, 128
     with torch.device("meta"):
