@@ -66,7 +66,7 @@ def _views(op: torch._ops.OpOverload) -> bool:
 
 
 def _is_composite(op: torch._ops.OpOverload) -> bool:
-    return op.has_kernel_for_dispatch_key("CompositeImplicitAutograd")
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _pieces(node: Node) -> torch.fx.Graph:
@@ -97,11 +97,12 @@ def _put(graph: torch.fx.Graph, traced: torch.fx.Graph, node: Node) -> None:
             elif inside.op != "output":
                 env[inside] = new = graph.node_copy(inside, env.__getitem__)
                 new.meta = {**node.meta, "val": inside.meta["val"]}
-    (made,) = traced.output_node().args
+    made: Any = traced.output_node().args[0]
     if isinstance(made, Node):
         node.replace_all_uses_with(env[made])
     else:
-        for item in list(node.users):
-            item.replace_all_uses_with(env[made[item.args[1]]])
+        items: list[tuple[Node, Any]] = [(user, user.args[1]) for user in node.users]
+        for item, index in items:
+            item.replace_all_uses_with(env[made[index]])
             graph.erase_node(item)
     graph.erase_node(node)

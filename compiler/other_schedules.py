@@ -15,33 +15,29 @@ looked at for chunks: the guide may be far from its best there.
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
 there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
 
-What is proven of them: ``schedule_bounds``, and of what is least then: ``chunk_bounds`` and ``pipeline_bound``.
+What is proven of them: ``proof``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import numpy as np
 
 from .asynchronous import PIPEDREAM
-from .chunk_bounds import chunk_bound
-from .exposure import lowered, raised
 from .pipeline_chunks import at_most, chunked, least_sums
-from .pipeline_dp import bound_of, describe_pipeline, solve
-from .pipeline_table import Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .pipeline_dp import describe_pipeline, solve
+from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
-from .schedule_bounds import family_bounds
 from .search_state import INTERRUPTED, Candidate, Search
 from .search_tables import ENDLESS, GENEROUS
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
-__all__ = ["TIE", "faster_without_limit", "generous_divisions", "prove_others", "simplest_first", "unfit",
+__all__ = ["TIE", "chunk_numbers", "faster_without_limit", "generous_divisions", "simplest_first", "unfit",
            "with_other_schedules"]  # fmt: skip
 
 TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
@@ -243,14 +239,15 @@ def _divided(
     table = tables.table(m, pairs, room) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
-        answer = chunked(table, m, schedule, _chunks(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
+        answer = chunked(table, m, schedule, chunk_numbers(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
         for one in answer.pipelines if isinstance(answer, Solution) else ():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
                 yield candidate
 
 
-def _chunks(search: Search, schedule: str) -> tuple[int, ...]:
+def chunk_numbers(search: Search, schedule: str) -> tuple[int, ...]:
+    """The numbers of chunks per stage that a family may take."""
     return search.space.chunks if schedule == "interleaved" else (2,)
 
 
@@ -268,67 +265,6 @@ def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
     return [pair for (groups, pair), seconds in zip(room, work) if m * seconds / groups < most]
 
 
-# ---- what is proven
-
-
-def prove_others(search: Search, best_s: float) -> None:
-    """Bounds of the families beside the guide for every microbatch count, to ``search.bounds``. best_s: seconds; what
-    is above does not matter."""
-    tables, cluster = search.tables, search.cluster
-    assert tables is not None
-    others = [name for name in search.space.schedules if name != search.space.guide]
-    if not others:
-        return
-    alone = not any(name in CHUNKED for name in others)
-    usable = tables.usable * search.share
-
-    def prove(
-        m: int,
-        of: Callable[[Floors, float], Mapping[str, float]],
-        messages: bool,
-        up_to_s: float,
-        more: Sequence[int] = (),
-    ) -> None:
-        # with few microbatches much of a step's other work may hide: then by paces alone
-        paced = tables.hides(m)
-        known = (n for n in tables.levels_of(m) if not (paced and tables.levels[n].step_share))
-        levels = list(dict.fromkeys([*more, *known]))
-        most = up_to_s if paced else raised(up_to_s, m, cluster, tables.hidden_s)
-        for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
-            true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
-            search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
-
-    def some(floors: Floors, most: float) -> Mapping[str, float]:
-        return family_bounds(floors, m, others, tables.cuts, usable, most)
-
-    for m in tables.counts:
-        prove(m, some, alone, best_s)
-    guided = (search.bounds[m, search.space.guide] for m in tables.counts)
-    enough = min([best_s, *(guided if search.space.guide in search.space.schedules else ())])
-    for chunked_ones in (True, False):  # the former take little, and say what is enough for the others
-        left = [(m, name) for m in tables.counts for name in others if (name in CHUNKED) == chunked_ones]
-        while left and (case := min(left, key=search.bounds.__getitem__)) and search.bounds[case] < enough:
-            left.remove(case)
-            m, name = case
-            before = search.bounds[case]
-            prove(
-                m, partial(_closely, search, m, name), not chunked_ones, enough, tables.lean_levels(m, name == "zb-h1")
-            )
-            if search.bounds[case] <= before:  # what is least cannot be lifted: nothing above matters
-                enough = before
-
-
-def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
-    """A bound of one family that takes longer than ``family_bounds``."""
-    tables = search.tables
-    assert tables is not None
-    if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
-        return {name: 0.0}
-    if name in CHUNKED:
-        return {name: chunk_bound(floors, m, name, _chunks(search, name), at_most(m, tables.cuts), most)}
-    return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
-
-
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
     """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
     tables, others = search.tables, search.space.schedules
@@ -339,7 +275,7 @@ def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
     for schedule in (name for name in others if name in CHUNKED):
         pairs = _uniform(search, m, tables.known[m], inf)
         table = tables.table(m, pairs) if pairs else None
-        chunks = _chunks(search, schedule)
+        chunks = chunk_numbers(search, schedule)
         answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
         if isinstance(answer, Infeasible):
             reason = f": {answer.reason}"

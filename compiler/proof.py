@@ -1,18 +1,41 @@
 """What no plan of the space undercuts: bounds of all microbatch counts and families, proven beside the rest of a search
-where it has workers."""
+where it has workers.
+
+The bound of the search is the least of all, so what is least is lifted, until it is one that nothing lifts further. Of
+every count there is a quick bound: for the guide from the search, for the others from ``schedule_bounds``. Then, least
+first and each up to what is known to be enough:
+
+    interleaved, zb-v     chunk_bounds: these take little, and the least of them is enough for the others
+    the others            pipeline_bound
+
+each first by the floors that there are, then by those at more prices of a byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
+from .asynchronous import PIPEDREAM
+from .chunk_bounds import chunk_bound
+from .exposure import lowered, raised
 from .forked import Forked
-from .other_schedules import prove_others
+from .other_schedules import chunk_numbers
+from .pipeline_chunks import at_most
+from .pipeline_dp import bound_of
+from .pipeline_table import Floors
 from .plan import Plan
+from .schedule_bounds import family_bounds
+from .search_floors import LOOSE
 from .search_state import INTERRUPTED, Search
+from .space import CHUNKED
 
 __all__ = ["bounded", "prove", "proving"]
+
+LAX, STRICT = "zb-h1", "gpipe"  # what no pipeline of the first undercuts, none of the second does: it holds as much or
+# more, and its backwards are whole
 
 
 @contextmanager
@@ -34,16 +57,12 @@ def prove(search: Search, most_s: float) -> None:
         if search.proven_s >= most_s:
             return
         search.proof.drop()
-    tables, space = search.tables, search.space
-    assert tables is not None
-    search.bounds.update({(m, name): 0.0 for m in tables.counts for name in space.schedules if name != space.guide})
+    assert search.tables is not None
+    search.bounds.update({(m, name): 0.0 for m in search.tables.counts for name in _others(search)})
 
     def work() -> dict[tuple[int, str], float]:
         with search.keeping():
-            tables.best = min(tables.best, most_s)
-            if not search.cut_short:
-                tables.bound_the_rest()
-            prove_others(search, most_s)
+            _lift_least(search, most_s)
         return search.bounds
 
     with search.timed("bounds"):
@@ -66,3 +85,82 @@ def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
     return [
         replace(p, prediction=replace(p.prediction, bound_s=min(p.prediction.step_s, search.bound_s))) for p in plans
     ]
+
+
+def _others(search: Search) -> list[str]:
+    return [name for name in search.space.schedules if name != search.space.guide]
+
+
+def _lift_least(search: Search, most_s: float) -> None:
+    """Lift the least of ``search.bounds``. most_s: what is above does not matter."""
+    tables, space, others = search.tables, search.space, _others(search)
+    assert tables is not None
+    tables.best = min(tables.best, most_s)
+    for m in tables.counts if others else ():
+        messages = not any(name in CHUNKED for name in others)
+        _lift(search, m, partial(_quickly, search, m, others), messages, most_s)
+    chunked = [name for name in others if name in CHUNKED]
+    single = [name for name in others if name not in CHUNKED]
+    enough = most_s
+    if space.guide in space.schedules and search.cut_short:
+        enough = min([most_s, *(tables.bound(m) for m in tables.counts)])
+    elif space.guide in space.schedules:
+        single.append(space.guide)
+        for m in tables.counts if search.small else ():  # of which all that may be faster will be assembled
+            _lift_closely(search, m, space.guide, most_s)
+    for names in (chunked, single):
+        left = [(m, name) for m in tables.counts for name in names]
+        while left and search.bounds[case := min(left, key=lambda one: (search.bounds[one], one[1] != LAX))] < enough:
+            left.remove(case)
+            _lift_closely(search, *case, enough)
+            enough = min(enough, search.bounds[case])
+
+
+def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
+    tables, before = search.tables, search.bounds[m, name]
+    assert tables is not None
+    if name == search.space.guide:
+        if before < (1 - LOOSE) * tables.best:
+            tables.lift_closely(m, most_s)
+        return
+    closely = partial(_closely, search, m, name)
+    _lift(search, m, closely, name not in CHUNKED, most_s)
+    if search.bounds[m, name] < most_s:
+        _lift(search, m, closely, name not in CHUNKED, most_s, tables.lean_levels(m, name == "zb-h1"))
+
+
+def _lift(
+    search: Search,
+    m: int,
+    of: Callable[[Floors, float], Mapping[str, float]],
+    messages: bool,
+    most_s: float,
+    more: Sequence[int] = (),
+) -> None:
+    """Lift bounds of families with m microbatches to what ``of`` (floors, most) says; more: prices of a byte."""
+    tables, cluster = search.tables, search.cluster
+    assert tables is not None
+    paced = tables.hides(m)  # with few microbatches much of a step's other work may hide: then by paces alone
+    levels = list(dict.fromkeys([*more, *tables.known_levels(m)]))
+    most = most_s if paced else raised(most_s, m, cluster, tables.hidden_s)
+    for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
+        true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
+        search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
+    if {LAX, STRICT} <= {*_others(search)}:
+        search.bounds[m, STRICT] = max(search.bounds[m, STRICT], search.bounds[m, LAX])
+
+
+def _quickly(search: Search, m: int, names: Sequence[str], floors: Floors, most: float) -> Mapping[str, float]:
+    assert search.tables is not None
+    return family_bounds(floors, m, names, search.tables.cuts, search.tables.usable * search.share, most)
+
+
+def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
+    """A bound of one family that takes longer than ``family_bounds``."""
+    tables = search.tables
+    assert tables is not None
+    if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
+        return {name: 0.0}
+    if name in CHUNKED:
+        return {name: chunk_bound(floors, m, name, chunk_numbers(search, name), at_most(m, tables.cuts), most)}
+    return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}

@@ -26,7 +26,7 @@ from .search_state import SLACK, Search, batch_bytes
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes, usable_bytes
 from .strategy import divide
 
-__all__ = ["FREE", "LEANEST", "SearchFloors"]
+__all__ = ["FREE", "LEANEST", "LOOSE", "SearchFloors"]
 
 # prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
 FREE = (0.0, 0.0)
@@ -94,10 +94,14 @@ class SearchFloors:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def levels_of(self, m: int) -> list[int]:
-        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch."""
-        numbers = [n for n in range(1, len(self.levels)) if self.levels[n].weight_share == 1.0]
-        return [n for n in numbers if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
+    def known_levels(self, m: int) -> list[int]:
+        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch; where
+        more than a little hides, without per-step work."""
+        paced = self.hides(m)
+        fit = [
+            n for n, one in enumerate(self.levels) if n and one.weight_share == 1.0 and not (paced and one.step_share)
+        ]
+        return [n for n in fit if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
 
     def lean_levels(self, m: int, split: bool) -> list[int]:
         """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
@@ -201,29 +205,29 @@ class SearchFloors:
         saving memory."""
         return self.bound(m) < min(self.best, first_s / CLOSE)
 
-    def bound_the_rest(self) -> None:
-        """Bound the counts that were not looked at closely: what is above the best does not matter.
+    def lift_closely(self, m: int, most_s: float) -> None:
+        """Lift the bound of a count that was not looked at closely, up to ``most_s``: by the prices of a byte at which
+        its floors are known, then by more of them.
 
         With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
         """
-        search = self.search
-        rest = [m for m in self.counts if self.bound(m) < (1 - LOOSE) * self.best]
-        paced = {m: self._lean(m) for m in rest}
-        self._bound([(sub, m, n) for m in rest for n in paced[m] for sub in self.submeshes])
-        whole = [m for m in rest if not self.hides(m)]
-        ends = (FREE, LEANEST)
-        self._bound([(sub, m, self._level(m, *one)) for m in whole for one in ends for sub in self.submeshes])
-        for m in rest:
-            if m in whole:
-                self._lift(m, [*(self._level(m, *one) for one in ends), *paced[m]], 1)
-            else:
-                bound_s = self._least_seconds(m, paced[m], self.best, 1)
-                search.bounds[m, search.space.guide] = max(self.bound(m), bound_s)
-
-    def _lift(self, m: int, priced: Sequence[int], trials: int = 0) -> float:
-        """The bound of a count as its floors at these prices lift it."""
         search, guide = self.search, self.search.space.guide
-        most = raised(self.best, m, search.cluster, self.hidden_s)
+        paced = self.hides(m)
+        ends = [] if paced else [self._level(m, *FREE), self._level(m, *LEANEST)]
+        for levels in (self.known_levels(m), [*ends, *self._lean(m)]):
+            self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
+            if not paced:
+                self._lift(m, levels, 1, most_s)
+            else:
+                bound_s = self._least_seconds(m, levels, most_s, 1)
+                search.bounds[m, guide] = max(self.bound(m), bound_s)
+            if self.bound(m) >= most_s:
+                return
+
+    def _lift(self, m: int, priced: Sequence[int], trials: int = 0, most_s: float | None = None) -> float:
+        """The bound of a count as its floors at these prices lift it, up to ``most_s`` (by default the best)."""
+        search, guide = self.search, self.search.space.guide
+        most = raised(self.best if most_s is None else most_s, m, search.cluster, self.hidden_s)
         bound_s = lowered(self._least_seconds(m, priced, most, trials), m, search.cluster, self.hidden_s)
         search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
         return bound_s
