@@ -34,7 +34,6 @@ WIDE = 0.5  # of the memory: with that little one stage may well be the best pip
 EXPOSED = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
 DELAYED = 1.15  # of its makespan, what a pipeline that is delayed so may be thought to take
 WORTH_A_FORK = 200_000  # entries of a table: less takes no longer to solve than a worker's start
-TRIALS = 3  # of bounds between what is proven and the best
 
 
 class SearchTables(SearchFloors):
@@ -83,7 +82,7 @@ class SearchTables(SearchFloors):
 
         def lifted(some: Sequence[int]) -> list[float]:
             for m in some:
-                self._lift(m, [levels[m]], TRIALS)
+                self._lift(m, [levels[m]])
             return [self.bound(m) for m in some]
 
         shares = [some for k in range(self.search.workers) if (some := fresh[k :: self.search.workers])]
@@ -221,7 +220,7 @@ class SearchTables(SearchFloors):
         self.known[m] = pairs
         with search.timed("stages"):
             lifted = self._lifted.get(m) == (priced, self.best)
-            if priced and not lifted and self._lift(m, priced, TRIALS) >= self.best * (1 - EPSILON):
+            if priced and not lifted and self._lift(m, priced) >= self.best * (1 - EPSILON):
                 return []
             table = self.table(m, pairs, room)
             if table is None:
