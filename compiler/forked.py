@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 __all__ = ["Forked", "all_of", "usable_cores"]
 
 BEHIND = 10  # of ``nice``: a tenth of the share
@@ -29,6 +31,7 @@ class Forked(Generic[T]):
 
     def __init__(self, work: Callable[[], T], apart: bool, later: bool = False) -> None:
         self._work, self._later, self._child, self._answers = work, later, 0, -1
+        self._said: list[bytes] = []
         self._found: list[T] = []
         if not (apart and self._fork()):
             self._found.append(work())
@@ -44,7 +47,7 @@ class Forked(Generic[T]):
         """End the child, if there is one: nobody wants its answer."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
-            self._received()
+            self._over()
 
     def _fork(self) -> bool:
         """Whether there is a child."""
@@ -61,6 +64,7 @@ class Forked(Generic[T]):
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
             os.nice(BEHIND if self._later else 0)
             os.close(self._answers)
             with os.fdopen(into, "wb") as pipe:
@@ -70,12 +74,17 @@ class Forked(Generic[T]):
             os._exit(status)  # whatever happened: the parent's handlers and buffers are not the child's
 
     def _received(self) -> bytes:
-        """All that the child says; nothing where it failed."""
-        with os.fdopen(self._answers, "rb") as pipe:
-            answer = pipe.read()
+        """All that the child says; nothing where it failed. Whoever is interrupted here may come again."""
+        while chunk := os.read(self._answers, 2**20):
+            self._said.append(chunk)
+        return b"" if self._over() else b"".join(self._said)
+
+    def _over(self) -> int:
+        """Close the pipe; the status with which the child ended."""
+        os.close(self._answers)
         _, status = os.waitpid(self._child, 0)
         self._child = 0
-        return b"" if status else answer
+        return status
 
 
 def all_of(works: Sequence[Callable[[], T]]) -> list[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +50,53 @@ def test_what_a_child_cannot_say_is_made_here() -> None:
 
     parent = os.getpid()
     assert Forked(work, True).result() == parent
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[float], None]]:
+    """TimeoutError after so many seconds, wherever this process is then."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_child_may_run_what_this_process_ran_on_several_threads(alarm: Callable[[float], None]) -> None:
+    def work() -> int:
+        return int(torch.repeat_interleave(torch.full((200_000,), 3)).sum())
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected = work()  # starts the threads
+        forked = Forked(work, True)
+        alarm(30.0)
+        try:
+            assert forked.result() == expected
+        finally:
+            forked.drop()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_who_was_interrupted_while_waiting_may_drop_the_child_or_wait_again(alarm: Callable[[float], None]) -> None:
+    def work() -> tuple[int, np.ndarray]:
+        time.sleep(1.0)
+        return squares(300_000)
+
+    for go_on in ("drop", "result"):
+        forked = Forked(work, True)
+        alarm(0.2)
+        with pytest.raises(TimeoutError):
+            forked.result()
+        found = getattr(forked, go_on)()
+        assert found is None or found[0] != os.getpid()
+        forked.drop()  # of nobody
 
 
 def test_what_the_work_raises_is_raised_here() -> None:
