@@ -6,8 +6,7 @@ schedules (``Space.guide``).
 2. *Looks.* A few counts at a time, the middle of those that may win first, get tables at middling prices of a byte and
    their first pipeline; then the neighbours of the best, until it has none better.
 What comes after them is in ``candidates``. What was looked at is bounded on the way by its own Lagrangian values
-(``pipeline_bound``), the rest afterwards (``proof``). The bound of the search is the least of all
-counts'.
+(``pipeline_bound``), the rest afterwards (``proof``). The bound of the search is the least of all counts'.
 
 Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """

@@ -63,7 +63,7 @@ def prove(search: Search, most_s: float) -> None:
     def work() -> dict[tuple[int, str], float]:
         with search.keeping():
             _lift_least(search, most_s)
-        return search.bounds
+        return dict(search.bounds)
 
     with search.timed("bounds"):
         try:
@@ -117,6 +117,7 @@ def _lift_least(search: Search, most_s: float) -> None:
 
 
 def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
+    """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
     tables, before = search.tables, search.bounds[m, name]
     assert tables is not None
     if name == search.space.guide:

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 from meshwright.compiler import proof
+from meshwright.compiler.candidates import candidates
 from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
+from meshwright.compiler.driver import make_plan, start_search
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.space import Space
 from meshwright.models import GPT
@@ -63,3 +64,17 @@ def test_what_is_proven_far_enough_is_not_proven_again(graph, monkeypatch):
     plan = make_plan(graph, limited(PLENTY), 64, alternatives=False, space=Space.whole(), workers=2)
     assert len(proofs) == 1
     assert proofs[0] <= plan.prediction.step_s * 1.1
+
+
+def test_what_was_proven_outlives_another_look(graph):
+    """Where nothing that was found fits, the search looks again, and begins with its bounds anew."""
+    search = start_search(
+        graph, limited(PLENTY), 64, None, None, None, "AdamW", 0.0, lambda *_: None, None, Space.whole(), None, None
+    )
+    _, found = candidates(search)
+    proof.prove(search, found[0].clock_s)
+    proven = dict(search.bounds)
+    assert search.bound_s > 0.5 * found[0].clock_s
+    search.bounds.update(dict.fromkeys(search.bounds, 0.0))
+    assert proof.bounded(search, []) == []
+    assert search.bounds == proven
