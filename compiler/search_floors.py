@@ -156,7 +156,8 @@ class SearchFloors:
         search = self.search
         with search.timed("floors"):
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in self._widest])
+            lean = self.submeshes if search.small else self._widest  # proofs of small graphs need all of them
+            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in lean])
             for m in self.counts:
                 self._share[m] = m * self._least_work(m) / search.cluster.num_devices
                 search.bounds[m, search.space.guide] = self._share[m]
