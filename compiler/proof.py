@@ -57,6 +57,7 @@ def prove(search: Search, most_s: float) -> None:
         if search.proven_s >= most_s:
             return
         search.proof.drop()
+        search.proof = None
     assert search.tables is not None
     search.bounds.update({(m, name): 0.0 for m in search.tables.counts for name in _others(search)})
 
@@ -118,16 +119,15 @@ def _lift_least(search: Search, most_s: float) -> None:
 
 def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
     """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
-    tables, before = search.tables, search.bounds[m, name]
+    tables, guides = search.tables, name == search.space.guide
     assert tables is not None
-    if name == search.space.guide:
-        if before < (1 - LOOSE) * tables.best:
-            tables.lift_closely(m, most_s)
+    if guides and search.bounds[m, name] >= (1 - LOOSE) * tables.best:
         return
     closely = partial(_closely, search, m, name)
     _lift(search, m, closely, name not in CHUNKED, most_s)
     if search.bounds[m, name] < most_s:
-        _lift(search, m, closely, name not in CHUNKED, most_s, tables.lean_levels(m, name == "zb-h1"))
+        more = tables.lean_levels(m, split=name == "zb-h1", ends=guides and not tables.hides(m))
+        _lift(search, m, closely, name not in CHUNKED, most_s, more)
 
 
 def _lift(

@@ -103,17 +103,15 @@ class SearchFloors:
         ]
         return [n for n in fit if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
 
-    def lean_levels(self, m: int, split: bool) -> list[int]:
+    def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
         """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
-        and back where the backward is split."""
-        levels = self._lean(m)
+        and back where the backward is split; ends: also bytes that cost nothing, and as much as can be."""
+        levels = [self._level(m, *one) for one in (FREE, LEANEST) if ends]
+        levels += [self._level(m, *one, step_share=0.0) for one in LEAN]
         if split:
             levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
         self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
-
-    def _lean(self, m: int) -> list[int]:
-        return [self._level(m, *one, step_share=0.0) for one in LEAN]
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of what is known of a submesh."""
@@ -206,37 +204,15 @@ class SearchFloors:
         saving memory."""
         return self.bound(m) < min(self.best, first_s / CLOSE)
 
-    def lift_closely(self, m: int, most_s: float) -> None:
-        """Lift the bound of a count that was not looked at closely, up to ``most_s``: by the prices of a byte at which
-        its floors are known, then by more of them.
-
-        With few microbatches by paces alone, as much of a step's other work may hide; else with that work.
-        """
+    def _lift(self, m: int, priced: Sequence[int]) -> float:
+        """The bound of a count as its floors at these prices lift it."""
         search, guide = self.search, self.search.space.guide
-        paced = self.hides(m)
-        ends = [] if paced else [self._level(m, *FREE), self._level(m, *LEANEST)]
-        for levels in (self.known_levels(m), [*ends, *self._lean(m)]):
-            self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
-            if not paced:
-                self._lift(m, levels, 1, most_s)
-            else:
-                bound_s = self._least_seconds(m, levels, most_s, 1)
-                search.bounds[m, guide] = max(self.bound(m), bound_s)
-            if self.bound(m) >= most_s:
-                return
-
-    def _lift(self, m: int, priced: Sequence[int], trials: int = 0, most_s: float | None = None) -> float:
-        """The bound of a count as its floors at these prices lift it, up to ``most_s`` (by default the best)."""
-        search, guide = self.search, self.search.space.guide
-        most = raised(self.best if most_s is None else most_s, m, search.cluster, self.hidden_s)
-        bound_s = lowered(self._least_seconds(m, priced, most, trials), m, search.cluster, self.hidden_s)
+        most = raised(self.best, m, search.cluster, self.hidden_s)
+        table = self.floors_of(m, priced).alone(search.cluster.num_devices)
+        least_s = bound_of(table, m, guide, self.cuts, most, 0)
+        bound_s = lowered(least_s, m, search.cluster, self.hidden_s)
         search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
         return bound_s
-
-    def _least_seconds(self, m: int, priced: Sequence[int], most: float, trials: int = 0) -> float:
-        """What no makespan with m microbatches undercuts, by the floors at these prices; at most ``most``."""
-        table = self.floors_of(m, priced).alone(self.search.cluster.num_devices)
-        return bound_of(table, m, self.search.space.guide, self.cuts, most, trials)
 
     def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
         """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
