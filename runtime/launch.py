@@ -8,7 +8,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -86,6 +86,8 @@ def _rank_main(
     results.send(answer)
     if answer[0] == "error":
         os._exit(1)  # the peers may be gone: destroying the group could wait for them
+    with suppress(EOFError):
+        results.recv()  # all have their results: a rank that left at once would take its connections from the others
     leave()
 
 
@@ -118,7 +120,7 @@ def spawn_local(path: str, num_ranks: int, arguments: Sequence[Any] = (), timeou
         store = str(Path(folder) / "store")
         processes, pipes = [], {}
         for rank in range(num_ranks):
-            reader, writer = context.Pipe(duplex=False)
+            reader, writer = context.Pipe()
             process = context.Process(
                 target=_rank_main, args=(path, rank, num_ranks, store, tuple(arguments), writer), daemon=True
             )
@@ -128,6 +130,8 @@ def spawn_local(path: str, num_ranks: int, arguments: Sequence[Any] = (), timeou
             pipes[reader] = rank
         try:
             _collect(pipes, results, None if timeout_s is None else monotonic() + timeout_s)
+            for pipe in pipes:
+                pipe.send("leave")
             for process in processes:
                 process.join()
         finally:

@@ -52,15 +52,19 @@ def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
         try:
             torch.manual_seed(0)
             join(rank, world_size, store, timedelta(seconds=2 * timeout_s))
-            result = resolve(path)(*arguments)
+            _tell(pipe, ("ok", resolve(path)(*arguments)))
+            pipe.recv()  # a rank that left at once would take its connections from the others
             leave()
-            answer: tuple[str, Any] = ("ok", result)
+            pipe.send(("ok", None))
         except BaseException as error:
-            answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-        try:
-            pipe.send(answer)
-        except Exception as error:
-            pipe.send(("error", f"the result cannot be sent back: {error}"))
+            _tell(pipe, ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+def _tell(pipe: Connection, answer: tuple[str, Any]) -> None:
+    try:
+        pipe.send(answer)
+    except Exception as error:
+        pipe.send(("error", f"the result cannot be sent back: {error}"))
 
 
 class RankPool:
@@ -100,6 +104,13 @@ class RankPool:
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         for rank, (_, pipe, _) in enumerate(self._workers[:num_ranks]):
             pipe.send((rank, num_ranks, store, path, arguments, timeout_s))
+        results = self._answers(num_ranks, path, timeout_s)
+        for _, pipe, _ in self._workers[:num_ranks]:
+            pipe.send("leave")
+        self._answers(num_ranks, f"leaving {path}", timeout_s)
+        return results
+
+    def _answers(self, num_ranks: int, path: str, timeout_s: float) -> list[Any]:
         results: list[Any] = [None] * num_ranks
         waiting = {pipe: rank for rank, (_, pipe, _) in enumerate(self._workers[:num_ranks])}
         failures: dict[int, str] = {}
