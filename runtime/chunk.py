@@ -24,6 +24,7 @@ from .compiled import Compiler
 from .crossmesh import Layout, Port, tiles
 from .facts import Facts, Link
 from .feeding import Feeder
+from .near_messages import NearMessages
 from .split_backward import Halves, halve
 from .state import State
 
@@ -231,6 +232,7 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 def bind_links(
     parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, Facts], links: Sequence[Link],
     back: set[tuple[str, Place]], groups: Groups, microbatches: int, seed: int = 0,
+    near: NearMessages | None = None,
 ) -> None:  # fmt: skip
     """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank. seed: of
     the codes in which gradients go back."""
@@ -265,7 +267,7 @@ def bind_links(
             ports.append(
                 Port.make(
                     messages, state.rank, tag, local, kind.dtype, device=state.device, group=group,
-                    code=plan.code("activations"), seed=seed if ports else None,
+                    code=plan.code("activations"), seed=seed if ports else None, near=near,
                 )
             )  # fmt: skip
             tag += len(messages) * microbatches

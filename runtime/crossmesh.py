@@ -5,8 +5,7 @@ device gets every one of its elements exactly once. Among sources that hold the 
 so far is taken (the first on a tie), or the target itself if it is among them.
 
 Tags are unique per (transfer, direction, microbatch, tile), so Gloo matches messages in any order. NCCL has no tags:
-there the two directions have a group each, and both ends meet the messages of a direction in the order of their
-actions.
+both ends meet the messages of a direction, which has a group of its own, in the order of their actions.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from ..compiler.spec import Spec, local_shape
 from .compression.carrier import Carrier, carrier
 from .compression.dither import draw
 from .groups import coordinates
+from .near_messages import Arrival, NearMessages
 
 __all__ = ["Box", "Layout", "Port", "Tile", "cut", "tiles", "transfer_now"]
 
@@ -155,7 +155,8 @@ class Port:
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
     Peers are ranks of ``group``, whose own methods are called: what ``dist.isend`` checks of every message takes as
-    long as the rest of an action. code: of the messages (``codecs.CARRIERS``).
+    long as the rest of an action. near: is of a group with the same ranks. code: of the messages
+    (``codecs.CARRIERS``).
     """
 
     sends: list[Message] = field(default_factory=list)  # boxes of mine
@@ -168,6 +169,7 @@ class Port:
     group: Any = None
     code: str = "none"
     seed: int | None = None  # of random numbers of the code; None: nearest levels
+    near: NearMessages | None = None  # that reach some peers
 
     @classmethod
     def make(
@@ -199,8 +201,13 @@ class Port:
         for index, peer, box, coder in self.sends:
             if box not in copies:
                 copies[box] = self._encoded(cut(x, box).contiguous(), coder, (step, microbatch, index))
-            started.append((group.send([wire(copies[box])], peer, base + index), copies[box]))
+            message = wire(copies[box])
+            if not self._is_near(peer) or not self.near.send(message, peer, base + index):  # type: ignore[union-attr]
+                started.append((group.send([message], peer, base + index), copies[box]))
         return started
+
+    def _is_near(self, peer: int) -> bool:
+        return self.near is not None and peer in self.near.peers
 
     def _encoded(self, x: torch.Tensor, coder: Carrier | None, at: tuple[int, ...]) -> torch.Tensor:
         if coder is None:
@@ -222,7 +229,13 @@ class Port:
                 buffer = torch.empty(_extents(box), dtype=self.dtype, device=self.device)
             target = here if buffer is None else buffer
             assert target is not None
-            parts.append((group.recv([wire(target)], peer, base + index), buffer, coder, box))
+            message = wire(target)
+            if self._is_near(peer):
+                assert self.near is not None
+                work: Any = Arrival(self.near, message, peer, base + index, group)
+            else:
+                work = group.recv([message], peer, base + index)
+            parts.append((work, buffer, coder, box))
         return Incoming(self.shape, out, parts)
 
 

@@ -26,6 +26,7 @@ from .feeding import Feeder
 from .gradients import GradientReducer
 from .groups import DistributedComm
 from .losses import BatchLoss
+from .near_messages import NearMessages
 from .replicas import Alone
 from .state import State
 from .trace import TimedComm, Trace
@@ -48,7 +49,8 @@ class Executor:
     nothing in ``run``.
 
     training=False: forwards only, without autograd, one microbatch. alone: the axes over which replicas step by
-    themselves. groups: see ``chunk.Groups``. Raises ScheduleError for a schedule that cannot run over the plan's edges.
+    themselves. groups: see ``chunk.Groups``; near: for messages to ranks that share memory. Raises ScheduleError for a
+    schedule that cannot run over the plan's edges.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Executor:
         *,
         reducer: GradientReducer | None = None,
         groups: Groups = lambda source, target: (None, None),
+        near: NearMessages | None = None,
         seed: int = 0,
         training: bool = True,
         trace: Trace | None = None,
@@ -95,7 +98,7 @@ class Executor:
             for chunk, program in enumerate(programs)
         ]
         self.loss = BatchLoss(self.parts, comm, alone)
-        bind_links(self.parts, plan, facts, links, back, groups, self.window, seed)
+        bind_links(self.parts, plan, facts, links, back, groups, self.window, seed, near)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
             return
@@ -162,8 +165,8 @@ class Executor:
                 action, part = work.action, work.part
                 kind, microbatch = action.kind, action.microbatch
                 arriving = posted
+                started = mark()  # posting waits, too, where a message is being read
                 posted = _post(self.works[index + 1]) if index + 1 < len(self.works) else []
-                started = mark()
                 arrived = [(position, incoming.wait()) for position, incoming in arriving]
                 for done in work.settled:
                     _drain(held.pop(done, []))

@@ -24,6 +24,7 @@ from .collectives.protocol import Sum
 from .compression.summing import NonFiniteGradient
 from .groups import DistributedComm, Pending
 from .owned import Bundle, Owned
+from .shared_sum import SharedSum
 from .sums import Sums
 from .trace import Trace
 
@@ -95,6 +96,7 @@ class _Summed(_Bucket):
         self.axes = axes
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.shared: SharedSum | None = None  # if that is where the flat bucket lies
         self.wire: torch.Tensor | None = None
         self.work: Any = None
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -115,9 +117,7 @@ class _Summed(_Bucket):
             self.wire = None if grad is None else grad.contiguous()
             return
         if self.flat is None:
-            self.flat = leaf.new_empty(sum(p.numel() for p in self.parameters))
-            pieces = self.flat.split([p.numel() for p in self.parameters])
-            self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+            self._lay(leaf.new_empty(sum(p.numel() for p in self.parameters)))
         view = self.views[index]
         if grad is None:
             view.zero_()
@@ -125,20 +125,34 @@ class _Summed(_Bucket):
             view.copy_(grad)
             leaf.grad = view
 
+    def _lay(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        pieces = flat.split([p.numel() for p in self.parameters])
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
     def _any(self) -> bool:
         return any(leaf.grad is not None for leaf in self.parameters)
 
     def bind(self, sums: Sums) -> None:
-        """The sum over its axes."""
+        """The sum over its axes. In memory that the ranks share, gradients lie from the beginning; one alone is let go
+        with the step, and takes no such room."""
         first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
-        self.sum = sums.make(self.axes, sum(map(torch.Size.numel, shapes)), first.dtype, shapes, first.device)
+        size = sum(map(torch.Size.numel, shapes))
+        self.sum = sums.make(self.axes, size, first.dtype, shapes, first.device)
+        if len(shapes) > 1:
+            self.shared = sums.make_shared(self.axes, size, first.dtype, first.device)
+        if self.shared is not None:
+            self._lay(self.shared.buffer)
 
     def launch(self, comm: DistributedComm) -> None:
         """Start the sum, in place."""
         self.launched = True
         wire = self.wire if self.flat is None else self.flat
         assert wire is not None
-        self.work = comm.start_all_reduce(wire, self.axes) if self.sum is None else self.sum.start(wire.view(-1))
+        if self.sum is None:
+            self.work = comm.start_all_reduce(wire, self.axes, self.shared)
+        else:
+            self.work = self.sum.start(wire.view(-1))
 
     def settle(self, comm: DistributedComm) -> None:
         """The sums become the leaves' gradients, if they are not already."""

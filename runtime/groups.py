@@ -21,6 +21,7 @@ from ..compiler.plan import Plan, Stage, Wire
 from .compression.carrier import carrier
 from .compression.dither import draw as key
 from .renamed import all_gather_single, reduce_scatter_single
+from .shared_sum import SharedSum
 
 __all__ = ["Coordinates", "DistributedComm", "Pending", "bind", "bind_all", "coordinates", "joint_axes"]
 
@@ -195,10 +196,12 @@ class DistributedComm:
             index = index * self.mesh_shape[axis] + self.coordinates[axis]
         return index
 
-    def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...]) -> Any:
+    def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...], shared: SharedSum | None = None) -> Any:
         """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single
-        device)."""
+        device). shared: what sums it, flat, in memory that these ranks share."""
         self._count("all_reduce", x.nbytes)
+        if shared is not None:
+            return shared.start(x)
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 

@@ -9,8 +9,8 @@ visit of a wire task runs the collective on all groups of the form at once; rank
 A collective in a training step follows compute: tensors are out of cache, ranks arrive a little apart, and a thread of
 the backend has to be woken while a core is busy. Its mean then is several times what a hot loop of collectives takes
 (1 MB over 2 ranks on 2 cores: 0.4 ms at best, 1.3 ms in the median of a loop, 3.6 ms after 8 ms of compute), and a step
-pays means. So ``pace`` runs before every sample, and a figure is the mean over samples and ranks. A transfer between
-stages leaves a rank that computes on, and meets one that waits: ``_relay`` measures it so.
+pays means. So ``pace`` runs before every sample, and a figure is the mean over samples and ranks. Transfers between
+stages are in ``message_probes.py``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ from .collectives.channel import Channel
 from .collectives.dense import DenseSum
 from .collectives.rounds import DEFINED
 from .compression.registry import make_sum
-from .crossmesh import Port, Tile
 from .groups import DistributedComm
+from .message_probes import Pair, message
+from .near import Near
+from .near_messages import NearMessages
+from .paced import PACE_S, SLOW_S, samples_of, seconds_of
+from .shared_sum import SharedSum
 
 __all__ = [
     "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "Form", "Ranks", "coded_sum", "forms",
@@ -49,11 +53,8 @@ ROOTED = ("broadcast", "reduce", "scatter", "gather")
 #: sums by algorithms of our own, where the backend has tagged messages
 OWN = tuple(f"all_reduce:{name}" for name in DEFINED["all_reduce"] if name not in ("sequential", "parameter_server"))
 _MOST_SAMPLES, _VISIT_S = 15, 0.03
-_PACED_SAMPLES, PACE_S = 12, 0.008  # about what a layer of a small model computes between two collectives
-_TAG = 1 << 29  # beyond the tags of any plan's transfers
 _ALL_SIZES = 16  # ranks up to which submeshes of every size are measured; beyond, powers of two and divisors
 OVERLAP_BYTES = 4 << 20
-_SLOW_S = 0.2  # a collective beyond which one sample has to do
 
 
 @dataclass(frozen=True)
@@ -130,22 +131,24 @@ class Ranks:
         self.device, self.timeout = device, timedelta(seconds=timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pace = pace or matmuls(device, pace_s)
-        self._made: dict[tuple[int, ...], Any] = {}
+        self._made: dict[tuple[tuple[int, ...], bool], Any] = {}
         self._channels: dict[tuple[int, ...], Channel] = {}
+        self._met: dict[tuple[int, ...], Near] = {}
         self.whole = self.group(tuple(range(self.world)))
 
-    def group(self, ranks: tuple[int, ...]) -> Any:
-        """The process group of ``ranks``, made at the first call. Collective over the world."""
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
-        return self._made[ranks]
+    def group(self, ranks: tuple[int, ...], back: bool = False) -> Any:
+        """The process group of ``ranks``, or a second one for their messages back, made at the first call. Collective
+        over the world."""
+        if (ranks, back) not in self._made:
+            self._made[ranks, back] = dist.new_group(list(ranks), timeout=self.timeout)
+        return self._made[ranks, back]
 
     def close(self) -> None:
         """Destroy the groups."""
-        for ranks, group in self._made.items():
+        for (ranks, _), group in self._made.items():
             if self.rank in ranks:
                 dist.destroy_process_group(group)
-        self._made, self._channels = {}, {}
+        self._made, self._channels, self._met = {}, {}, {}
 
     def agree(self, values: Sequence[float]) -> Sequence[float]:
         """The elementwise maximum over all ranks. Collective."""
@@ -168,71 +171,54 @@ class Ranks:
         Collective, as is the call that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
         mine = next(((ranks, g) for ranks, g in zip(form.sets, groups) if self.rank in ranks), None)
+        if kind == "send":
+            back = dict(zip(form.sets, [self.group(ranks, back=True) for ranks in form.sets]))
+            if mine is None:
+                return partial(message, self, None)
+            ranks, group = mine
+            near = self._near(*mine)
+            ways = NearMessages(near) if near is not None and near.is_all else None
+            return partial(message, self, Pair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways))
         call: Callable[..., object] | None = None
         if mine is not None:
+            near = self._near(*mine) if kind == "all_reduce_in_place" else None
             if kind in OWN:
                 call = self._own_sum(*mine, kind, nbytes)
+            elif near is not None and near.is_all:
+                shared = SharedSum(near, max(nbytes // 4, 1), torch.float32)
+                call = partial(_sum_by, shared, shared.buffer)
             else:
                 call = _CALLS.get(kind, partial(_rooted, kind))(*mine, self.rank, nbytes, self.device)
         if kind in KINDS or kind in OWN:
             return partial(self._paced, call)
-        if kind == "send":
-            return partial(self._relayed, call)
         return partial(_sampled, call, form.size, self.agree, self.device)
+
+    def _near(self, ranks: tuple[int, ...], group: Any) -> Near | None:
+        """As training meets them. Collective over the group."""
+        if ranks not in self._met and self.device.type == "cpu":
+            self._met[ranks] = Near.meet(group)
+        return self._met.get(ranks)
 
     def _own_sum(self, ranks: tuple[int, ...], group: Any, kind: str, nbytes: int) -> Callable[[], object]:
         channel = self._channels.setdefault(ranks, Channel(group))
         x = torch.ones(max(nbytes // 4, 1))
         return partial(_sum_by, DenseSum(channel, x.numel(), x.dtype, kind.partition(":")[2]), x)
 
-    def _relayed(self, turn: Callable[..., object] | None) -> Visit:
-        """The mean seconds of a message from turns of a relay (``_relay``), half a turn without its own compute; and,
-        not among these, for how long starting it keeps its ends."""
-        own: list[float] = []
-        posts: list[float] = []
-
-        def timed() -> float:
-            if turn is None:
-                self.pace()
-                return 0.0
-            start = perf_counter()
-            turn(self.pace, lambda: own.append(_seconds(self.pace, self.device)), posts.append)
-            return perf_counter() - start
-
-        timed()
-        own.clear()
-        posts.clear()
-        first = timed()
-        (once,) = self.agree([first])
-        turns = [(first, 0)]
-        count = _samples(once, 4 * PACE_S)
-        if count > 1:
-            turns = sorted((timed(), k) for k in range(1, count + 1))[:-1]
-        away = [k for _, k in turns]
-        whole = None if turn is None else sum(seconds / 2 - own[k] for seconds, k in turns) / len(turns)
-        post = self.mean(None if turn is None else sum(posts[k] for k in away) / len(away))
-        return [max(self.mean(whole) - post, 1e-7), post], count
-
     def _paced(self, call: Callable[[], object] | None) -> Visit:
         """The mean seconds of a call that follows ``pace``, over samples and ranks, without each rank's worst."""
 
         def timed() -> float:
             self.pace()
-            return _seconds(call, self.device)
+            return seconds_of(call, self.device)
 
-        _seconds(call, self.device)  # connections are made at the first use
+        seconds_of(call, self.device)  # connections are made at the first use
         begin = perf_counter()
         samples = [timed()]
         (once,) = self.agree([perf_counter() - begin])
-        count = _samples(once, 2 * PACE_S)
+        count = samples_of(once, 2 * PACE_S)
         if count > 1:
             samples = sorted(timed() for _ in range(count))[:-1]
         return [self.mean(None if call is None else sum(samples) / len(samples))], count
-
-
-def _samples(once: float, usual: float) -> int:
-    """How many there are of what takes ``once``: beyond ``_SLOW_S`` one has to do."""
-    return 1 if once > _SLOW_S else max(4, min(_PACED_SAMPLES, int(_PACED_SAMPLES * usual / max(once, 1e-6))))
 
 
 def matmuls(device: torch.device, seconds: float = PACE_S) -> Callable[[], object]:
@@ -245,31 +231,19 @@ def matmuls(device: torch.device, seconds: float = PACE_S) -> Callable[[], objec
             y = y @ x
 
     chain(8)
-    once = min(_seconds(partial(chain, 16), device) for _ in range(3)) / 16
+    once = min(seconds_of(partial(chain, 16), device) for _ in range(3)) / 16
     return partial(chain, max(1, round(seconds / once)))
-
-
-def _seconds(call: Callable[[], object] | None, device: torch.device) -> float:
-    """How long the call takes until its last message is here."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = perf_counter()
-    if call is not None:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return perf_counter() - start
 
 
 def _sampled(call: Callable[[], object] | None, rounds: int, agree: Agree, device: torch.device) -> Visit:
     """The median seconds of a call in a loop, over as many samples as all ranks agree on, by ``rounds`` messages in
     each call. The next call of the same group cannot overtake it."""
-    _seconds(call, device)  # connections are made at the first use
-    (once,) = agree([_seconds(call, device)])
+    seconds_of(call, device)  # connections are made at the first use
+    (once,) = agree([seconds_of(call, device)])
     count = max(2, min(_MOST_SAMPLES, int(_VISIT_S / max(once, 1e-6))))
     if call is None:
         return [0.0], count
-    return [median(_seconds(call, device) for _ in range(count)) / rounds], count
+    return [median(seconds_of(call, device) for _ in range(count)) / rounds], count
 
 
 def _elements(nbytes: int, size: int, device: torch.device) -> torch.Tensor:
@@ -301,48 +275,8 @@ def _all_to_all(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, devi
     return partial(_comm(ranks, group, rank).all_to_all, _elements(nbytes, len(ranks), device), 0, 0, 2)
 
 
-def _sum_by(algorithm: DenseSum, x: torch.Tensor) -> None:
+def _sum_by(algorithm: DenseSum | SharedSum, x: torch.Tensor) -> None:
     algorithm.start(x).wait()
-
-
-def _relay(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device) -> Callable[..., object]:
-    """One turn of a token that two ranks pass on through the runtime's own ports, with compute between a message's
-    arrival and the next one's departure, and as much beside its way: ``turn(beside, between, posted)``, where
-    ``posted`` is told what starting the message and awaiting the other took."""
-    x = torch.ones(max(nbytes // 4, 1), device=device)
-    box = ((0, x.numel()),)
-    there, back = (
-        Port.make([Tile(a, b, box, box)], rank, tag, (x.numel(),), x.dtype, device=device, group=group)
-        for a, b, tag in ((ranks[0], ranks[1], _TAG), (ranks[1], ranks[0], _TAG + 1))
-    )
-    starts = rank == ranks[0]
-    out, into = (there, back) if starts else (back, there)
-
-    def turn(beside: Callable[[], object], between: Callable[[], object], posted: Callable[[float], object]) -> None:
-        start = perf_counter()
-        incoming = into.receive(0)
-        received = perf_counter() - start
-
-        def pass_on() -> list[Any]:
-            start = perf_counter()
-            sent = out.send(x, 0)
-            posted(received + perf_counter() - start)
-            return sent
-
-        if starts:
-            sent = pass_on()
-            beside()
-            incoming.wait()
-            between()
-        else:
-            incoming.wait()
-            between()
-            sent = pass_on()
-            beside()
-        for work, _ in sent:
-            work.wait()
-
-    return turn
 
 
 def _rooted(
@@ -376,7 +310,6 @@ _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "send": _relay,
 }
 
 
@@ -391,7 +324,7 @@ def overlap(ranks: Ranks) -> Callable[[], Visit]:
 
     def finished(call: Callable[[], object]) -> float:
         ranks.agree([0.0])  # start together
-        return _seconds(call, ranks.device)
+        return seconds_of(call, ranks.device)
 
     def wire() -> None:
         comm.start_all_reduce(x, (0,)).wait()
@@ -409,7 +342,7 @@ def overlap(ranks: Ranks) -> Callable[[], Visit]:
         finished(wire)
         alone, single = ranks.agree([finished(wire), finished(ranks.pace)])
         count = max(1, min(64, round(alone / single)))
-        samples = 5 if alone < _SLOW_S else 1
+        samples = 5 if alone < SLOW_S else 1
         rows = [
             (finished(partial(paces, count)), finished(wire), finished(partial(both, count))) for _ in range(samples)
         ]
@@ -451,7 +384,7 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
         for optimizer in sets:
             churn = [torch.ones(1 << 18, device=device) for _ in range(_CHURNED)]
             del churn
-            seconds += _seconds(optimizer.step, device)
+            seconds += seconds_of(optimizer.step, device)
         return seconds / count
 
     def visit() -> Visit:
@@ -480,7 +413,7 @@ def coded_sum(code: str, elements: int, device: torch.device, pace: Callable[[],
     def once() -> float:
         x.copy_(gradient)
         pace()
-        return _seconds(lambda: made.start(x).wait(), device)
+        return seconds_of(lambda: made.start(x).wait(), device)
 
     def visit() -> Visit:
         once()

@@ -31,7 +31,9 @@ from .collectives.worker import submit
 from .compression.exchange import Done, GroupExchange, Work
 from .compression.registry import make_sum
 from .groups import DistributedComm
+from .near import Near
 from .outer_sum import OuterSum, part_of
+from .shared_sum import SharedSum
 
 __all__ = ["ByAlgorithm", "Sums"]
 
@@ -51,6 +53,8 @@ class Sums:
         )
         self._hops: dict[tuple[tuple[int, ...], int], _Hop] = {}
         self._wires: dict[tuple[int, ...], Wire] = {}
+        self._comm = comm
+        self._near: dict[tuple[int, ...], Near] = {}
         if stage is None or comm is None:
             return
         for wire in plan.stages[stage].wire:
@@ -86,6 +90,15 @@ class Sums:
             made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded, hop.submit)
         self.made.append(made)
         return made
+
+    def make_shared(self, axes: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> SharedSum | None:
+        """The sum of such a bucket in memory that all ranks of these axes share; None where they do not, or where the
+        plan says how it travels."""
+        if self._comm is None or axes in self._wires or device.type != "cpu":
+            return None
+        if axes not in self._near:
+            self._near[axes] = Near.meet(self._comm.groups[axes])
+        return SharedSum(self._near[axes], n, dtype) if self._near[axes].is_all else None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """ "<number of the sum>.<name>" → what this rank's sums carry from step to step."""

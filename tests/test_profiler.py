@@ -22,7 +22,7 @@ from meshwright.costmodel.op_grid import coarse, grid, op_task, surfaces_of
 from meshwright.costmodel.op_timing import ENTRY, fact_tasks, timed
 from meshwright.costmodel.profiled import op_times_of
 from meshwright.costmodel.profiler import NO_TIME, Engine, Record, State, Task, Visit
-from meshwright.runtime import probes
+from meshwright.runtime import message_probes, paced, probes
 from meshwright.runtime.probes import forms, send_forms
 from ranks import RankPool
 
@@ -347,7 +347,8 @@ def profiled(
 def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch, seconds: float, most: int) -> None:
     """32 MB over 100 Mbit/s take seconds: a dozen of them would leave no time for anything else."""
     clock = [0.0]
-    monkeypatch.setattr(probes, "perf_counter", lambda: clock[0])
+    for module in (paced, probes, message_probes):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     ranks = probes.Ranks.__new__(probes.Ranks)
     ranks.device, ranks.world, ranks.pace = torch.device("cpu"), 1, lambda: None
     calls = []
@@ -356,16 +357,23 @@ def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch, secon
         calls.append(None)
         clock[0] += seconds
 
-    def turn(beside: Any, between: Any, posted: Any) -> None:
-        call()
-        between()
-        posted(0.0)
+    class Pair:
+        open = close = staticmethod(lambda: None)
+
+        def turn(self, beside: Any, between: Any) -> float:
+            call()
+            between()
+            return 0.0
+
+        def exchange(self, beside: Any) -> None:
+            call()
+            beside()
 
     ((measured,), samples) = ranks._paced(call)
     assert measured == pytest.approx(seconds)
     assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
     calls.clear()
-    (measured, _), samples = ranks._relayed(turn)
+    (measured, _), samples = message_probes.message(ranks, Pair())
     assert measured == pytest.approx(seconds / 2, abs=1e-6)
     assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
 
