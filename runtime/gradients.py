@@ -96,7 +96,7 @@ class _Summed(_Bucket):
         self.axes = axes
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.shared: SharedSum | None = None  # if that is where the flat bucket lies
+        self.shared: SharedSum | None = None  # by which the bucket's ranks sum it in memory that they share
         self.wire: torch.Tensor | None = None
         self.work: Any = None
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -134,14 +134,13 @@ class _Summed(_Bucket):
         return any(leaf.grad is not None for leaf in self.parameters)
 
     def bind(self, sums: Sums) -> None:
-        """The sum over its axes. In memory that the ranks share, gradients lie from the beginning; one alone is let go
-        with the step, and takes no such room."""
+        """The sum over its axes. In memory that the ranks share, several gradients lie from the beginning; one alone is
+        let go with the step, and takes no such room."""
         first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
-        size = sum(map(torch.Size.numel, shapes))
+        size, several = sum(map(torch.Size.numel, shapes)), len(shapes) > 1
         self.sum = sums.make(self.axes, size, first.dtype, shapes, first.device)
-        if len(shapes) > 1:
-            self.shared = sums.make_shared(self.axes, size, first.dtype, first.device)
-        if self.shared is not None:
+        self.shared = sums.make_shared(self.axes, size, first.dtype, first.device, several)
+        if self.shared is not None and several:
             self._lay(self.shared.buffer)
 
     def launch(self, comm: DistributedComm) -> None:

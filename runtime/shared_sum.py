@@ -19,9 +19,9 @@ _ALIGNED = 64  # elements: parts begin at cache lines
 
 
 class SharedSum:
-    """The sum, by the communication thread, of tensors of ``length`` elements over the ranks of a group that are all
-    near. Made on all of them alike, and started in the same order. ``buffer`` [length]: the row of this rank; what is
-    summed there need not be copied."""
+    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all near. Made on all of
+    them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
+    be copied; other tensors, of any length, go through it piece by piece."""
 
     def __init__(self, near: Near, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
         assert near.is_all, "a shared sum is of ranks that share memory"
@@ -30,31 +30,42 @@ class SharedSum:
         self.buffer = mine.view(dtype)
         self._there = near.reserve(2)
         self._done = self._there + 1
-        part = -(-length // (near.size * _ALIGNED)) * _ALIGNED
-        self._part = slice(min(near.rank * part, length), min((near.rank + 1) * part, length))
 
     def start(self, x: torch.Tensor) -> Pending:
-        """Start summing ``x`` in place."""
-        if x.data_ptr() != self.buffer.data_ptr():
-            self.buffer.copy_(x)
-        for peer in self.near.peers:
-            self.near.tell(peer, self._there)
-        return self._submit(lambda: self._finish(x))
+        """Start summing ``x``, contiguous, in place."""
+        flat = x.detach().view(-1)
+        if flat.data_ptr() != self.buffer.data_ptr():
+            return self._submit(lambda: self._pass(flat))
+        self._tell(self._there)
+        return self._submit(lambda: self._sum(len(flat)))
 
-    @torch.no_grad()
-    def _finish(self, x: torch.Tensor) -> None:
-        for peer in self.near.peers:
-            self.near.hear(peer, self._there)
-        theirs = {peer: torch.frombuffer(row, dtype=self.buffer.dtype) for peer, row in self._others.items()}
-        rows = theirs | {self.near.rank: self.buffer}
-        first, *others = [rows[rank][self._part] for rank in sorted(rows)]
+    def _pass(self, x: torch.Tensor) -> None:
+        for piece in x.split(len(self.buffer)):
+            here = self.buffer[: len(piece)]
+            here.copy_(piece)
+            self._tell(self._there)
+            self._sum(len(piece))
+            piece.copy_(here)
+
+    def _sum(self, length: int) -> None:
+        """The sum of the first elements of all rows, once they are there, in all rows."""
+        self._hear(self._there)
+        rows = {rank: torch.frombuffer(row, dtype=self.buffer.dtype) for rank, row in self._others.items()}
+        rows[self.near.rank] = self.buffer
+        part = -(-length // (self.near.size * _ALIGNED)) * _ALIGNED
+        mine = slice(min(self.near.rank * part, length), min((self.near.rank + 1) * part, length))
+        total, *others = [rows[rank][mine] for rank in sorted(rows)]
         for other in others:
-            first.add_(other)
+            total.add_(other)
         for other in others:
-            other.copy_(first)
+            other.copy_(total)
+        self._tell(self._done)
+        self._hear(self._done)
+
+    def _tell(self, kind: int) -> None:
         for peer in self.near.peers:
-            self.near.tell(peer, self._done)
+            self.near.tell(peer, kind)
+
+    def _hear(self, kind: int) -> None:
         for peer in self.near.peers:
-            self.near.hear(peer, self._done)
-        if x.data_ptr() != self.buffer.data_ptr():
-            x.copy_(self.buffer)
+            self.near.hear(peer, kind)

@@ -1,9 +1,9 @@
-"""The sums by which gradients travel where a plan's wires say more than "as the backend does it by itself".
+"""The sums by which gradients travel, but for those that the backend makes.
 
-A wire names mesh axes of a stage, an algorithm and a code (``plan.Wire``). Every bucket over these axes gets a
-persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets. They send from a
-communication thread (``worker``), over process groups that nothing else uses and each of these threads has of its
-own::
+Where a plan's wires say nothing and ranks share memory, they sum there (``SharedSum``). A wire names mesh axes of a
+stage, an algorithm and a code (``plan.Wire``). Every bucket over these axes gets a persistent ``Sum`` of its own, made
+on all ranks of the stage in the order of the buckets. They send from a communication thread (``worker``), over process
+groups that nothing else uses and each of these threads has of its own::
 
     code "none"               ``collectives.DenseSum`` by the algorithm
     others                    ``compression.make_sum``; where it sums on the way, by the algorithm
@@ -37,6 +37,8 @@ from .shared_sum import SharedSum
 
 __all__ = ["ByAlgorithm", "Sums"]
 
+_PASSAGE = 1 << 20  # elements of shared memory through which larger tensors are summed
+
 
 class Sums:
     """Makes the sums of one rank's buckets, and keeps what of them a checkpoint holds. seed: of codes that draw. comm:
@@ -55,6 +57,7 @@ class Sums:
         self._wires: dict[tuple[int, ...], Wire] = {}
         self._comm = comm
         self._near: dict[tuple[int, ...], Near] = {}
+        self._passages: dict[tuple[tuple[int, ...], torch.dtype], SharedSum] = {}
         if stage is None or comm is None:
             return
         for wire in plan.stages[stage].wire:
@@ -91,14 +94,23 @@ class Sums:
         self.made.append(made)
         return made
 
-    def make_shared(self, axes: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device) -> SharedSum | None:
+    def make_shared(
+        self, axes: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device, lasting: bool
+    ) -> SharedSum | None:
         """The sum of such a bucket in memory that all ranks of these axes share; None where they do not, or where the
-        plan says how it travels."""
+        plan says how it travels. lasting: whether the bucket is to lie there, or only passes through it, as others."""
         if self._comm is None or axes in self._wires or device.type != "cpu":
             return None
         if axes not in self._near:
             self._near[axes] = Near.meet(self._comm.groups[axes])
-        return SharedSum(self._near[axes], n, dtype) if self._near[axes].is_all else None
+        near = self._near[axes]
+        if not near.is_all:
+            return None
+        if lasting:
+            return SharedSum(near, n, dtype)
+        if (axes, dtype) not in self._passages:
+            self._passages[axes, dtype] = SharedSum(near, min(n, _PASSAGE), dtype)
+        return self._passages[axes, dtype]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """ "<number of the sum>.<name>" → what this rank's sums carry from step to step."""
