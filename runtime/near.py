@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from .collectives.channel import PeerError
 
@@ -67,7 +68,7 @@ class Near:
         every: list[tuple[tuple[Any, ...], bytes, bytes] | None] = [None] * size
         dist.all_gather_object(every, mine, group=group)
         near = [p for p, one in enumerate(every) if one and mine and one[0] == mine[0] and p != rank]
-        timeout_s = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        timeout_s = _patience_s(group)
         peers: dict[int, socket.socket] = {}
         if listener is not None:
             listener.settimeout(timeout_s)
@@ -189,6 +190,12 @@ def _listener(backlog: int) -> socket.socket | None:
     except OSError:
         return None
     return listener
+
+
+def _patience_s(group: Any) -> float:
+    """How long the group waits for a rank."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return (default_pg_timeout if options is None else options._timeout).total_seconds()
 
 
 def _machine() -> tuple[Any, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -165,3 +167,20 @@ def gone() -> list[Any]:
 
 def test_what_was_told_arrives_after_who_told_it_has_left(ranks: RankPool) -> None:
     assert ranks.run(2, "test_near:gone")[1] == [11, 12]
+
+
+def late() -> float:
+    """Rank 1 tells nothing; how long rank 0 waits for it in a group that waits for a second."""
+    near = Near.meet(dist.new_group(timeout=timedelta(seconds=1)))
+    waited = 0.0
+    if near.rank == 0:
+        started = monotonic()
+        with pytest.raises(PeerError, match=r"rank 1, which may have died or stand still \(timed out\)"):
+            near.hear(1, 7)
+        waited = monotonic() - started
+    dist.barrier()
+    return waited
+
+
+def test_a_rank_that_tells_nothing_is_waited_for_as_long_as_the_group_does(ranks: RankPool) -> None:
+    assert 0.9 < ranks.run(2, "test_near:late")[0] < 20
