@@ -23,7 +23,7 @@ from .paced import PACE_S, samples_of, seconds_of
 __all__ = ["Pair", "message"]
 
 _MOST_PACES = 8  # beside messages that cross
-_CROSSINGS = 4
+_ALONE, _CROSSINGS = 2, 4
 _TAG = 1 << 29  # beyond the tags of any plan's transfers
 
 
@@ -132,17 +132,17 @@ def message(ranks: _Ranks, pair: Pair | None) -> tuple[list[float], int]:
     whole = None if pair is None else sum(seconds / 2 - own[k] for seconds, k in turns) / len(turns)
     post = ranks.mean(None if pair is None else sum(posts[k] for k in away) / len(away))
     way = ranks.mean(whole)
-    crossed = _crossed(ranks, pair, way, max(_CROSSINGS, count // 3)) if count > 1 else 0.0
+    crossed = _crossed(ranks, pair, way) if count > 1 else 0.0
     if pair is not None:
         pair.close()
     return [max(way - post, 1e-7), max(post, crossed)], count
 
 
-def _crossed(ranks: _Ranks, pair: Pair | None, way_s: float, count: int) -> float:
+def _crossed(ranks: _Ranks, pair: Pair | None, way_s: float) -> float:
     """The mean seconds by which two messages that cross lengthen the compute beside them; 0 where they are so long on
     their way that it would have to be very long."""
     (once,) = ranks.agree([seconds_of(ranks.pace, ranks.device)])
-    paces = 1 + ceil(2 * way_s / max(once, 1e-6))
+    paces = ceil(2 * way_s / max(once, 1e-6))
     if paces > _MOST_PACES:
         return 0.0
 
@@ -150,11 +150,11 @@ def _crossed(ranks: _Ranks, pair: Pair | None, way_s: float, count: int) -> floa
         for _ in range(paces):
             ranks.pace()
 
-    def timed() -> float:
+    def timed(call: Callable[[], None]) -> float:
         ranks.agree([0.0])  # start together
-        alone = seconds_of(compute, ranks.device)
-        ranks.agree([0.0])
-        return seconds_of(compute if pair is None else partial(pair.exchange, compute), ranks.device) - alone
+        return seconds_of(call, ranks.device)
 
-    longer = sorted(timed() for _ in range(count))[:-1]
+    crossing = compute if pair is None else partial(pair.exchange, compute)
+    alone = min(timed(compute) for _ in range(_ALONE))
+    longer = sorted(timed(crossing) - alone for _ in range(_CROSSINGS))[:-1]
     return ranks.mean(None if pair is None else sum(longer) / len(longer))

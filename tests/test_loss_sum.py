@@ -224,9 +224,9 @@ def train(case: str) -> tuple[list[float], dict[str, Tensor], list[int], Any, fl
     parallel = start(case)
     session, sums, plain = parallel.session, [], DistributedComm.start_all_reduce
 
-    def counted(self: Any, x: Tensor, axes: tuple[int, ...]) -> Any:
+    def counted(self: Any, x: Tensor, *rest: Any) -> Any:
         sums[-1] += x.dim() == 0 and self.phase == "step"
-        return plain(self, x, axes)
+        return plain(self, x, *rest)
 
     DistributedComm.start_all_reduce, losses = counted, []  # type: ignore[method-assign]
     try:

@@ -216,23 +216,23 @@ def test_verify_catches(plans: Any, monkeypatch: pytest.MonkeyPatch, bug: str) -
 
 
 def doubled_sum(patch: pytest.MonkeyPatch) -> None:
-    def start(self: Any, x: torch.Tensor, axes: Any) -> Any:
-        return original(self, x.mul_(2), axes)
+    def start(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+        return original(self, x.mul_(2), *rest)
 
     original = DistributedComm.start_all_reduce
     patch.setattr(DistributedComm, "start_all_reduce", start)
 
 
 def divided_sum(patch: pytest.MonkeyPatch) -> None:
-    def start(self: Any, x: torch.Tensor, axes: Any) -> Any:
-        return original(self, x.div_(2), axes)
+    def start(self: Any, x: torch.Tensor, *rest: Any) -> Any:
+        return original(self, x.div_(2), *rest)
 
     original = DistributedComm.start_all_reduce
     patch.setattr(DistributedComm, "start_all_reduce", start)
 
 
 def no_sum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DistributedComm, "start_all_reduce", lambda self, x, axes: None)
+    patch.setattr(DistributedComm, "start_all_reduce", lambda self, x, *rest: None)
 
 
 def too_early(patch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
+import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.models import GPT
 from meshwright.runtime.collectives.channel import PeerError
 from meshwright.runtime.crossmesh import Port, Tile
 from meshwright.runtime.near import Near
@@ -184,3 +186,38 @@ def late() -> float:
 
 def test_a_rank_that_tells_nothing_is_waited_for_as_long_as_the_group_does(ranks: RankPool) -> None:
     assert 0.9 < ranks.run(2, "test_near:late")[0] < 20
+
+
+def trained(strategy: str, schedule: str | None, allowed: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses of three steps, the weights after them, and how many peers the pipeline's and the sums' memory has."""
+    os.environ["MESHWRIGHT_SHARED_MEMORY"] = allowed
+    try:
+        torch.manual_seed(0)
+        model = GPT(64, layers=4, hidden=32, heads=2, sequence=16)
+        tokens = torch.randint(64, (2, 16, 16))
+        asked: dict[str, Any] = {} if schedule is None else {"schedule": schedule, "microbatches": 8}
+        parallel = mw.parallelize(
+            model, mw.Cluster.local(dist.get_world_size()), example_inputs=tuple(tokens), strategy=strategy, zero=0,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **asked,
+        )  # fmt: skip
+        losses = [float(parallel.train_step(*tokens)) for _ in range(3)]
+        near = parallel.session.executor.parts[0].inward + parallel.session.executor.parts[0].outward
+        shares = sum(way.forward.near is not None and bool(way.forward.near.peers) for way in near)
+        assert parallel.session.reducer is not None
+        shares += sum(getattr(bucket, "shared", None) is not None for bucket in parallel.session.reducer.buckets)
+        return losses, parallel.full_state_dict(), shares
+    finally:
+        del os.environ["MESHWRIGHT_SHARED_MEMORY"]
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "schedule"), [(2, "dp2", None), (4, "dp4", None), (2, "pp2", "gpipe"), (4, "pp2,dp2", "zb-v")]
+)
+def test_training_is_that_over_the_backend(ranks: RankPool, size: int, strategy: str, schedule: str | None) -> None:
+    shared = ranks.run(size, "test_near:trained", strategy, schedule, "")
+    backend = ranks.run(size, "test_near:trained", strategy, schedule, "0")
+    assert all(shares > 0 for _, _, shares in shared)
+    assert not any(shares for _, _, shares in backend)
+    assert shared[0][0] == pytest.approx(backend[0][0], rel=1e-5)
+    for name, value in shared[0][1].items():
+        torch.testing.assert_close(value, backend[0][1][name], rtol=1e-4, atol=1e-6)
