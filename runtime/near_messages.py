@@ -48,10 +48,11 @@ class NearMessages:
 
     def _room(self, peer: int, nbytes: int) -> int:
         size, near = (peer, nbytes), self.near
-        while near.heard(peer, self._free, nbytes):
-            self._empty[size].append(near.hear(peer, self._free, nbytes))
-        if self._empty[size]:
-            return self._empty[size].pop()
+        empty = self._empty[size]
+        while not empty and near.heard(peer, self._free, nbytes):
+            empty.append(near.hear(peer, self._free, nbytes))
+        if empty:
+            return empty.pop()
         if self._made[size] == _ROOMS:
             return _BY_THE_BACKEND
         self._made[size] += 1
