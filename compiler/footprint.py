@@ -1,7 +1,8 @@
 """The bytes that one device of a stage holds at the worst moment of a training step, by cause, from running its lowered
 program on tensors without data (``abstract.py``) in the order in which the runtime will.
 
-    resident   parameters, buffers, constants, optimizer state, the flat buckets of gradients, the caller's batch
+    resident   parameters, buffers, constants, optimizer state, the flat buckets of gradients, the caller's batch, pages
+               through which messages pass
     actions    forward, first backward, a later one, the last one (which fills the buckets), each run once and measured
     schedule   at each action of the stage: what it allocates, on top of what the microbatches in flight keep, and the
                messages that are posted or not yet known to have arrived
@@ -22,6 +23,7 @@ from .chunk_keys import ChunkKeys
 from .chunk_room import Bytes, ChunkRoom, worst_of
 from .forked import all_of
 from .graph import Graph
+from .message_room import message_room
 from .pipeline_chunks import fewer
 from .plan import Plan
 from .schedule import generate
@@ -39,7 +41,7 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     cannot run on meta tensors.
     """
     shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
-    return _memory([ChunkRoom(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
+    return _memory(shared, [ChunkRoom(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
 
 
 def with_footprints(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
@@ -94,16 +96,18 @@ def _footprints(shared: ChunkKeys, stages: Mapping[int, Sequence[Hashable]]) -> 
                     known[key] = ChunkRoom(shared, index, chunk)
             parts = [known[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
-            found[index] = wrong[0] if wrong else _memory([p for p in parts if isinstance(p, ChunkRoom)], index)
+            found[index] = wrong[0] if wrong else _memory(shared, [p for p in parts if isinstance(p, ChunkRoom)], index)
         except Exception as error:
             known.update(dict.fromkeys(keys, error))
             found[index] = error
     return found
 
 
-def _memory(chunks: Sequence[ChunkRoom], stage: int) -> Bytes:
+def _memory(shared: ChunkKeys, chunks: Sequence[ChunkRoom], stage: int) -> Bytes:
     """Bytes by cause of a stage with these chunks."""
-    return chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
+    found = chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
+    lasting = message_room(shared, stage)
+    return {**found, "buffers": found.get("buffers", 0) + lasting} if lasting else found
 
 
 class _Together:

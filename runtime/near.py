@@ -71,21 +71,28 @@ class Near:
         timeout_s = _patience_s(group)
         peers: dict[int, socket.socket] = {}
         if listener is not None:
-            listener.settimeout(timeout_s)
-            for peer in (p for p in near if p < rank):  # their backlogs take all who come
-                _, address, secret = every[peer]  # type: ignore[misc]
-                peers[peer] = _socket()
-                peers[peer].connect(address)
-                peers[peer].send(struct.pack("<q", rank) + secret)
-            while len(peers) < len(near):
-                connection, _ = listener.accept()
-                connection.settimeout(timeout_s)
-                said = connection.recv(64)
-                if said[8:] == token:
-                    peers[struct.unpack_from("<q", said)[0]] = connection
-                else:
-                    connection.close()  # of somebody else
-            listener.close()
+            try:
+                listener.settimeout(timeout_s)
+                for peer in (p for p in near if p < rank):  # their backlogs take all who come
+                    _, address, secret = every[peer]  # type: ignore[misc]
+                    peers[peer] = _socket()
+                    peers[peer].connect(address)
+                    peers[peer].send(struct.pack("<q", rank) + secret)
+                while len(peers) < len(near):
+                    connection, _ = listener.accept()
+                    connection.settimeout(timeout_s)
+                    said = connection.recv(64)
+                    if said[8:] == token:
+                        peers[struct.unpack_from("<q", said)[0]] = connection
+                    else:
+                        connection.close()  # of somebody else
+            except OSError as error:
+                raise PeerError(
+                    f"shared memory: of ranks {near} of this machine got only {sorted(peers)} ({error}); see the "
+                    "others' messages, then start all ranks again, or set MESHWRIGHT_SHARED_MEMORY=0"
+                ) from error
+            finally:
+                listener.close()
         return cls(group, peers, timeout_s)
 
     @property
