@@ -37,7 +37,7 @@ from .shared_sum import SharedSum
 
 __all__ = ["ByAlgorithm", "Sums"]
 
-_PASSAGE = 1 << 20  # elements of shared memory through which larger tensors are summed
+_PASSAGE = 1 << 18  # elements of shared memory through which larger tensors are summed
 
 
 class Sums:
