@@ -234,6 +234,7 @@ def parallelize(
     local_steps: int = 1,
     outer_optimizer: OptimizerFactory | None = None,
     pad_to_multiple_of: int | None = None,
+    check_capture: bool | None = None,
 ) -> Parallel:
     """Train ``model`` in parallel on the ranks of this job (torchrun). Every rank calls this with the same arguments.
 
@@ -256,6 +257,8 @@ def parallelize(
 
     pad_to_multiple_of: sequences are made that much longer inside, so that devices can share them evenly; losses,
     gradients and outputs are as without, and a model for which they would not be is refused (``compiler.padding``).
+    check_capture: whether the model itself, run eagerly at a tiny batch, is compared with what was captured of it (loss
+    and every gradient) before it is planned; None: where that takes less than a second.
     Other arguments as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
@@ -294,7 +297,7 @@ def parallelize(
     ensure_initialized()
     made = Parallel(
         model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
-        state_dict, seed, compile, looseness, choose, pad_to_multiple_of,
+        state_dict, seed, compile, looseness, choose, pad_to_multiple_of, check_capture,
     )  # fmt: skip
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))

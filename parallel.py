@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from .compiler.report import THRESHOLD, Report
 from .compiler.reprice import reprice
 from .compiler.space import Space
 from .compiler.strategy import InfeasibleError, Strategy, parse_strategy
+from .compiler.summary import idle_text
 from .compiler.validate import require
 from .compiler.wires import AskedCommunication
 from .costmodel.cluster import Cluster
@@ -44,6 +46,7 @@ from .runtime.meter import live_bytes
 from .runtime.optimizer import optimizer_name
 from .runtime.stage import Session
 from .runtime.state import Init, ModelInfo, without_values
+from .runtime.verification.captured import check_capture, is_cheap
 from .truth import foreign_bytes, gather_report, recalibration
 
 __all__ = ["Asked", "OptimizerFactory", "Parallel"]
@@ -98,7 +101,9 @@ class Parallel:
         looseness: Looseness,
         choose_delay: bool = False,
         pad_to_multiple_of: int | None = None,
+        check_capture: bool | None = None,
     ) -> None:
+        self._check_capture = check_capture
         self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
         self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
         self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
@@ -126,7 +131,7 @@ class Parallel:
                 self._model, args, kwargs, targets, self._batch_dims, self._multiple, loss_fn=self._loss_fn
             )
         capture_s = time.perf_counter() - started
-        decided = self._agreed(graph, capture_s, inputs)
+        decided = self._agreed(graph, capture_s, inputs, lambda: self._compare(graph, args, kwargs, targets))
         with alike():
             if decided.model != graph.fingerprint():
                 raise ValueError(
@@ -167,18 +172,28 @@ class Parallel:
         classes = [layer.class_key for layer in layering.layers]
         return Compiler(self._backend, layering.layer_of, classes, cache_directory() / "inductor")
 
-    def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        """Rank 0's plan, on every rank."""
+    def _compare(self, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
+        """Hold the capture against the model, at the first bind, where it is asked for or cheap. A padded capture has
+        other inputs, and checks of its own."""
+        wanted = is_cheap(graph) if self._check_capture is None else self._check_capture
+        if wanted and self._session is None and not self._multiple and any(r.kind == "loss" for r in graph.results):
+            check_capture(self._model, graph, args, kwargs, targets, self._loss_fn)
+
+    def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any], compare: Callable[[], None]) -> Plan:
+        """Rank 0's plan, on every rank; ``compare`` is called on rank 0 before."""
         cluster = self._cluster
         if cluster is None and self._plan is None:
             cluster = default_cluster(self._space.communication.every_code)
 
         def decide() -> tuple[dict[str, Any], int]:
+            compare()
             plan, steps = self._loosened(self._decide(graph, cluster, capture_s, inputs), graph)
             return self._padding.noted(plan).to_json(), steps
 
         document, steps = from_first(decide)
         decided = Plan.from_json(document)
+        if dist.get_rank() == 0 and (idle := idle_text(decided)):
+            print(f"meshwright: {idle}", file=sys.stderr, flush=True)
         if self._choose_delay:
             self._looseness = replace(self._looseness, delay=steps)
         if decided.num_devices != dist.get_world_size():

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["CaptureError", "blame", "line_of", "refusal", "short_path"]
+__all__ = ["CaptureError", "blame", "line_of", "refusal", "refusal_here", "short_path"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -114,6 +114,14 @@ def refusal(stack_trace: str | None, text: str) -> CaptureError:
     """The CaptureError for an exported node that a graph cannot have; ``text`` says what it is, for the advice."""
     where = _frame_of(stack_trace or "")
     return _error(where, text)
+
+
+def refusal_here(cause: str, change: str) -> CaptureError:
+    """The CaptureError for what the model's code is doing right now: its line, this cause, and what to change."""
+    where = _deepest([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
+    code = linecache.getline(*where).strip() if where else ""
+    place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
+    return CaptureError(f"{place}cannot be captured: {cause}; {change}")
 
 
 def blame(error: BaseException) -> CaptureError:

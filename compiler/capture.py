@@ -34,6 +34,8 @@ from torch.fx import Node
 from .blame import CaptureError, blame, line_of, refusal
 from .block_copies import Template, live_nodes, template_of
 from .blocks import BLOCK, Blocks, Record, UnsoundError
+from .custom_backward import CustomBackwards, refuse_hooks
+from .custom_function import FUNCTION_OP
 from .decompose import decomposed
 from .example import Inputs, fake_inputs
 from .experts import experts
@@ -41,7 +43,7 @@ from .graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from .rewrite import rewrite
 from .swap import Names, model_settings, modes, quiet, swapped, tensor_names
 
-__all__ = ["CaptureError", "capture", "experts"]
+__all__ = ["CaptureError", "capture", "experts", "loss_of"]
 
 
 def capture(
@@ -92,6 +94,9 @@ def capture(
         stack.enter_context(quiet())
         stack.enter_context(modes(model, training))
         stack.enter_context(model_settings(model))
+        if wants_loss:
+            refuse_hooks(model)
+        backwards = stack.enter_context(CustomBackwards(training))
         names = tensor_names(model)
         banned: frozenset[int] | None = frozenset() if share_blocks else None
         hide = True
@@ -113,7 +118,7 @@ def capture(
                     hide = False
                     continue
             try:
-                graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks).graph()
+                graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks, backwards).graph()
                 break
             except UnsoundError as found:
                 banned = (banned or frozenset()) | {found.kind}
@@ -145,7 +150,7 @@ class _Wrapper(nn.Module):
         output = self.model(*args, **kwargs)
         if not self.wants_loss:
             return output
-        loss = _loss_of(output, targets, self.loss_fn[0])
+        loss = loss_of(output, targets, self.loss_fn[0])
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
             got = (
                 f"a {loss.dtype} tensor of shape {list(loss.shape)}"
@@ -159,7 +164,7 @@ class _Wrapper(nn.Module):
         return loss
 
 
-def _loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
+def loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
     """``loss_fn(output, *targets)``, else the output itself, ``.loss``, ``["loss"]`` or the first element, in this
     order."""
     if loss_fn is not None:
@@ -221,8 +226,10 @@ class _Translator:
         wants_loss: bool,
         extent: int,
         blocks: Blocks,
+        backwards: CustomBackwards,
     ) -> None:
         self.program, self.names, self.inputs, self.extent, self.blocks = program, names, inputs, extent, blocks
+        self.backwards = backwards
         self.training, self.wants_loss = training, wants_loss
         self.nodes = {node.name: node for node in program.graph.nodes}
         self.fx = torch.fx.Graph()
@@ -337,8 +344,19 @@ class _Translator:
         """A copy of an exported op with its operands as ``env`` has them; named after its op, whatever its name was."""
         target: Any = node.target
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if target is FUNCTION_OP:
+            return self._function(args, types, module, line)
         name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else target.__name__
         new = self.fx.create_node("call_function", target, args, kwargs, name)
+        new.meta = {"type": types, "module": module, "line": line}
+        return new
+
+    def _function(self, args: tuple[Any, ...], types: Any, module: str, line: str) -> Node:
+        """A call of a user's autograd Function, with its arguments as the user gave them."""
+        operands, number = iter(args[0]), args[1]
+        given = [next(operands) if isinstance(x, torch.Tensor) else x for x in self.backwards.arguments[number]]
+        target = self.backwards.calls[number]
+        new = self.fx.create_node("call_function", target, tuple(given), {}, target.kind.__name__)
         new.meta = {"type": types, "module": module, "line": line}
         return new
 

@@ -380,9 +380,7 @@ def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Pl
 
 
 def _notes(search: Search, plan: Plan) -> list[str]:
-    unknown = Counter(
-        op_name(n) for n in search.graph.ops() if op_name(n) != "getitem" and getattr(rule_for(n), "is_fallback", False)
-    )
+    unknown = Counter(op_name(n) for n in search.graph.ops() if op_name(n) != "getitem" and rule_for(n).is_unknown(n))
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]
     notes += [*precision_notes(plan), *lossy_notes(plan.stages, plan.codes), *asynchronous_notes(plan)]

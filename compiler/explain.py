@@ -29,7 +29,7 @@ from .describe import (
 from .graph import Graph
 from .schedule import generate
 from .simulate import Simulation, grid, legend, simulate_plan
-from .summary import num_idle_devices, replicated_fraction, source_shares, tflops_per_device
+from .summary import idle_text, num_idle_devices, replicated_fraction, source_shares, tflops_per_device
 from .typeset import (
     bar,
     bytes_text,
@@ -128,6 +128,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             f"{plan.model}, {count_text(len(plan.layers), 'layer')}, {count_text(sum(plan.model_ops.values()), 'op')}",
         ),
         ("cluster", f"{cluster.name}: {devices}"),
+        ("idle", idle_text(plan)),
         (
             "batch",
             f"{plan.global_batch:,} = {count_text(plan.microbatches, 'microbatch')}"

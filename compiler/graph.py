@@ -31,6 +31,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from .custom_function import CustomFunction
+
 __all__ = [
     "CAPTURE_BATCH",
     "Graph",
@@ -302,6 +304,8 @@ def _target_name(target: Any) -> str:
         return "getitem"
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
+    if isinstance(target, CustomFunction):
+        return target.op_name
     return f"meshwright.{target.__name__}" if callable(target) else str(target)
 
 

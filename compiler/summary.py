@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..costmodel.cluster import Cluster
 from .describe import axis_names
-from .typeset import bytes_text, seconds_text, table
+from .typeset import bytes_text, seconds_text, span_text, table
 
 if TYPE_CHECKING:
     from .plan import Plan
 
-__all__ = ["compared", "num_idle_devices", "replicated_fraction", "source_shares", "summary_json", "tflops_per_device"]
+__all__ = [
+    "compared",
+    "idle_text",
+    "num_idle_devices",
+    "replicated_fraction",
+    "source_shares",
+    "summary_json",
+    "tflops_per_device",
+]
 
 
 def summary_json(plan: Plan) -> dict[str, Any]:
@@ -90,7 +100,40 @@ def source_shares(plan: Plan) -> dict[str, float]:
 
 def num_idle_devices(plan: Plan) -> int:
     """Devices of the cluster that no stage uses."""
-    return plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
+    return len(idle_devices(plan))
+
+
+def idle_devices(plan: Plan) -> tuple[int, ...]:
+    """The devices of the cluster that no stage uses, in order."""
+    used = {device for stage in plan.stages for device in stage.devices}
+    return tuple(device for device in range(plan.num_devices) if device not in used)
+
+
+def idle_text(plan: Plan) -> str:
+    """One sentence: which devices do nothing under this plan, and why; "" where all work."""
+    idle = idle_devices(plan)
+    if not idle:
+        return ""
+    cluster = Cluster.from_json(json.dumps(plan.cluster))
+    kinds = {cluster.device(device).name for device in idle}
+    used = {cluster.device(device).name for stage in plan.stages for device in stage.devices}
+    kind = "" if kinds <= used else f", {' and '.join(sorted(kinds))}"
+    return f"{len(idle)} of {plan.num_devices} devices do nothing ({span_text(idle)}{kind}): {_idle_reason(plan)}"
+
+
+def _idle_reason(plan: Plan) -> str:
+    """Why a plan leaves devices idle, as far as the document tells."""
+    if plan.provenance.get("strategy"):
+        return "the strategy that was asked for has no use for them"
+    whole = [(row["step_s"], row["name"]) for row in plan.prediction.alternatives if row.get("step_s")]
+    asked = " that keeps the constraints" if plan.provenance.get("constraints") else ""
+    if not whole:
+        return f"no plan on more devices{asked} was predicted to be faster"
+    step_s, name = min(whole)
+    return (
+        f"no plan on more devices{asked} was predicted to be faster (pure {name} on all of them: "
+        f"{seconds_text(step_s)} a step, this plan {seconds_text(plan.prediction.step_s)})"
+    )
 
 
 def compared(plans: Sequence[Plan], width: int = 100) -> str:

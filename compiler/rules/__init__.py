@@ -26,6 +26,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from ..custom_function import CustomFunction
 from ..graph import op_name, tensor_operands, types_of
 from ..spec import Pair, R, Spec
 from .base import AxisChoice, Internal, Rule, pairs_on_mesh
@@ -90,6 +91,8 @@ def rule_for(node: Node) -> Rule:
     assert name != "getitem", f"{node.name}: ask the rule of its producer"
     if name in _RULES:
         return _RULES[name]
+    if isinstance(node.target, CustomFunction):
+        return _RULES["meshwright.custom_function"]
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return _DEFAULTS["pointwise"]
     return _DEFAULTS["fallback"]

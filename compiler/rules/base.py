@@ -126,6 +126,10 @@ class Rule:
         """Every way to use one mesh axis, "whole" first."""
         raise NotImplementedError
 
+    def is_unknown(self, node: Node) -> bool:
+        """True where nothing is known of this op, so that it is replicated and the plan says so."""
+        return self.is_fallback
+
     def flops(self, node: Node) -> float:
         """Forward FLOPs of the whole op (a multiply-add is 2). The backward counts this once per differentiable
         matmul-like operand."""

@@ -6,6 +6,7 @@ whole     the model on one device, every tensor and every gradient of it
 parts     the same on the devices of a chunk in lockstep
 compare   one against the other, tensor by tensor; why they may differ
 walk      ``verify``: all of it in the order of the schedule
+captured  the model itself against the graph that was captured of it
 """
 
 from .compare import Difference, Verification

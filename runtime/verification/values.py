@@ -20,15 +20,15 @@ __all__ = ["batch_of", "buffers_of", "chunked", "weights_of"]
 NOISE = 0.1
 
 
-def weights_of(model: nn.Module, graph: Graph, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Parameters by name, floats in ``dtype``, none of them constant."""
+def weights_of(model: nn.Module, graph: Graph, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Parameters by name, floats in ``dtype`` (None: each in its own), none of them constant."""
     found = dict(model.named_parameters(remove_duplicate=False))
     return {source.name: _weight(source.name, found[source.name], dtype) for source in _sources(graph, "parameter")}
 
 
-def buffers_of(model: nn.Module, graph: Graph, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Buffers by name, floats in ``dtype``, otherwise as they are; zeros (or ones, for variances) on the meta
-    device."""
+def buffers_of(model: nn.Module, graph: Graph, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Buffers by name, floats in ``dtype`` (None: each in its own), otherwise as they are; zeros (or ones, for
+    variances) on the meta device."""
     found, out = dict(model.named_buffers(remove_duplicate=False)), {}
     for source in _sources(graph, "buffer"):
         x = found[source.name].detach()
@@ -39,7 +39,9 @@ def buffers_of(model: nn.Module, graph: Graph, dtype: torch.dtype) -> dict[str, 
     return out
 
 
-def batch_of(graph: Graph, inputs: Mapping[str, Any], microbatches: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def batch_of(
+    graph: Graph, inputs: Mapping[str, Any], microbatches: int, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     """Source name → a batch of ``microbatches`` times the graph's extent, made of the example's rows; the rows that it
     lacks are drawn from it, floats with noise, so that no two microbatches are equal."""
     out = {}
@@ -61,9 +63,9 @@ def chunked(graph: Graph, batch: Mapping[str, Tensor], microbatches: int) -> lis
     return [{name: several[i] for name, several in pieces.items()} for i in range(microbatches)]
 
 
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU; floats in ``dtype``."""
-    return x.detach().to("cpu", dtype if x.is_floating_point() else x.dtype, copy=True)
+def as_dtype(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy on the CPU; floats in ``dtype``, if one is given."""
+    return x.detach().to("cpu", dtype if dtype is not None and x.is_floating_point() else x.dtype, copy=True)
 
 
 def _sources(graph: Graph, kind: str) -> list[Source]:
@@ -75,14 +77,14 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _weight(name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
+def _weight(name: str, given: Tensor, dtype: torch.dtype | None) -> Tensor:
     generator = _generator(name)
     if given.is_meta:
-        noise = torch.randn(given.shape, generator=generator, dtype=dtype)
+        noise = torch.randn(given.shape, generator=generator, dtype=dtype or given.dtype)
         return noise / max(1, given.shape[-1]) ** 0.5 if given.ndim > 1 else 1 + NOISE * noise
     x = as_dtype(given, dtype)
     if x.is_floating_point() and x.numel() and bool((x == x.reshape(-1)[0]).all()):
-        x += NOISE * torch.randn(x.shape, generator=generator, dtype=dtype)
+        x += NOISE * torch.randn(x.shape, generator=generator, dtype=x.dtype)
     return x
 
 

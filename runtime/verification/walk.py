@@ -18,6 +18,7 @@ from ...compiler.plan import Plan, Residency
 from ...compiler.precision import in_precision
 from ...compiler.spec import Pair, Spec, spec_text, without_partials
 from ...compiler.validate import require
+from .captured import check_capture as compare_capture
 from .compare import Difference, Tolerance, Verification, difference
 from .parts import Devices, FailedError, Parts, moved
 from .pieces import Part, actions_of, parts_of, shrunk
@@ -41,6 +42,7 @@ def verify(
     batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None,
     dtype: str = "float64",
     seed: int = 0,
+    check_capture: bool = True,
 ) -> Verification:
     """Whether a plan computes what one device computes: a small numerical check in this process, without the cluster.
 
@@ -53,20 +55,26 @@ def verify(
     a plan of a scaled-down one. Weights of equal values get noise, weights on the meta device are random. dtype:
     "float64" or "float32" of everything that is computed; seed: of random ops such as dropout.
 
-    Raises ValueError for a plan of another model, or with ops that have no program.
+    check_capture: whether the model itself is compared with the graph that was captured of it first (loss and every
+    gradient, eagerly, at a tiny batch); what could not be compared is in the notes.
+
+    Raises ValueError for a plan of another model, or with ops that have no program, and for a capture that differs from
+    the model.
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype is one of {', '.join(TOLERANCES)}, but got {dtype!r}; use one of these")
     kwargs = dict(example_kwargs or {})
-    captured = capture(model, tuple(example_inputs), kwargs, tuple(targets), loss_fn, batch_dims)
+    args = tuple(example_inputs)
+    captured = capture(model, args, kwargs, tuple(targets), loss_fn, batch_dims)
     require(plan, captured)
     if not any(result.kind == "loss" for result in captured.results):
         raise ValueError("a check needs gradients, but got a model without a loss; give loss_fn, or a model with one")
+    missed = compare_capture(model, captured, args, kwargs, tuple(targets), loss_fn) if check_capture else ""
     small, graph = shrunk(plan, in_precision(captured, plan.precision))
     with _default(getattr(torch, dtype)):
-        walk = _Walk(small, graph, model, flat_inputs(tuple(example_inputs), kwargs, tuple(targets)), dtype, seed)
+        walk = _Walk(small, graph, model, flat_inputs(args, kwargs, tuple(targets)), dtype, seed)
         walk.run()
-    return walk.verification()
+    return walk.verification(missed)
 
 
 @contextmanager
@@ -308,10 +316,11 @@ class _Walk:
         self.found.differences.append((order, self._difference(told, float("inf"), 1.0, cause)))
         raise _StoppedError from error
 
-    def verification(self) -> Verification:
-        """The result."""
+    def verification(self, missed: str) -> Verification:
+        """The result. missed: what was not compared, in words."""
         first = min(self.found.differences, key=lambda found: found[0], default=None)
-        notes = [f"gradients are summed exactly here, not in code {c}" for c in sorted(_codes(self.plan))]
+        notes = [text for text in (missed,) if text]
+        notes += [f"gradients are summed exactly here, not in code {c}" for c in sorted(_codes(self.plan))]
         if self.plan.precision != "model":
             notes.append(f"everything is computed in {self.dtype}, not in {self.plan.precision}")
         return Verification(

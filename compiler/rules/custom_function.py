@@ -1,0 +1,275 @@
+"""A user's autograd Function: the dims that can be split are found by trial.
+
+Nothing is known of such an op but its code, so it is run whole and in parts on small random tensors, forward and
+backward (``_Trial``). A way to cut its operands is offered if, on every trial, the outputs of the parts are blocks or
+addends of the whole outputs, and the gradients blocks or addends of the whole gradients. Extents are made small for the
+trial, equal ones equally; where the code does not run on these, it is tried on its own extents if they are small.
+What no trial confirms is replicated, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..custom_function import CustomFunction
+from ..graph import PRIME, TensorType, tensor_operands
+from ..spec import P, Placement, R, S
+from . import register, whole
+from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
+
+__all__ = ["CustomFunctionRule"]
+
+PARTS = (2, 4)  # numbers of devices of the trials
+SEEDS = (0, 1)
+MOST_TRIES = 64  # ways to cut the operands
+LARGEST = 1 << 20  # elements of all operands on which a trial runs
+SMALL = 16  # extents up to here stay as they are
+
+
+class CustomFunctionRule(Rule):
+    """Any ``CustomFunction``."""
+
+    cost_kind = "pointwise"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "whole", then what trials confirm; a label names the operand and the dim that it cuts first."""
+        kinds = tuple(operand.meta["type"] for operand in tensor_operands(node))
+        choices = [whole(node)]
+        for split in _splits(node.target, _Literals.of(node), kinds):
+            k, placement = next((k, pair[0]) for k, pair in enumerate(split.inputs) if pair[0].is_shard)
+            label = f"in{k}d{placement.dim}"
+            taken = sum(choice.label.partition(".")[0] == label for choice in choices)
+            name = f"{label}.{taken}" if taken else label
+            extent = kinds[k].shape[placement.dim]
+            choices.append(AxisChoice(name, split.inputs, split.outputs, extent))
+        return tuple(choices)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """All float operands: what the forward keeps is not known."""
+        return tuple(("input", k) for k, operand in enumerate(tensor_operands(node)) if operand.meta["type"].is_float)
+
+    def is_unknown(self, node: Node) -> bool:
+        """True where no trial confirmed a way to split it."""
+        return len(self.axis_choices(node)) == 1 and any(
+            operand.meta["type"].shape for operand in tensor_operands(node)
+        )
+
+
+register("meshwright.custom_function")(CustomFunctionRule())
+
+
+@dataclass(frozen=True)
+class _Literals:
+    """The arguments of a call as text that can be compared, and as they are. Tensors are None."""
+
+    text: str
+    args: tuple[Any, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, node: Node) -> _Literals:
+        args = tuple(None if isinstance(x, Node) else x for x in node.args)
+        places = tuple(i for i, x in enumerate(node.args) if isinstance(x, Node))
+        return cls(repr(args), args, places)
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.places))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Literals) and (self.text, self.places) == (other.text, other.places)
+
+
+@dataclass(frozen=True)
+class _Split:
+    inputs: tuple[AxisPair, ...]
+    outputs: tuple[AxisPair, ...]
+
+
+@lru_cache(maxsize=4096)
+def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[_Split, ...]:
+    """The splits that all trials confirm."""
+    trials = _trials(target, literals, kinds)
+    if not trials:
+        return ()
+    options = [[R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(PARTS) == 0)] for x in trials[0].operands]
+    cuts = itertools.islice(itertools.product(*options), 1, MOST_TRIES + 1)
+    return tuple(split for cut in cuts if (split := _confirmed(trials, cut)) is not None)
+
+
+def _confirmed(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
+    found: _Split | None = None
+    for trial in trials:
+        for parts in PARTS:
+            split = trial.split(cut, parts)
+            if split is None or (found is not None and split != found):
+                return None
+            found = split
+    return found
+
+
+def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> list[_Trial]:
+    """The op whole on random operands, once for each seed; nothing where it does not run, or gives other values when
+    it is run again."""
+    for sizes in _sizes(literals, kinds):
+        shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
+        if sum(torch.Size(shape).numel() for shape in shapes) > LARGEST:
+            continue
+        args = _scaled(literals.args, sizes)
+        for wide in (True, False):
+            try:
+                trials = [_Trial(target, args, literals.places, shapes, kinds, seed, wide) for seed in SEEDS]
+            except Exception:  # the user's code, on tensors that it was not written for
+                continue
+            if all(trial.repeats() for trial in trials):
+                return trials
+    return []
+
+
+def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
+    """Extent → the extent that a trial has for it: first small ones, then those of the model at a batch of 8."""
+    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > SMALL})
+    yield {extent: 8 * (number + 1) for number, extent in enumerate(extents)}
+    yield {extent: 8 * extent // (8 * PRIME) if extent % PRIME == 0 else extent for extent in extents}
+
+
+def _scaled(value: Any, sizes: Mapping[int, int]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_scaled(item, sizes) for item in value)
+    return sizes.get(value, value) if type(value) is int else value
+
+
+class _Trial:
+    """One run of the op whole, with which runs of its parts are compared."""
+
+    def __init__(
+        self, target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...],
+        shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], seed: int, wide: bool,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        self.target, self.args, self.places = target, args, places
+        self.operands = [_random(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
+        self.cotangents: list[Tensor | None] = []
+        outputs = self._forward(self.operands)[1]
+        for x in outputs:
+            floating = x.is_floating_point() and x.requires_grad
+            self.cotangents.append(torch.randn(x.shape, generator=generator).to(x.dtype) if floating else None)
+        self.outputs, self.gradients = self.run(self.operands, self.cotangents)
+        exact = all(x.dtype == torch.float64 for x in self.outputs if x.is_floating_point())
+        self.rtol = 1e-8 if exact else 1e-4
+
+    def _forward(self, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
+        args = list(self.args)
+        for place, leaf in zip(self.places, leaves, strict=True):
+            args[place] = leaf.view_as(leaf)
+        with torch.enable_grad():
+            return leaves, self.target(*args)
+
+    def run(
+        self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs, and the gradient of each operand."""
+        leaves, outputs = self._forward(operands)
+        tracked = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
+        wanted = [x for x in leaves if x.requires_grad]
+        grads: Iterator[Tensor | None] = iter(())
+        if tracked and wanted:
+            ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
+            grads = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
+        return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
+
+    def repeats(self) -> bool:
+        """Whether it gives the same again: if not, it draws random numbers or keeps state."""
+        outputs, gradients = self.run(self.operands, self.cotangents)
+        return all(
+            (a is None) == (b is None) and (a is None or b is None or _close(a, b, self.rtol))
+            for a, b in zip([*outputs, *gradients], [*self.outputs, *self.gradients], strict=True)
+        )
+
+    def split(self, cut: tuple[Placement, ...], parts: int) -> _Split | None:
+        """How outputs and gradients lie if the operands are cut like this; None if they do not fit together."""
+        dealt = [_dealt(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+        try:
+            alone = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
+            outputs = [
+                _placement([part[k].detach() for part in alone], y, self.rtol) for k, y in enumerate(self.outputs)
+            ]
+            if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
+                return None
+            cotangents = [
+                [None] * parts if g is None else _dealt(g, placement if placement.is_shard else R, parts)
+                for g, placement in zip(self.cotangents, outputs)
+                if placement is not None
+            ]
+            runs = [self.run([x[i] for x in dealt], [g[i] for g in cotangents])[1] for i in range(parts)]
+        except Exception:  # the user's code, on parts that it was not written for
+            return None
+        inputs: list[AxisPair] = []
+        for k, (placement, gradient) in enumerate(zip(cut, self.gradients)):
+            pieces = [run[k] for run in runs]
+            if gradient is None:
+                if any(piece is not None for piece in pieces):
+                    return None
+                inputs.append((placement, placement))
+                continue
+            if any(piece is None for piece in pieces):
+                return None
+            found = _placement([piece for piece in pieces if piece is not None], gradient, self.rtol)
+            if placement.is_shard:
+                if found != placement:
+                    return None
+                inputs.append(shard(placement.dim))
+            elif found in (P, R):
+                inputs.append(FREE_GRAD if found == P else WHOLE)
+            else:
+                return None
+        pairs = {P: ROW, R: WHOLE}
+        made = [pairs[x] if x in pairs else shard(x.dim) for x in outputs if x is not None]
+        return _Split(tuple(inputs), tuple(made))
+
+
+def _random(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
+    if kind.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
+
+
+def _dealt(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
+    return [y.contiguous() for y in x.chunk(parts, placement.dim)] if placement.is_shard else [x] * parts
+
+
+def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Placement | None:
+    """How the pieces make up the whole: as copies, as blocks or as addends."""
+    if all(piece.shape == expected.shape for piece in pieces):
+        if all(_close(piece, expected, rtol) for piece in pieces):
+            return R
+        if expected.is_floating_point() and _close(torch.stack(list(pieces)).sum(0), expected, rtol):
+            return P
+        return None
+    for dim, extent in enumerate(expected.shape):
+        if all(piece.ndim == expected.ndim for piece in pieces) and sum(p.shape[dim] for p in pieces) == extent:
+            try:
+                joined = torch.cat(list(pieces), dim)
+            except RuntimeError:
+                continue
+            if joined.shape == expected.shape and _close(joined, expected, rtol):
+                return S(dim)
+    return None
+
+
+def _close(a: Tensor, b: Tensor, rtol: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    finite = b[b.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return torch.allclose(a, b, rtol=rtol, atol=rtol * max(scale, 1e-30), equal_nan=True)
