@@ -140,7 +140,7 @@ _VIT_MOE = Model(
 _WRN = Model("family", "WideResNet", {"depth": 50, "channels": 32, "width_factor": 2}, (32, 3, 64, 64))
 
 _V100 = "p3.16xlarge:1"
-_TWO, _FOUR = Hardware(_V100, (2,)), Hardware(_V100, (4,))
+_TWO, _FOUR, _EIGHT = Hardware(_V100, (2,)), Hardware(_V100, (4,)), Hardware(_V100)
 _A100, _H100 = Hardware("dgx-a100-40:1", (4,)), Hardware("dgx-h100:1", (4,))
 _FAR = Hardware("p3.16xlarge:2@world", (2, 2))
 _MEASURED = Hardware("clusters/measured.json")  # 4 ranks of one CPU machine, as ``meshwright profile`` wrote it
@@ -211,6 +211,10 @@ QUICK: tuple[Question, ...] = (
     Question("measured-codes", _GPT, _MEASURED, {
         "strategy": "dp4", "microbatches": 1, "communication": "bf16,powersgd2", **_PLAIN,
     }),
+    Question("whole-host", _GPT, _EIGHT, {"strategy": "dp8", "zero": 1, "microbatches": 1}),
+    Question("shared-link", _GPT, Hardware("8x4090:1", (4,)), {"strategy": "dp2,tp2", "microbatches": 2}),
+    Question("laptops", _zoo("convnet", 16), Hardware("two-laptops-wifi:2"), {"strategy": "dp2", "microbatches": 2}),
+    Question("two-networks", _GPT, Hardware("dgx-a100-80:2", (2, 2)), {"strategy": "pp2,tp2", "microbatches": 2}),
     Question("three-devices", _GPT, Hardware(_V100, (3,)), {"global_batch": 24}),
     Question("six-devices", _zoo("convnet", 24), Hardware(_V100, (6,)), {"microbatches": 2}),
     Question("seven-devices", _zoo("mlp", 56), Hardware("p3.16xlarge:2", (4, 3)), {
@@ -236,8 +240,6 @@ QUICK: tuple[Question, ...] = (
     Question("infeasible-weight", _WIDE_GPT, Hardware(_V100, (2,), 800 + 10), {"microbatches": 2}),
     Question("infeasible-strategy", _GPT, _FOUR, {"strategy": "pp3,dp2"}),
 )  # fmt: skip
-
-_EIGHT = Hardware(_V100)
 
 LARGE: tuple[Question, ...] = (
     Question("large-gpt-2.6b", _target("gpt-2.6b"), _EIGHT),
