@@ -208,6 +208,7 @@ QUICK: tuple[Question, ...] = (
     # other hardware
     Question("mixed-clusters", _GPT, Hardware("dgx-h100:1+p3.16xlarge:1", (2, 2)), {"microbatches": 4, **_PLAIN}),
     Question("measured-prices", _zoo("gpt", 64), _MEASURED, {"microbatches": 2, "schedule": "1f1b"}),
+    Question("measured-mlp", _zoo("mlp", 64), _MEASURED, {"microbatches": 2, "global_batch": 4096}),
     Question("measured-codes", _GPT, _MEASURED, {
         "strategy": "dp4", "microbatches": 1, "communication": "bf16,powersgd2", **_PLAIN,
     }),
@@ -223,7 +224,10 @@ QUICK: tuple[Question, ...] = (
     # little memory
     Question("tight-memory", _WIDE_GPT, Hardware(_V100, (4,), 800 + 340), {"global_batch": 32}),
     Question("tight-memory-data", _WIDE_GPT, Hardware(_V100, (4,), 800 + 340), {"strategy": "dp4", "microbatches": 1}),
-    Question("tight-memory-small-graph", _zoo("gpt", 16), Hardware(_V100, (2,), 800 + 4), {"global_batch": 64}),
+    # … of small graphs, where only the trial of what stages really hold finds the plan
+    Question("tight-memory-mlp", _zoo("mlp", 64), Hardware(_V100, (2,), 800 + 0.6), {"global_batch": 256}),
+    Question("tight-memory-mlp-four", _zoo("mlp", 64), Hardware(_V100, (4,), 800 + 0.6), {"global_batch": 256}),
+    Question("tight-memory-mlp-tightest", _zoo("mlp", 64), Hardware(_V100, (2,), 800 + 0.15), {"global_batch": 256}),
     # several plans
     Question("pareto", _GPT, _FOUR, {"points": 3, "microbatches": 2}, call="pareto"),
     Question("top-k", _GPT, _TWO, {"top_k": 3}),
