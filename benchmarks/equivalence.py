@@ -1,10 +1,9 @@
-"""Random models under random plans against one device, for as long as you like: ``tests/end_to_end/test_random_plans.py`` at
-length.
+"""Random models under random plans against one device, for as long as you like.
 
     python benchmarks/equivalence.py [--seconds 120] [--first 0]
 
 Prints every case that differs or fails, with its seed, and at the end how many were compared. Exit status 1 if any
-differs.
+differs. ``tests/end_to_end/test_random_plans.py`` does the same for a few cases.
 """
 
 from __future__ import annotations
