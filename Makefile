@@ -57,7 +57,7 @@ bench: $(READY)  ## run every benchmark, one after another; results under out/
 		echo "== $$script"; $(PYTHON) $$script | tee out/$$(basename $$script .py).txt; done
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
-	$(PYTHON) -m meshwright.compiler.rules.check tests.zoo:ZOO
+	$(PYTHON) -m meshwright.compiler.rules.check tests.support.zoo:ZOO
 
 wheel: $(READY)  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.*

@@ -1,4 +1,4 @@
-"""The search against every plan document of hundreds of tiny random instances (``tests/exhaustive.py``).
+"""The search against every plan document of hundreds of tiny random instances (``tests/oracles/exhaustive.py``).
 
 python benchmarks/bruteforce.py [--cases 500] [--from 0] [--quick] [--chunked] [--json out/bruteforce.json]
 
@@ -20,18 +20,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 
 from contest.results import write_results
-from exhaustive import TooLarge, judge
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.space import Space
 from meshwright.costmodel.cluster import Cluster
-from random_cases import chunked_case, random_case
 from rich.console import Console
 from rich.table import Table
+
+from tests.oracles.frontier import TooLarge
+from tests.oracles.verdict import judge
+from tests.support.random_instances import chunked_case, random_case
 
 PROCESSES = 2
 

@@ -1,9 +1,9 @@
-"""Random models under random plans against one device, for as long as you like: ``tests/test_property.py`` at length.
+"""Random models under random plans against one device, for as long as you like.
 
     python benchmarks/equivalence.py [--seconds 120] [--first 0]
 
 Prints every case that differs or fails, with its seed, and at the end how many were compared. Exit status 1 if any
-differs.
+differs. ``tests/end_to_end/test_random_plans.py`` does the same for a few cases.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 
 import meshwright as mw
-from random_plans import random_plan
+
+from tests.support.random_plans import random_plan
 
 
 def main() -> int:

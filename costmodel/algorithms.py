@@ -34,7 +34,7 @@ With a server of its own beside the p devices the parameter server's bytes are t
 *Hierarchical* over h hosts of m devices each (``levels_of``): all_reduce is a reduce_scatter by ring within hosts, an
 all_reduce of d/m between hosts on each of the m devices at once, an all_gather by ring within hosts; all_gather and
 reduce_scatter are halves of it; broadcast and reduce are a tree over one device of each host and a tree within hosts.
-``tests/test_costmodel.py`` runs every row message by message.
+``tests/costmodel/test_memory.py`` runs every row message by message.
 """
 
 from __future__ import annotations

@@ -1,23 +1,20 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share. ``tests`` is imported from the root of the checkout (``pythonpath`` in
+pyproject.toml), here as on ranks: a test's functions have one name in all processes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # the rank functions of test modules are imported by name in other processes
+pytest.register_assert_rewrite("tests.oracles", "tests.support")
 
-from ranks import RankPool
+from tests.support.ranks import RankPool  # noqa: E402 - its asserts are rewritten
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """A pool of local ranks: ``ranks.run(4, "test_module:function", *arguments)``."""
+    """A pool of local ranks: ``ranks.run(4, function, *arguments)``."""
     pool = RankPool()
     yield pool
     pool.close()

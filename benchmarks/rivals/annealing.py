@@ -35,7 +35,8 @@ from meshwright.compiler.schedule import in_flight_formula
 from meshwright.compiler.space import Submesh, submeshes, usable_bytes
 from meshwright.compiler.spec import S
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
-from scalar_composer import Composer
+
+from tests.oracles.scalar_composer import Composer
 
 from .families import Task
 

@@ -354,10 +354,14 @@ def _graphs(found: Any, batch: int) -> list[Graph]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Report on the models that ``package.module:name`` holds (default tests.zoo:ZOO); status 1 if a rule is wrong."""
+    """Report on the models that ``package.module:name`` holds (default tests.support.zoo:ZOO); status 1 if a rule is
+    wrong."""
     parser = argparse.ArgumentParser(prog="python -m meshwright.compiler.rules.check", description=main.__doc__)
     parser.add_argument(
-        "source", nargs="?", default="tests.zoo:ZOO", help="graphs, or functions that make (model, args, kwargs)"
+        "source",
+        nargs="?",
+        default="tests.support.zoo:ZOO",
+        help="graphs, or functions that make (model, args, kwargs)",
     )
     parser.add_argument("--batch", type=int, default=4, help="batch extent at which ops are run")
     parser.add_argument("--no-missing", action="store_true", help="do not look for splits that rules do not offer")
@@ -384,5 +388,5 @@ def main(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.path.insert(0, "")  # models of the working directory, tests.zoo among them
+    sys.path.insert(0, "")  # models of the working directory, ``tests.support.zoo`` among them
     sys.exit(main(sys.argv[1:]))
