@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from contest.results import write_results
 from exhaustive import TooLarge, judge
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
@@ -30,6 +29,7 @@ from meshwright.compiler.plan import Plan
 from meshwright.compiler.space import Space
 from meshwright.costmodel.cluster import Cluster
 from random_cases import chunked_case, random_case
+from reporting.results import Record, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -99,6 +99,21 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             console.print(f"[bold]{found['case']}[/bold]\n{problem}\n", markup=True, highlight=False)
 
 
+def records(results: list[dict[str, Any]]) -> list[Record]:
+    """Over all cases: plans that no document undercuts, the worst plan, and what was wrong."""
+    done = [found for found in results if "skipped" not in found]
+    both = [found for found in done if found.get("ours_s") and found.get("best_s")]
+    note = f"{len(done)} cases; {len(results) - len(done)} more have too many documents"
+    equal = 100 * sum(found["equal"] for found in done) / max(1, len(done))
+    worst = max((found["ours_s"] / found["best_s"] for found in both), default=1.0)
+    wrong = float(sum(bool(found["problems"]) for found in done))
+    return [
+        Record("plans that no document undercuts", equal, "%", 1, None, "all documents", 100.0, "more", note),
+        Record("the worst plan", worst, "× the best document", 2, None, "all documents", 1.0, "less", note),
+        Record("bounds or verdicts that are wrong", wrong, "cases", 0, None, "all documents", 0.0, "less", note),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=500, help="how many seeds")
@@ -119,6 +134,8 @@ def main() -> int:
             status.update(f"{len(results)} of {len(seeds)} cases, {failed} failed")
             write_results(options.json, {"cases": sorted(results, key=lambda found: found["seed"])})
     show(sorted(results, key=lambda found: found["seed"]), console)
+    if not (options.plain or options.chunked):
+        save_records("bruteforce", records(results), options.quick)
     return 1 if any(found.get("problems") for found in results) else 0
 
 

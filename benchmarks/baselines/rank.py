@@ -1,4 +1,4 @@
-"""What every rank of a cell runs: the contest, then the bytes of each contender alone."""
+"""What every rank of a cell runs: the comparison, then the bytes of each contender alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from meshwright.runtime.launch import resolve
 from meshwright.runtime.meter import live_bytes
 
-from .measure import Build, Rounds, contest
+from .interleaved import Build, Rounds, compare
 
 __all__ = ["run"]
 
@@ -18,7 +18,7 @@ METERED = 6  # steps of which the bytes are counted
 
 
 def run(path: str, arguments: Sequence[Any], rounds: dict[str, int], meter: bool) -> list[dict[str, Any]]:
-    """The results of ``contest``, with each contender's "peak_bytes" (of the fullest rank) if they are to be metered.
+    """The results of ``compare``, with each contender's "peak_bytes" (of the fullest rank) if they are to be metered.
 
     path: "module:function", which gives ways to make contenders. Collective.
     """
@@ -26,7 +26,7 @@ def run(path: str, arguments: Sequence[Any], rounds: dict[str, int], meter: bool
     contenders = [build() for build in builds]
     gc.collect()
     gc.freeze()  # the captures of ours: training has one model, whose collections are short
-    results = contest(contenders, Rounds(**rounds))
+    results = compare(contenders, Rounds(**rounds))
     contenders.clear()
     gc.unfreeze()
     return [{**result, **_bytes(build, meter)} for result, build in zip(results, builds, strict=True)]

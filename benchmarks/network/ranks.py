@@ -37,7 +37,7 @@ def run_over_links(path: str, arguments: Sequence[Any], ranks: int, links: str, 
     with tempfile.TemporaryDirectory(prefix="meshwright-links-") as folder, shaped as made:
         task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
         task.write_text(json.dumps({"path": path, "arguments": list(arguments)}))
-        words = [sys.executable, "-P", "-m", "shaped.world", str(task), str(answer)]
+        words = [sys.executable, "-P", "-m", "network.ranks", str(task), str(answer)]
         here = str(Path(__file__).parents[1])
         path_of = {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
         if rate:

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from .measure import Contender
+from .interleaved import Contender
 from .models import Case
 
 __all__ = ["ddp", "dtensor", "eager", "even_cut", "fsdp", "make_optimizer", "pipelining", "planned_cut"]

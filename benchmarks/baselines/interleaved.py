@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Build", "Contender", "Rounds", "contest"]
+__all__ = ["Build", "Contender", "Rounds", "compare"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rounds:
     lead: int = 0
 
 
-def contest(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any]]:
+def compare(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any]]:
     """Per contender: its "name", "note", seconds per step of every round ("step_s"), "median_s", "min_s",
     the median "cpu_s", "loss"."""
     last: dict[str, Any] = {}

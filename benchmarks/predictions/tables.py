@@ -13,7 +13,7 @@ from typing import Any
 
 import meshwright as mw
 import torch.distributed as dist
-from contest.pretended import PACE, pretended
+from baselines.sleeping_cluster import PACE, sleeping_cluster
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
@@ -50,7 +50,7 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
         tables["local"] = from_first(lambda: mw.Cluster.local(dist.get_world_size()))
     pace = PACE if sleeping else None
     tables["grid"] = profile(budget_s=budget_s / 2, resume=False, pace=pace)
-    planned = pretended(tables["grid"]) if sleeping else tables["grid"]
+    planned = sleeping_cluster(tables["grid"]) if sleeping else tables["grid"]
     plans = [_planned(trial, graphs[trial.target], planned) for trial in trials]
     probes: dict[str, Probe] = {}
     for trial, plan in zip(trials, plans, strict=True):
@@ -59,7 +59,7 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
         budget_s=budget_s / 2, resume=False, base=tables["grid"], probes=list(probes.values()), pace=pace
     )
     if sleeping:
-        tables = {name: pretended(cluster) for name, cluster in tables.items()}
+        tables = {name: sleeping_cluster(cluster) for name, cluster in tables.items()}
     return [
         Forecast(plan, {name: _priced(plan, graphs[trial.target], cluster) for name, cluster in tables.items()})
         for trial, plan in zip(trials, plans, strict=True)

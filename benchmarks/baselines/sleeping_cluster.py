@@ -10,16 +10,16 @@ import meshwright as mw
 from meshwright.costmodel.curves import Curve
 from meshwright.costmodel.hardware import Device
 
-__all__ = ["PACE", "RATE_FLOPS_PER_S", "pretended"]
+__all__ = ["PACE", "RATE_FLOPS_PER_S", "sleeping_cluster"]
 
-RATE_FLOPS_PER_S = 1e9  # of a pretended device; the real arithmetic is some fifty times faster
+RATE_FLOPS_PER_S = 1e9  # of a simulated device; the real arithmetic is some fifty times faster
 PACE = partial(time.sleep, 0.005)  # what a rank does between collectives that are measured: a sleeping layer
 
 
-def pretended(cluster: mw.Cluster, matmuls: tuple[Curve, ...] = ()) -> mw.Cluster:
+def sleeping_cluster(cluster: mw.Cluster, matmuls: tuple[Curve, ...] = ()) -> mw.Cluster:
     """The cluster as sleeping layers make it, from its profile.
 
-    Matmuls run at the pretended rate, unless their exact op was measured, or as these curves have it. Ranks that sleep
+    Matmuls run at the simulated rate, unless their exact op was measured, or as these curves have it. Ranks that sleep
     leave their core to others: nothing is oversubscribed. What a collective costs after and beside sleeping was
     measured so.
     """

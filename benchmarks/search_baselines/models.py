@@ -1,4 +1,4 @@
-"""Models that the command line has no name for, as ``rivals.shapes:NAME`` (from the folder ``benchmarks``)."""
+"""Models that the command line has no name for: ``search_baselines.models:NAME``, from the folder ``benchmarks``."""
 
 from __future__ import annotations
 

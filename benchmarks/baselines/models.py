@@ -1,4 +1,4 @@
-"""The models of the contests, whole and as chains of units that a hand-written pipeline may be cut between.
+"""The models that are trained, whole and as chains of units that a hand-written pipeline may be cut between.
 
 Every model gives the mean loss from ``model(*inputs)``; ``units`` gives modules that share its parameters, of which all
 but the last map one tensor to one tensor, and whose end is the tensor that ``loss_fn`` takes.

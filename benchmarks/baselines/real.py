@@ -11,7 +11,7 @@ import meshwright as mw
 import torch.distributed as dist
 from meshwright.compiler.plan import Plan
 
-from .measure import Build, Contender
+from .interleaved import Build, Contender
 from .models import Case, make_convnet, make_gpt, make_mlp
 from .peers import ddp, dtensor, eager, even_cut, fsdp, make_optimizer, pipelining, planned_cut
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import meshwright as mw
 import torch.distributed as dist
-from contest.measure import Contender, Rounds, contest
+from baselines.interleaved import Contender, Rounds, compare
 from meshwright.runtime.meter import live_bytes, peak_rss_bytes, reset_peak_rss, storages_alive
 
 from .tables import Forecast, forecasts
@@ -44,7 +44,7 @@ def run(trials: Sequence[Trial], settings: Settings) -> list[dict[str, Any]]:
         memory.append(used)
     gc.collect()
     gc.freeze()  # the captures of all trials: training has one model, whose collections are short
-    measured = contest(contenders, Rounds(settings.warmup, settings.rounds, 1, lead=1))
+    measured = compare(contenders, Rounds(settings.warmup, settings.rounds, 1, lead=1))
     return [
         {
             **trial.to_json(),

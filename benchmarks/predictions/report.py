@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from reporting.results import Record
 from rich.console import Console
 from rich.table import Table
 
 from .errors import Summary, relative_error, summarize
 from .trials import PARTS
 
-__all__ = ["show", "summaries"]
+__all__ = ["records", "show", "summaries"]
 
 Result = dict[str, Any]
 
@@ -40,6 +41,31 @@ def show(results: Sequence[Result], console: Console) -> None:
         of_part = [result for result in results if result["part"] == part]
         console.print(_rows(part, of_part))
         console.print(_summary(part, tables))
+
+
+def records(results: Sequence[Result]) -> list[Record]:
+    """Per part and table: the errors of the predicted step and the ranking's tau; per part the errors of memory."""
+    found = []
+    for part, tables in summaries(results).items():
+        aimed = part != "crowd"  # more ranks than cores: reported, without an aim
+        for name, kinds in tables.items():
+            step = kinds["step"]["all"]
+            row, note = f"{part}, by table {name}", f"{step['count']} plans"
+            for key, text, aim in (("median", "median error", 5.0), ("p90", "90th percentile", 15.0)):
+                even = aim if aimed else None
+                found.append(Record(f"{row}: {text}", 100 * step[key], "%", 1, None, "the aim", even, "less", note))
+            if step["tau"] is not None:
+                even = 0.9 if aimed else None
+                found.append(Record(f"{row}: Kendall's τ", step["tau"], "", 2, None, "the aim", even, "more", note))
+        memory = list(tables.values())[-1]["memory"].get("all")
+        if memory:
+            for key, text, even in (("median", "median error", 5.0), ("p90", "90th percentile", None)):
+                row = f"{part}, peak of live bytes: {text}"
+                peer = "" if even is None else "the aim"
+                found.append(
+                    Record(row, 100 * memory[key], "%", 1, None, peer, even, "less", f"{memory['count']} plans")
+                )
+    return found
 
 
 def _rows(part: str, results: Sequence[Result]) -> Table:

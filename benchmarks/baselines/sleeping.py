@@ -31,11 +31,11 @@ from meshwright.runtime.agreement import from_first
 from meshwright.runtime.split_backward import register_halves
 from torch import Tensor, nn
 
-from .measure import Build, Contender
+from .interleaved import Build, Contender
 from .models import Case
 from .peers import ddp, even_cut, fsdp, make_optimizer, pipelining, planned_cut
-from .pretended import PACE, RATE_FLOPS_PER_S, pretended
 from .real import ours, planned
+from .sleeping_cluster import PACE, RATE_FLOPS_PER_S, sleeping_cluster
 
 __all__ = [
     "RATE_FLOPS_PER_S",
@@ -55,14 +55,14 @@ _SAMPLES = 7
 
 
 def _doze(started: float, x: Tensor, w: Tensor) -> None:
-    """Sleep until one product of these operands would be done on the pretended device."""
+    """Sleep until one product of these operands would be done on the simulated device."""
     due = started + 2.0 * prod(x.shape[:-1]) * w.numel() / RATE_FLOPS_PER_S
     time.sleep(max(0.0, due - time.perf_counter()))
 
 
 @torch.library.custom_op("bench::sleep_linear", mutates_args=())
 def sleep_linear(x: Tensor, w: Tensor) -> Tensor:
-    """x: [..., I]; w: [O, I]; returns [..., O] after the time that this takes on the pretended device."""
+    """x: [..., I]; w: [O, I]; returns [..., O] after the time that this takes on the simulated device."""
     started = time.perf_counter()
     y = F.linear(x, w)
     _doze(started, x, w)
@@ -161,12 +161,12 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return list(model.blocks)
 
 
-def pretended_cluster(budget_s: float = 0.0) -> mw.Cluster:
+def profiled_cluster(budget_s: float = 0.0) -> mw.Cluster:
     """This machine's ranks with the compute rate of the sleeping layers, for the planner. budget_s: for which links are
     profiled, beside sleep, as training meets them; 0: taken as they are assumed."""
     curves = _curves()
     if budget_s:
-        return pretended(mw.profile(budget_s=budget_s, pace=PACE), curves)
+        return sleeping_cluster(mw.profile(budget_s=budget_s, pace=PACE), curves)
     cluster = mw.Cluster.local(dist.get_world_size())
     rates = (("float32", RATE_FLOPS_PER_S),)
     hosts = tuple(
@@ -209,20 +209,20 @@ def _mine(case: Case, cluster: mw.Cluster, zero: int = 0, **asked: Any) -> Build
 def data_parallel(size: dict[str, int]) -> list[Build]:
     """DistributedDataParallel on all ranks."""
     case = make_sleeper(**size)
-    mine = _mine(case, pretended_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1)
+    mine = _mine(case, profiled_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1)
     return [mine, partial(ddp, case), partial(ddp, case, gradient_as_bucket_view=True)]
 
 
 def sharded(size: dict[str, int]) -> list[Build]:
     """FSDP2 on all ranks."""
     case = make_sleeper(**size)
-    mine = _mine(case, pretended_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1, zero=3)
+    mine = _mine(case, profiled_cluster(), strategy={"dp": dist.get_world_size()}, microbatches=1, zero=3)
     return [mine, partial(fsdp, case), partial(fsdp, case, reshard_after_forward=False)]
 
 
 def pipeline(size: dict[str, int], microbatches: int, schedule: str, kinds: list[str]) -> list[Build]:
     """The schedules ``kinds`` of ``torch.distributed.pipelining``, cut where our plan cuts."""
-    case, cluster = make_sleeper(**size), pretended_cluster()
+    case, cluster = make_sleeper(**size), profiled_cluster()
     asked = {"strategy": {"pp": dist.get_world_size()}, "microbatches": microbatches, "schedule": schedule}
     cut = planned_cut(case, planned(case, cluster, zero=0, recompute="none", **asked))
     return [_mine(case, cluster, **asked), *(partial(pipelining, case, kind, microbatches, cut) for kind in kinds)]
@@ -236,7 +236,7 @@ def automatic(size: dict[str, int], microbatches: int, budget_s: float) -> list[
     peers += [
         partial(pipelining, case, kind, microbatches, even_cut(case, 2 * world)) for kind in ("interleaved", "zb-v")
     ]
-    return [partial(ours, case, pretended_cluster(budget_s)), *peers]
+    return [partial(ours, case, profiled_cluster(budget_s)), *peers]
 
 
 # ---- tensor parallel by hand
@@ -306,5 +306,5 @@ def megatron(case: Case) -> Contender:
 def tensor_parallel(size: dict[str, int]) -> list[Build]:
     """Columns and rows on all ranks: two all-reduces per block and step."""
     case = make_sleeper(**size)
-    mine = _mine(case, pretended_cluster(), strategy={"tp": dist.get_world_size()}, microbatches=1)
+    mine = _mine(case, profiled_cluster(), strategy={"tp": dist.get_world_size()}, microbatches=1)
     return [mine, partial(megatron, case)]

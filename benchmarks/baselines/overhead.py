@@ -13,7 +13,7 @@ import meshwright as mw
 import torch
 from torch import nn
 
-from .measure import Build, Contender
+from .interleaved import Build, Contender
 from .peers import make_optimizer
 
 __all__ = ["ACTIONS", "actions"]

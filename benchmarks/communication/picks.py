@@ -19,7 +19,7 @@ from meshwright.compiler.wires import LEAST_GAIN, Communication, offered_ways, w
 from meshwright.costmodel.collectives import REDUCTIONS
 from meshwright.runtime.probes import matmuls
 
-from .ranks import DENSE, Bucket, formula_bytes, make_call, once_each, rounds_of, spread
+from .codes import DENSE, Bucket, formula_bytes, make_call, once_each, rounds_of, spread
 
 __all__ = ["CODES", "NEAR", "picks"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from contest.models import MLP, ConvNet
-from contest.sleeping import Sleeper
+from baselines.models import MLP, ConvNet
+from baselines.sleeping import Sleeper
 from meshwright.architectures import GPT, Llama, TransformerMoE
 from torch import Tensor, nn
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 
-__all__ = ["GLOO", "contest"]
+__all__ = ["GLOO", "compare"]
 
 GLOO = "gloo"
 _SETTLED = 2  # calls before it counts: connections and standing receives
 
 
-def contest(
+def compare(
     sizes: Sequence[int], algorithms: Sequence[str], rounds: int, budget_s: float, members: int = 0
 ) -> list[dict[str, Any]]:
     """Per size: the median milliseconds of the slowest rank of each contender, and the median of the ratios of Gloo's
