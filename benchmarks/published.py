@@ -24,7 +24,7 @@ from meshwright.compiler.plan import Plan
 from meshwright.compiler.strategy import InfeasibleError, parse_strategy
 from meshwright.compiler.summary import tflops_per_device
 from meshwright.costmodel.cluster import Cluster
-from reporting.results import Record, save_records, write_results
+from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -233,13 +233,17 @@ def records(results: list[dict[str, Any]]) -> list[Record]:
         name = f"{row['target']} on {row['gpus']} V100, batch {row['batch']}"
         if "ratio_step" in plan:
             peer = f"published: {row['step_s']} s"
-            found.append(Record(f"{name}: step", plan["step_s"], "s, predicted", 2, peer=peer))
+            found.append(Record(f"{name}: step", plan["step_s"], "s, predicted", 2, computed(plan["step_s"]), peer))
         else:
             peer = f"published: {row['tflops']} TFLOPS"
-            found.append(Record(f"{name}: TFLOPS", plan["ratio_tflops"], "of the published", 2, peer=peer))
+            found.append(
+                Record(
+                    f"{name}: TFLOPS", plan["ratio_tflops"], "of the published", 2, computed(plan["ratio_tflops"]), peer
+                )
+            )
         if own is not None:
             gain, peer = plan["step_s"] / own["step_s"], "the published plan, predicted"
-            found.append(Record(f"{name}: our own plan", gain, "× as fast", 2, None, peer, 1.0, "more"))
+            found.append(Record(f"{name}: our own plan", gain, "× as fast", 2, computed(gain), peer, 1.0, "more"))
     return found
 
 

@@ -26,7 +26,7 @@ from meshwright.compiler.space import Space
 from meshwright.compiler.strategy import InfeasibleError
 from meshwright.costmodel.cluster import Cluster
 from published import ROWS, Row, captured, cluster_of
-from reporting.results import Record, save_records, write_results
+from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -143,8 +143,9 @@ def records(results: list[dict[str, Any]]) -> list[Record]:
             fits = ours is not None and other["step_s"] is not None
             value = other["step_s"] / ours if fits else None
             note = "" if fits else f"{name if ours is not None else 'ours'} does not fit"
+            spread = None if value is None or name == "annealing" else computed(value)
             even = 1 / SAME if ours is None or fits else None  # a baseline that does not fit is no loss of ours
-            found.append(Record(f"{result['name']}: {name}", value, "× our step", 3, None, name, even, "more", note))
+            found.append(Record(f"{result['name']}: {name}", value, "× our step", 3, spread, name, even, "more", note))
     return found
 
 

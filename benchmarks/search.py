@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from reporting.results import Record, Spread, save_records, write_results
+from reporting.results import Record, Spread, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -132,23 +132,19 @@ def medians(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def records(results: Sequence[dict[str, Any]]) -> list[Record]:
-    """Per task: seconds of the whole process, its peak memory, and the plan's gap to the bound."""
+    """Per task: seconds of the whole process, its peak memory, the plan's step and its gap to the bound."""
     found = []
     for name, run in medians(results).items():
         walls = [one["wall_s"] for one in results if one["name"] == name and "error" not in one]
+        gap = 100 * run["bound_gap"]
         spread = Spread(min(walls), max(walls), f"{len(walls)} runs") if len(walls) > 1 else None
-        title = shown(name)
         found += [
-            Record(f"{title}: seconds", run["wall_s"], "s", 1, spread, PEERS.get(name, "")),
-            Record(f"{title}: peak memory", run["peak_bytes"] / 1e9, "GB", 2),
-            Record(f"{title}: gap to the bound", 100 * run["bound_gap"], "%", 1),
+            Record(f"{name}: seconds", run["wall_s"], "s", 1, spread, PEERS.get(name, "")),
+            Record(f"{name}: peak memory", run["peak_bytes"] / 1e9, "GB", 2),
+            Record(f"{name}: predicted step", run["step_s"], "s", 2, computed(run["step_s"])),
+            Record(f"{name}: gap to the bound", gap, "%", 1, computed(gap)),
         ]
     return found
-
-
-def shown(name: str) -> str:
-    """A task's name without the package of its model."""
-    return name.split(":", 1)[1] if name.startswith("search_baselines") else name
 
 
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:

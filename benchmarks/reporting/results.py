@@ -23,7 +23,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "ROOT", "Record", "Run", "Spread", "dump_runs", "load_runs", "save_records", "write_results"]
+__all__ = [
+    "RESULTS",
+    "ROOT",
+    "Record",
+    "Run",
+    "Spread",
+    "computed",
+    "dump_runs",
+    "load_runs",
+    "save_records",
+    "write_results",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,6 +47,11 @@ class Spread:
     low: float
     high: float
     of: str
+
+
+def computed(value: float) -> Spread:
+    """Of a figure that was computed and not measured: the next run has the same."""
+    return Spread(value, value, "computed")
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,8 @@ class Record:
         if self.value is None:
             return "behind"
         sign = 1 if self.better == "less" else -1
-        if self.spread is not None and self.spread.low <= self.even <= self.spread.high:
+        known = self.spread
+        if known is not None and known.low < known.high and known.low <= self.even <= known.high:
             return "even"
         return "behind" if sign * (self.value - self.even) > 0 else "ahead"
 
@@ -183,7 +200,11 @@ def _machine() -> dict[str, Any]:
 def _command() -> str:
     script = Path(sys.argv[0]).resolve()
     where = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    return shlex.join(["python", str(where), *sys.argv[1:]])
+    words = sys.argv[1:]
+    while "--json" in words:  # where the raw document went says nothing
+        at = words.index("--json")
+        del words[at : at + 2]
+    return shlex.join(["python", str(where), *words])
 
 
 def _commit() -> str | None:
