@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from baselines.interleaved import Rounds
+from baselines.interleaved import Rounds, interval
 from baselines.sleeping import RATE_FLOPS_PER_S
 from meshwright.runtime.launch import spawn_local
-from reporting.results import Record, save_records, write_results
+from reporting.results import Record, Spread, save_records, write_results
 from reporting.svg import Panel, chart
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +70,8 @@ def run_cell(cell: Cell, rounds: Rounds) -> dict[str, Any]:
     schedule = f" {cell.more[1]}" if cell.more else ""
     return {
         **asdict(cell), "name": cell.way.replace("_", " ") + schedule, "peer": peer["name"], "ideal_s": cell.ideal_s,
-        "ours_s": mine["median_s"], "peer_s": peer["median_s"], "load": os.getloadavg()[0],
+        "ours_s": mine["median_s"], "peer_s": peer["median_s"],
+        "interval": interval(mine["step_s"], peer["step_s"]), "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def records(results: Sequence[Mapping[str, Any]]) -> list[Record]:
     return [
         Record(
             f"{one['name']}, {one['at']} {one['panel']}", one["ours_s"] / one["peer_s"], "× the peer's step", 3,
-            peer=one["peer"], even=1.0,
+            Spread(*one["interval"], "95 % interval"), one["peer"], 1.0,
         )
         for one in results
     ]  # fmt: skip

@@ -7,16 +7,17 @@ process, the mean over the ranks) stand beside it: they see overhead, and hardly
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Build", "Contender", "Rounds", "compare"]
+__all__ = ["Build", "Contender", "Rounds", "compare", "interval"]
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,10 @@ def compare(contenders: Sequence[Contender], plan: Rounds) -> list[dict[str, Any
             }
         )
     return results
+
+
+def interval(mine: list[float], peer: list[float]) -> tuple[float, float]:
+    """The 95 % interval of the geometric mean of the paired ratios, by the normal approximation."""
+    logs = [math.log(a / b) for a, b in zip(mine, peer, strict=True)]
+    half = 1.96 * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
+    return math.exp(mean(logs) - half), math.exp(mean(logs) + half)
