@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,8 @@ INTRODUCTION = f"""# Measured
 
 {BEGIN}
 
-All figures of this project stand here, and five of them in the [README](../README.md). `make measured` makes both of the
-records under `benchmarks/results/`, which the benchmarks write. How each benchmark measures is in
+All figures of this project stand here, and five of them in the [README](../README.md). `make measured` makes both of
+the records under `benchmarks/results/`, which the benchmarks write. How each benchmark measures is in
 [its README](../benchmarks/README.md).
 
 - *Against* names the peer, or an aim of ours. *Behind*: the figure is on the wrong side of it. *Even*: the spread holds
@@ -124,9 +125,9 @@ def page(folder: Path = RESULTS) -> str:
     ]
     lines += table(behind)
     for section, runs in found:
-        lines += ["", f"## {section.title}", "", f"{section.about} `benchmarks/{section.benchmark}.py`"]
-        if not (ROOT / "benchmarks" / f"{section.benchmark}.py").exists():
-            lines[-1] = section.about
+        script = f"`benchmarks/{section.benchmark}.py`"
+        about = f"{section.about} {script}" if (ROOT / script.strip("`")).exists() else section.about
+        lines += ["", f"## {section.title}", "", *textwrap.wrap(about, 118)]
         if section.chart:
             lines += ["", f"![{section.title}]({section.chart})"]
         rows = [(record.row, record, name, run) for name, run in runs for record in run.records]
