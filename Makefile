@@ -19,7 +19,7 @@ TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench rules wheel clean
+.PHONY: help venv demo test lint format bench measured rules wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -51,10 +51,13 @@ format: $(READY)  ## rewrite the sources in the project's format
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-bench: $(READY)  ## run every benchmark, one after another; results under out/
+bench: $(READY)  ## run every benchmark, one after another; tables under out/, figures under benchmarks/results/
 	mkdir -p out
-	for script in $(sort $(wildcard benchmarks/*.py)); do \
+	for script in $(filter-out benchmarks/measured.py,$(sort $(wildcard benchmarks/*.py))); do \
 		echo "== $$script"; $(PYTHON) $$script | tee out/$$(basename $$script .py).txt; done
+
+measured: $(READY)  ## make docs/measured.md and README's table of the benchmarks' figures
+	$(PYTHON) benchmarks/measured.py
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
 	$(PYTHON) -m meshwright.compiler.rules.check tests.support.zoo:ZOO

@@ -21,17 +21,17 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.distributed as dist
-from contest.results import write_results
 from meshwright.architectures import GPT, Llama
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.reprice import reprice
 from meshwright.compiler.signature import plan_probes
 from meshwright.compiler.strategy import Strategy
+from predictions.targets import fill
+from reporting.results import Record, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from truth.targets import fill
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,20 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def records(rows: dict[str, dict[str, Any]]) -> list[Record]:
+    """Per model: the errors of the predicted step and of the predicted memory."""
+    found = []
+    for name, row in rows.items():
+        took, held = row["measured"]["step_s"], row["measured"]["bytes"]
+        for title, error in (
+            ("step, by exact ops", row["predicted"]["ops_s"] / took - 1),
+            ("step, by the grid", row["predicted"]["grid_s"] / took - 1),
+            ("memory", row["predicted"]["bytes"] / held - 1),
+        ):
+            found.append(Record(f"{name}: error of the {title}", 100 * error, "%", 1))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--budget", type=float, default=300.0, metavar="S", help="seconds of profiling")
@@ -159,6 +173,7 @@ def main() -> int:
         dist.destroy_process_group()
     rows = {name: {"predicted": said[name], "measured": took[name]} for name in said}
     show(rows)
+    save_records("accelerator", records(rows))
     write_results(arguments.json, {"device": torch.cuda.get_device_name(), "rows": rows})
     return 0
 

@@ -16,14 +16,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from contest.results import write_results
 from meshwright.runtime.launch import spawn_local
+from network.ranks import LINKS
+from predictions.over_links import run_shaped
+from predictions.ranks import Settings
+from predictions.report import records, show, summaries
+from predictions.trials import PARTS, Trial, select
+from reporting.results import save_records, write_results
 from rich.console import Console
-from shaped.world import LINKS
-from truth.over_links import run_shaped
-from truth.ranks import Settings
-from truth.report import show, summaries
-from truth.trials import PARTS, Trial, select
 
 LOCAL = ("real", "sleep", "crowd")
 TIMEOUT_S = 900.0
@@ -35,7 +35,7 @@ def run_world(trials: list[Trial], settings: Settings) -> list[dict[str, Any]]:
     """The results of trials of one part and one number of ranks."""
     if trials[0].part in LINKS:
         return run_shaped(trials, settings, TIMEOUT_S)
-    return spawn_local("truth.ranks:run", trials[0].ranks, (trials, settings), TIMEOUT_S)[0]
+    return spawn_local("predictions.ranks:run", trials[0].ranks, (trials, settings), TIMEOUT_S)[0]
 
 
 def write(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
@@ -70,6 +70,7 @@ def main() -> int:
                 console.print(f"{part} with {ranks} ranks failed: {error}", markup=False)
         write(options.json, results, settings)
     show(results, console)
+    save_records("accuracy", records(results), options.quick)
     return 1 if failed else 0
 
 

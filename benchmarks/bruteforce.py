@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 
-from contest.results import write_results
 from meshwright.compiler.driver import make_plan
 from meshwright.compiler.graph import Graph
 from meshwright.compiler.plan import Plan
 from meshwright.compiler.space import Space
 from meshwright.costmodel.cluster import Cluster
+from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -101,6 +101,25 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             console.print(f"[bold]{found['case']}[/bold]\n{problem}\n", markup=True, highlight=False)
 
 
+def records(results: list[dict[str, Any]]) -> list[Record]:
+    """Over all cases: plans that no document undercuts, the worst plan, and what was wrong."""
+    done = [found for found in results if "skipped" not in found]
+    both = [found for found in done if found.get("ours_s") and found.get("best_s")]
+    note = f"{len(done)} cases; {len(results) - len(done)} more have too many documents"
+    equal = 100 * sum(found["equal"] for found in done) / max(1, len(done))
+    worst = max((found["ours_s"] / found["best_s"] for found in both), default=1.0)
+    wrong = float(sum(bool(found["problems"]) for found in done))
+    figures = (
+        ("plans that no document undercuts", equal, "%", 1, 100.0, "more"),
+        ("the worst plan", worst, "× the best document", 2, 1.0, "less"),
+        ("bounds or verdicts that are wrong", wrong, "cases", 0, 0.0, "less"),
+    )
+    return [
+        Record(row, value, unit, decimals, computed(value), "all documents", even, better, note)
+        for row, value, unit, decimals, even, better in figures
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=500, help="how many seeds")
@@ -121,6 +140,8 @@ def main() -> int:
             status.update(f"{len(results)} of {len(seeds)} cases, {failed} failed")
             write_results(options.json, {"cases": sorted(results, key=lambda found: found["seed"])})
     show(sorted(results, key=lambda found: found["seed"]), console)
+    if not (options.plain or options.chunked):
+        save_records("bruteforce", records(results), options.quick)
     return 1 if any(found.get("problems") for found in results) else 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 
 import meshwright as mw
+from reporting.results import Record, save_records
 
 from tests.support.random_plans import random_plan
 
@@ -46,6 +47,12 @@ def main() -> int:
             print(f"{case.text}\n{found}", flush=True)
     print(f"seeds {arguments.first} to {seed - 1}: {cases} plans, {tensors} tensors, {wrong} plans differ or fail; "
           f"the others are {worst:.1e} apart at most")  # fmt: skip
+    note = f"seeds {arguments.first} to {seed - 1}, {tensors} tensors"
+    save_records("equivalence", [
+        Record("plans that differ or fail", float(wrong), "plans", 0, None, "one device", 0.0, "less", note),
+        Record("plans compared", float(cases), "plans", 0, note=note),
+        Record("largest difference of the equal ones", worst, "relative to the largest", note="float64"),
+    ])  # fmt: skip
     return int(wrong > 0)
 
 

@@ -18,10 +18,10 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from contest.results import write_results
+from reporting.results import Record, save_records, write_results
+from reporting.svg import Panel, chart
 from rich.console import Console
 from rich.table import Table
-from rivals.svg import Panel, chart
 from search import Task, medians, run_one
 
 LAYERS, DEVICES = (12, 24, 48, 96, 192), (8, 64, 512)
@@ -33,7 +33,7 @@ Cells = Mapping[tuple[int, int], Mapping[str, Any]]  # (layers, devices) → med
 
 def task_of(layers: int, devices: int, hidden: int) -> Task:
     """The run of one cell."""
-    return Task("growth", "rivals.shapes:gpt", f"p3.16xlarge:{devices // PER_HOST}", BATCH, layers, hidden)
+    return Task("growth", "search_baselines.models:gpt", f"p3.16xlarge:{devices // PER_HOST}", BATCH, layers, hidden)
 
 
 def cells_of(results: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], Mapping[str, Any]]:
@@ -77,6 +77,16 @@ def show(results: Sequence[Mapping[str, Any]], console: Console) -> None:
             console.print(f"{result['name']}: {result['error']}")
 
 
+def records(results: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Per cell: seconds and peak memory of the whole process."""
+    found = []
+    for (layers, devices), run in cells_of(results).items():
+        row = f"{layers} layers on {devices} V100"
+        found.append(Record(f"{row}: seconds", run["wall_s"], "s", 1))
+        found.append(Record(f"{row}: peak memory", run["peak_bytes"] / 1e9, "GB", 2))
+    return found
+
+
 def plot(cells: Cells) -> str:
     """Seconds and bytes over layers, a line for each number of devices, and the other way round, as SVG."""
     panels = []
@@ -115,6 +125,7 @@ def main() -> int:
                 results.append(run_one(task, options.timeout))
             write_results(options.json, {"runs": results})
     show(results, console)
+    save_records("growth", records(results), options.quick)
     if cells := cells_of(results):
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         options.plot.write_text(plot(cells))

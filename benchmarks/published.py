@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contest.results import write_results
 from meshwright.architectures import GPT
 from meshwright.compiler.capture import capture
 from meshwright.compiler.driver import make_plan
@@ -25,6 +24,7 @@ from meshwright.compiler.plan import Plan
 from meshwright.compiler.strategy import InfeasibleError, parse_strategy
 from meshwright.compiler.summary import tflops_per_device
 from meshwright.costmodel.cluster import Cluster
+from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -225,6 +225,28 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         console.print("against Alpa's: predicted step of the published plan over that of ours.")
 
 
+def records(results: list[dict[str, Any]]) -> list[Record]:
+    """Per published run: what is predicted of its plan, over what was measured; of our own plan, over that."""
+    found = []
+    for result in results:
+        row, plan, own = result["row"], result["plan"], result.get("own")
+        name = f"{row['target']} on {row['gpus']} V100, batch {row['batch']}"
+        if "ratio_step" in plan:
+            peer = f"published: {row['step_s']} s"
+            found.append(Record(f"{name}: step", plan["step_s"], "s, predicted", 2, computed(plan["step_s"]), peer))
+        else:
+            peer = f"published: {row['tflops']} TFLOPS"
+            found.append(
+                Record(
+                    f"{name}: TFLOPS", plan["ratio_tflops"], "of the published", 2, computed(plan["ratio_tflops"]), peer
+                )
+            )
+        if own is not None:
+            gain, peer = plan["step_s"] / own["step_s"], "the published plan, predicted"
+            found.append(Record(f"{name}: our own plan", gain, "× as fast", 2, computed(gain), peer, 1.0, "more"))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="the published plans only, without a search of our own")
@@ -250,6 +272,7 @@ def main() -> int:
         }
         write_results(options.json, found)
     show(results, console)
+    save_records("published", records(results))
     off = [r for r in results if abs(r["plan"].get("ratio_step", r["plan"]["ratio_tflops"]) - 1) > TARGET]
     for result in off:
         console.print(f"{result['row']['target']} on {result['row']['gpus']} GPUs: more than {TARGET:.0%} off")

@@ -2,8 +2,8 @@
 
 python benchmarks/quality.py [--quick] [--only NAME,…] [--longer 10] [--json out/quality.json]
 
-``rivals`` says what the families are. Everything is a prediction; no GPU is used. Exit status 1 if a rival's step is
-shorter than ours.
+``search_baselines`` says what the families are. Everything is a prediction; no GPU is used. Exit status 1 if
+a baseline's step is shorter than ours.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # a rival composes as the oracle of the tests does
+sys.path.append(str(Path(__file__).parents[1]))  # a baseline composes as the oracle of the tests does
 
-from contest.results import write_results
 from meshwright import models
 from meshwright.compiler.capture import capture
 from meshwright.compiler.plan import Plan
@@ -27,11 +26,12 @@ from meshwright.compiler.space import Space
 from meshwright.compiler.strategy import InfeasibleError
 from meshwright.costmodel.cluster import Cluster
 from published import ROWS, Row, captured, cluster_of
+from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
-from rivals.annealing import anneal
-from rivals.families import Task, best_grid, megatron, published, zero_everywhere
+from search_baselines.annealing import anneal
+from search_baselines.families import Task, best_grid, megatron, published, zero_everywhere
 
 SAME = 1.0005  # steps within this factor are equal: schedules are simulated, labels tie
 
@@ -69,15 +69,15 @@ MATCHES = (
 QUICK = ALPA[1:3]
 
 
-def contest(match: Match, space: Space, longer: float, report: Callable[[str], None]) -> dict[str, Any]:
-    """Our plan and every rival's for one model."""
+def compare(match: Match, space: Space, longer: float, report: Callable[[str], None]) -> dict[str, Any]:
+    """Our plan and every baseline's for one model."""
     task = match.task(space)
     report("ours")
     begin = time.perf_counter()
     ours = task.plan(None)
     planned_s = time.perf_counter() - begin
     found: dict[str, Any] = {"name": match.name, "batch": match.batch, "ours": _figures(ours, planned_s)}
-    rivals: dict[str, Callable[[], Plan | None]] = {
+    baselines: dict[str, Callable[[], Plan | None]] = {
         "grid": lambda: best_grid(task, lambda text: report(f"grid {text}")),
         "megatron": lambda: megatron(task, lambda text: report(f"megatron {text}")),
         "zero": lambda: zero_everywhere(task),
@@ -85,8 +85,8 @@ def contest(match: Match, space: Space, longer: float, report: Callable[[str], N
     }
     row = match.row
     if row is not None:
-        rivals["published"] = lambda: published(task, row.division, row.microbatches)
-    for name, make in rivals.items():
+        baselines["published"] = lambda: published(task, row.division, row.microbatches)
+    for name, make in baselines.items():
         report(name)
         begin = time.perf_counter()
         try:
@@ -117,25 +117,42 @@ def _figures(plan: Plan | None, seconds: float) -> dict[str, Any]:
 
 
 def lost(results: list[dict[str, Any]]) -> list[str]:
-    """What a rival does better, a line each."""
+    """What a baseline does better, a line each."""
     lines = []
     for found in results:
-        for name, rival in found.items():
-            if name in ("name", "batch", "ours") or rival["step_s"] is None:
+        for name, baseline in found.items():
+            if name in ("name", "batch", "ours") or baseline["step_s"] is None:
                 continue
             if found["ours"]["step_s"] is None:
                 lines.append(f"{found['name']}: {name} fits, ours does not")
-            elif rival["step_s"] * SAME < found["ours"]["step_s"]:
+            elif baseline["step_s"] * SAME < found["ours"]["step_s"]:
                 lines.append(
-                    f"{found['name']}: {name} takes {rival['step_s'] / found['ours']['step_s']:.4f} of our step"
+                    f"{found['name']}: {name} takes {baseline['step_s'] / found['ours']['step_s']:.4f} of our step"
                 )
     return lines
 
 
+def records(results: list[dict[str, Any]]) -> list[Record]:
+    """Per model and baseline: its predicted step in units of ours."""
+    found = []
+    for result in results:
+        ours = result["ours"]["step_s"]
+        for name, other in result.items():
+            if name in ("name", "batch", "ours") or (ours is None and other["step_s"] is None):
+                continue
+            fits = ours is not None and other["step_s"] is not None
+            value = other["step_s"] / ours if fits else None
+            note = "" if fits else f"{name if ours is not None else 'ours'} does not fit"
+            spread = None if value is None or name == "annealing" else computed(value)
+            even = 1 / SAME if ours is None or fits else None  # a baseline that does not fit is no loss of ours
+            found.append(Record(f"{result['name']}: {name}", value, "× our step", 3, spread, name, even, "more", note))
+    return found
+
+
 def show(results: list[dict[str, Any]], console: Console) -> None:
-    """A line per model: seconds of our step, and the rivals' in units of ours."""
+    """A line per model: seconds of our step, and the baselines' in units of ours."""
     names = ("grid", "megatron", "zero", "published", "annealing")
-    table = Table(title="predicted step, rivals in units of ours (– : nothing fits)")
+    table = Table(title="predicted step, baselines in units of ours (– : nothing fits)")
     for heading in ("model", "our plan"):
         table.add_column(heading)
     for heading in ("step, s", "gap", "planned in, s", *names):
@@ -144,13 +161,13 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         ours = found["ours"]
         cells = []
         for name in names:
-            rival = found.get(name)
-            if rival is None:
+            baseline = found.get(name)
+            if baseline is None:
                 cells.append("")
-            elif rival["step_s"] is None or ours["step_s"] is None:
+            elif baseline["step_s"] is None or ours["step_s"] is None:
                 cells.append("–")
             else:
-                cells.append(f"{rival['step_s'] / ours['step_s']:.3f}")
+                cells.append(f"{baseline['step_s'] / ours['step_s']:.3f}")
         if ours["step_s"] is None:
             table.add_row(found["name"], "nothing fits", "", "", f"{ours['took_s']:.1f}", *cells)
             continue
@@ -182,9 +199,10 @@ def main() -> int:
     for match in matches:
         with console.status(match.name) as status:
             report = partial(_said, status, match.name)
-            results.append(contest(match, Space.whole(), options.longer, report))
+            results.append(compare(match, Space.whole(), options.longer, report))
         write_results(options.json, {"matches": results})
     show(results, console)
+    save_records("quality", records(results), options.quick)
     return 1 if lost(results) else 0
 
 

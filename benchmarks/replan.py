@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contest.results import write_results
+from reporting.results import Record, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 from search import Task, run_one
@@ -61,14 +61,33 @@ def measured(question: Task, first: Path, answers: bool, timeout_s: float) -> di
     return result | ({"error": errors[0]} if errors else {})
 
 
+Groups = dict[tuple[str, str], list[Mapping[str, Any]]]  # (target, change) → its runs that ended
+
+
+def grouped(results: Sequence[Mapping[str, Any]]) -> Groups:
+    groups: Groups = {}
+    for result in results:
+        if "error" not in result:
+            groups.setdefault((result["target"], result["change"]), []).append(result)
+    return groups
+
+
+def records(results: Sequence[Mapping[str, Any]], start_s: float) -> list[Record]:
+    """Per question: processor seconds with what an earlier plan left, held against those with an empty cache."""
+    found = []
+    for (target, change), runs in grouped(results).items():
+        empty, again = (median(run[side]["cpu_s"] for run in runs) - start_s for side in ("empty", "again"))
+        peer = f"an empty cache: {empty:.1f} s"
+        found.append(Record(f"{target}, {change}", again, "s of processor", 1, None, peer, empty))
+    return found
+
+
 def show(results: Sequence[Mapping[str, Any]], start_s: float, console: Console) -> None:
     """A line per question: medians over the runs."""
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for result in results:
         if "error" in result:
             console.print(f"{result['target']}, {result['change']}: {result['error']}")
-        else:
-            groups.setdefault((result["target"], result["change"]), []).append(result)
+    groups = grouped(results)
     table = Table(title=f"planning again, processor s of the process less {start_s:.1f} s for its start: medians")
     table.add_column("target")
     table.add_column("what changed")
@@ -115,6 +134,7 @@ def main() -> int:
                     results.append({"change": change, **found})
                     write_results(options.json, {"start_s": start_s, "runs": results})
     show(results, start_s, console)
+    save_records("replan", records(results, start_s), options.quick)
     return 1 if any("error" in result for result in results) else 0
 
 

@@ -16,15 +16,15 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from typing import Any
 
-from contest.measure import Rounds
-from contest.results import write_results
+from baselines.interleaved import Rounds, interval
 from meshwright.runtime.launch import spawn_local
+from network.ranks import LINKS, run_over_links
+from reporting.results import Record, Spread, save_records, write_results
 from rich.console import Console
 from rich.table import Table
-from shaped.world import LINKS, run_over_links
 
 LOSS_RTOL = 1e-4
 TIMEOUT_S = 900.0
@@ -32,8 +32,8 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One contest: what it runs on each of ``ranks`` ranks, at its full and at its quick size; over shaped ``links`` of
-    that name, if any. target: of the time of ours over that of the fastest peer; meter: whether bytes are counted."""
+    """One comparison: what it runs on each of ``ranks`` ranks, at its full and at its quick size; over shaped ``links``
+    of that name, if any. target: of our time over the fastest peer's; meter: whether bytes are counted."""
 
     name: str
     about: str
@@ -55,45 +55,45 @@ _LATE = ["interleaved", "interleaved zero-bubble"]
 
 def _gpt(name: str, about: str, kind: str, *more: Any, batch: int = 8) -> Cell:
     sizes = {**_GPT, "batch": batch}, {**_SMALL_GPT, "batch": batch}
-    return Cell(name, about, 2, f"contest.real:{kind}", *[("gpt", size, *more) for size in sizes])
+    return Cell(name, about, 2, f"baselines.real:{kind}", *[("gpt", size, *more) for size in sizes])
 
 
 def _sleep(name: str, about: str, kind: str, *more: Any, links: str = "") -> Cell:
     sizes = (_WIDE, _SHORT_WIDE) if links else (_SLEEP, _SHORT_SLEEP)
     return Cell(
-        name, about, 4, f"contest.sleeping:{kind}", *[(size, *more) for size in sizes], links=links, meter=not links
+        name, about, 4, f"baselines.sleeping:{kind}", *[(size, *more) for size in sizes], links=links, meter=not links
     )
 
 
 CELLS = (
-    Cell("one-gpt", "GPT, eager, one rank", 1, "contest.real:single", ("gpt", _GPT), ("gpt", _SMALL_GPT), 1.02),
+    Cell("one-gpt", "GPT, eager, one rank", 1, "baselines.real:single", ("gpt", _GPT), ("gpt", _SMALL_GPT), 1.02),
     _gpt("dp2-gpt", "GPT, data parallel", "data_parallel"),
     Cell(
-        "dp2-mlp", "MLP, data parallel", 2, "contest.real:data_parallel", ("mlp", {"batch": 1024}),
+        "dp2-mlp", "MLP, data parallel", 2, "baselines.real:data_parallel", ("mlp", {"batch": 1024}),
         ("mlp", {"batch": 64}),
     ),
     Cell(
-        "dp2-convnet", "convnet, data parallel", 2, "contest.real:data_parallel", ("convnet", {"batch": 64}),
+        "dp2-convnet", "convnet, data parallel", 2, "baselines.real:data_parallel", ("convnet", {"batch": 64}),
         ("convnet", {"batch": 8}),
     ),
     _gpt("fsdp2-gpt", "GPT, fully sharded", "sharded"),
     Cell(
-        "fsdp2-mlp", "MLP, fully sharded", 2, "contest.real:sharded", ("mlp", {"batch": 1024}), ("mlp", {"batch": 64})
+        "fsdp2-mlp", "MLP, fully sharded", 2, "baselines.real:sharded", ("mlp", {"batch": 1024}), ("mlp", {"batch": 64})
     ),
     _gpt("tp2-gpt", "GPT, tensor parallel", "tensor_parallel"),
     _gpt("pp2-gpt", "GPT, 1F1B, 8 microbatches", "pipeline", 8, "1f1b", ["1f1b"], batch=16),
     _gpt("pp2-gpt-interleaved", "GPT, interleaved", "pipeline", 8, "interleaved", _LATE, batch=16),
     _gpt("pp2-gpt-zbv", "GPT, ZB-V", "pipeline", 8, "zb-v", ["zb-v"], batch=16),
-    Cell("one-gpt-compiled", "GPT, torch.compile, one rank", 1, "contest.real:compiled", ("gpt", _GPT),
+    Cell("one-gpt-compiled", "GPT, torch.compile, one rank", 1, "baselines.real:compiled", ("gpt", _GPT),
          ("gpt", _SMALL_GPT)),
     _gpt("dp2-gpt-compiled", "GPT, torch.compile, data parallel", "compiled"),
-    Cell("dp2-tiny", "tiny GPT, data parallel", 2, "contest.real:data_parallel", ("gpt", _TINY), ("gpt", _TINY)),
-    Cell("tp2-tiny", "tiny GPT, tensor parallel", 2, "contest.real:tensor_parallel", ("gpt", _TINY), ("gpt", _TINY)),
+    Cell("dp2-tiny", "tiny GPT, data parallel", 2, "baselines.real:data_parallel", ("gpt", _TINY), ("gpt", _TINY)),
+    Cell("tp2-tiny", "tiny GPT, tensor parallel", 2, "baselines.real:tensor_parallel", ("gpt", _TINY), ("gpt", _TINY)),
     Cell(
-        "pp2-tiny", "tiny GPT, 1F1B", 2, "contest.real:pipeline", ("gpt", _TINY, 8, "1f1b", ["1f1b"]),
+        "pp2-tiny", "tiny GPT, 1F1B", 2, "baselines.real:pipeline", ("gpt", _TINY, 8, "1f1b", ["1f1b"]),
         ("gpt", _TINY, 8, "1f1b", ["1f1b"]),
     ),
-    Cell("action", "the executor's own Python", 1, "contest.overhead:actions", (), (), math.inf, meter=False),
+    Cell("action", "the executor's own Python", 1, "baselines.overhead:actions", (), (), math.inf, meter=False),
     _sleep("dp4-sleep", "sleeping, data parallel", "data_parallel"),
     _sleep("fsdp4-sleep", "sleeping, fully sharded", "sharded"),
     _sleep("tp4-sleep", "sleeping, tensor parallel", "tensor_parallel"),
@@ -102,11 +102,11 @@ CELLS = (
     _sleep("pp4-sleep-zbv", "sleeping, ZB-V", "pipeline", 8, "zb-v", ["zb-v"]),
     _gpt("auto2-gpt", "GPT, our choice against all", "automatic", 8, 30.0, batch=16),
     Cell(
-        "auto2-mlp", "MLP, our choice against all", 2, "contest.real:automatic", ("mlp", {"batch": 1024}, 8, 30.0),
+        "auto2-mlp", "MLP, our choice against all", 2, "baselines.real:automatic", ("mlp", {"batch": 1024}, 8, 30.0),
         ("mlp", {"batch": 64}, 8, 5.0),
     ),
     Cell(
-        "auto2-convnet", "convnet, our choice against all", 2, "contest.real:automatic",
+        "auto2-convnet", "convnet, our choice against all", 2, "baselines.real:automatic",
         ("convnet", {"batch": 64}, 8, 30.0), ("convnet", {"batch": 8}, 8, 5.0),
     ),
     _sleep("auto4-sleep", "sleeping, our choice against all", "automatic", 8, 30.0),
@@ -118,14 +118,14 @@ CELLS = (
 
 
 def run_cell(cell: Cell, rounds: Rounds, quick: bool) -> dict[str, Any]:
-    """The contest's results, with the peer (the fastest of its variants by median) and the ratios of ours to it."""
+    """The results of the comparison, the peer (the fastest of its variants by median) and the ratios of ours to it."""
     before = os.getloadavg()[0]
     arguments = cell.quick if quick else cell.arguments
     task = (cell.path, arguments, asdict(rounds), cell.meter)
     if cell.links:
-        results = run_over_links("contest.world:run", task, cell.ranks, cell.links, TIMEOUT_S)
+        results = run_over_links("baselines.rank:run", task, cell.ranks, cell.links, TIMEOUT_S)
     else:
-        results = spawn_local("contest.world:run", cell.ranks, task, timeout_s=TIMEOUT_S)[0]
+        results = spawn_local("baselines.rank:run", cell.ranks, task, timeout_s=TIMEOUT_S)[0]
     mine, *peers = results
     peer = min(peers, key=lambda result: result["median_s"])
     low, high = interval(mine["step_s"], peer["step_s"])
@@ -145,20 +145,34 @@ def run_cell(cell: Cell, rounds: Rounds, quick: bool) -> dict[str, Any]:
         "load": [before, os.getloadavg()[0]],
     }
     if cell.meter:
-        rivals = [peer] if cell.path.endswith(":automatic") else peers  # other kinds of plans hold other things
-        found["ratio_of_bytes"] = mine["peak_bytes"] / min(one["peak_bytes"] for one in rivals)
-    if cell.path == "contest.overhead:actions":
-        from contest.overhead import ACTIONS
+        measured = [peer] if cell.path.endswith(":automatic") else peers  # other kinds of plans hold other things
+        found["ratio_of_bytes"] = mine["peak_bytes"] / min(one["peak_bytes"] for one in measured)
+    if cell.path == "baselines.overhead:actions":
+        from baselines.overhead import ACTIONS
 
         found["us_per_action"] = 1e6 * (mine["median_s"] - peer["median_s"]) / ACTIONS
     return found
 
 
-def interval(mine: list[float], peer: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the geometric mean of the paired ratios, by the normal approximation."""
-    logs = [math.log(a / b) for a, b in zip(mine, peer, strict=True)]
-    half = 1.96 * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.inf
-    return math.exp(mean(logs) - half), math.exp(mean(logs) + half)
+def records(results: list[dict[str, Any]]) -> list[Record]:
+    """Per cell: our step over the fastest peer's, and our bytes over the least peer's."""
+    found: dict[str, Record] = {}
+    for result in results:
+        low, high = result["ratio_interval"]
+        count, peer = result["ranks"], result["peer"]
+        name = result["about"] + (f", {count} ranks" if count > 1 else "")
+        if "us_per_action" in result:
+            found[name] = Record(f"{name}, per action", result["us_per_action"], "µs", 0, None, "the aim", 50.0)
+            continue
+        spread = Spread(low, high, "95 % interval") if math.isfinite(high) else None
+        note = f"of medians {result['ratio_of_medians']:.3f}"
+        figures = [
+            Record(f"{name}: step", result["median_of_ratios"], "× the peer's", 3, spread, peer, 1.0, "less", note)
+        ]
+        if "ratio_of_bytes" in result:
+            figures.append(Record(f"{name}: bytes", result["ratio_of_bytes"], "× the peer's", 3, None, peer, 1.0))
+        found |= {record.row: record for record in figures}
+    return list(found.values())
 
 
 def show(results: list[dict[str, Any]], console: Console) -> None:
@@ -226,6 +240,7 @@ def main() -> int:
                     console.print(f"{cell.name} failed: {error}", markup=False)
             write_results(options.json, {"quick": options.quick, "cells": results})
     show(results, console)
+    save_records("runtime", records(results), options.quick)
     return 0 if not failed and all(result["equal_loss"] for result in results) else 1
 
 

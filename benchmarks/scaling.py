@@ -3,7 +3,7 @@ microbatches.
 
     python benchmarks/scaling.py [--quick] [--rounds N] [--json out/scaling.json] [--plot out/scaling.svg]
 
-Layers sleep in proportion to their local FLOPs (``contest.sleeping``), so up to eight ranks on few cores show bubbles
+Layers sleep in proportion to their local FLOPs (``baselines.sleeping``), so up to eight ranks on few cores show bubbles
 and what a step adds to its compute; messages and our own Python are real and share the cores. The contenders of a cell
 take turns. Speed-up is over one rank of the same contender; "ideal" is compute alone.
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from contest.measure import Rounds
-from contest.results import write_results
-from contest.sleeping import RATE_FLOPS_PER_S
+from baselines.interleaved import Rounds, interval
+from baselines.sleeping import RATE_FLOPS_PER_S
 from meshwright.runtime.launch import spawn_local
+from reporting.results import Record, Spread, save_records, write_results
+from reporting.svg import Panel, chart
 from rich.console import Console
 from rich.table import Table
-from rivals.svg import Panel, chart
 
 TIMEOUT_S = 600.0
 RANKS, LAYERS, MICROBATCHES = (1, 2, 4, 8), (8, 16, 32, 64), (4, 8, 16, 32)
@@ -33,7 +33,7 @@ HIDDEN, BATCH = 64, 256
 
 @dataclass(frozen=True)
 class Cell:
-    """One contest: ``way`` of ``contest.sleeping`` with its further arguments, on ``ranks`` ranks."""
+    """One comparison: ``way`` of ``baselines.sleeping`` with its further arguments, on ``ranks`` ranks."""
 
     panel: str
     at: int
@@ -64,13 +64,14 @@ def cells(quick: bool) -> list[Cell]:
 def run_cell(cell: Cell, rounds: Rounds) -> dict[str, Any]:
     """The medians of the contenders: ours and the fastest peer."""
     size = {"batch": BATCH, "hidden": HIDDEN, "layers": cell.layers}
-    task = (f"contest.sleeping:{cell.way}", (size, *cell.more), asdict(rounds), False)
-    mine, *peers = spawn_local("contest.world:run", cell.ranks, task, timeout_s=TIMEOUT_S)[0]
+    task = (f"baselines.sleeping:{cell.way}", (size, *cell.more), asdict(rounds), False)
+    mine, *peers = spawn_local("baselines.rank:run", cell.ranks, task, timeout_s=TIMEOUT_S)[0]
     peer = min(peers, key=lambda one: float(one["median_s"]))
     schedule = f" {cell.more[1]}" if cell.more else ""
     return {
         **asdict(cell), "name": cell.way.replace("_", " ") + schedule, "peer": peer["name"], "ideal_s": cell.ideal_s,
-        "ours_s": mine["median_s"], "peer_s": peer["median_s"], "load": os.getloadavg()[0],
+        "ours_s": mine["median_s"], "peer_s": peer["median_s"],
+        "interval": interval(mine["step_s"], peer["step_s"]), "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -88,6 +89,17 @@ def show(results: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{one['ours_s'] / one['peer_s']:.3f}", f"{one['ideal_s'] / one['ours_s']:.0%}", f"{one['load']:.1f}",
         )  # fmt: skip
     console.print(table)
+
+
+def records(results: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Per cell: our median step over the fastest peer's."""
+    return [
+        Record(
+            f"{one['name']}, {one['at']} {one['panel']}", one["ours_s"] / one["peer_s"], "× the peer's step", 3,
+            Spread(*one["interval"], "95 % interval"), one["peer"], 1.0,
+        )
+        for one in results
+    ]  # fmt: skip
 
 
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
@@ -127,6 +139,7 @@ def main() -> int:
                 console.print(f"{cell} failed: {error}", markup=False)
         write_results(options.json, {"cells": results})
     show(results, console)
+    save_records("scaling", records(results), options.quick)
     options.plot.parent.mkdir(parents=True, exist_ok=True)
     options.plot.write_text(plot(results))
     return int(failed)

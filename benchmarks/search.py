@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from contest.results import write_results
+from reporting.results import Record, Spread, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -36,10 +36,16 @@ PUBLISHED = (
     ("32 layers, 4 GPUs, pipeline only", "nnScaler, measured on 2 cores", "157 CPU s"),
 )
 
+#: name of a task → who reports what for it
+PEERS = {
+    "gpt-39b on p3.16xlarge:8": "Alpa, as published: 2393 s",
+    "llama3-8b on dgx-h100:8": "Meta autoparallel, one mesh, as published: 47 s",
+}
+
 
 @dataclass(frozen=True)
 class Task:
-    """One planning run; layers, hidden: of ``rivals.shapes:gpt``."""
+    """One planning run; layers, hidden: of ``search_baselines.models:gpt``."""
 
     group: str
     target: str
@@ -63,13 +69,13 @@ LARGE = (
     Task("large", "gpt-175b", "dgx-h100:128", 1536),
     Task("large", "llama3-405b", "dgx-h100:2048", 2048),
 )
-DEPTH = tuple(Task("depth", "rivals.shapes:gpt", "p3.16xlarge:8", 1024, layers, 4096) for layers in (48, 96))
+DEPTH = tuple(Task("depth", "search_baselines.models:gpt", "p3.16xlarge:8", 1024, layers, 4096) for layers in (48, 96))
 IRREGULAR = (
     Task("irregular", "unet", "p3.16xlarge:1", 256),
     Task("irregular", "t5-3b", "dgx-a100-80:2", 1024),
     Task("irregular", "resnet-152", "p3.16xlarge:2", 1024),
     Task("irregular", "vit-moe", "dgx-a100-80:2", 1024),
-    Task("irregular", "rivals.shapes:uneven", "dgx-a100-80:2", 1024),
+    Task("irregular", "search_baselines.models:uneven", "dgx-a100-80:2", 1024),
 )
 TASKS = LARGE + DEPTH + IRREGULAR
 QUICK = (Task("large", "gpt-350m", "p3.16xlarge:1", 1024), Task("irregular", "unet", "p3.16xlarge:1", 256))
@@ -125,6 +131,22 @@ def medians(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def records(results: Sequence[dict[str, Any]]) -> list[Record]:
+    """Per task: seconds of the whole process, its peak memory, the plan's step and its gap to the bound."""
+    found = []
+    for name, run in medians(results).items():
+        walls = [one["wall_s"] for one in results if one["name"] == name and "error" not in one]
+        gap = 100 * run["bound_gap"]
+        spread = Spread(min(walls), max(walls), f"{len(walls)} runs") if len(walls) > 1 else None
+        found += [
+            Record(f"{name}: seconds", run["wall_s"], "s", 1, spread, PEERS.get(name, "")),
+            Record(f"{name}: peak memory", run["peak_bytes"] / 1e9, "GB", 2),
+            Record(f"{name}: predicted step", run["step_s"], "s", 2, computed(run["step_s"])),
+            Record(f"{name}: gap to the bound", gap, "%", 1, computed(gap)),
+        ]
+    return found
+
+
 def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     """A line per task, where its seconds go, then what others report."""
     found = medians(results)
@@ -172,6 +194,7 @@ def main() -> int:
                 results.append(run_one(task, options.timeout))
             write_results(options.json, {"runs": results, "published": [list(line) for line in PUBLISHED]})
     show(results, console)
+    save_records("search", records(results), options.quick)
     return 1 if any("error" in result for result in results) else 0
 
 

@@ -2,7 +2,7 @@
 
     sudo -E python benchmarks/slow_network.py [--quick] [--links hundred far] [--only NAME ...] [--json FILE]
 
-Four ranks, links of 100 Mbit/s, without and with 50 ms of delay one way (``shaped``; Linux, root). A byte-level GPT of
+Four ranks, links of 100 Mbit/s, without and with 50 ms of delay one way (``network``; Linux, root). A byte-level GPT of
 10.8 million parameters on the text of the standard library's modules, AdamW; a step's compute is padded to half a
 second by sleeping. Two things are measured and multiplied:
 
@@ -33,10 +33,11 @@ import torch
 import torch.distributed as dist
 from convergence import GPT
 from meshwright.runtime.launch import spawn_local
+from network.links import missing
+from network.ranks import FAR_LINKS, run_over_links
+from reporting.results import Record, save_records
 from rich.console import Console
 from rich.table import Table
-from shaped.links import missing
-from shaped.world import FAR_LINKS, run_over_links
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
@@ -269,6 +270,26 @@ def table_of(links: str, rows: Sequence[dict[str, Any]], target: float) -> Table
     return table
 
 
+def records(links: str, rows: Sequence[dict[str, Any]]) -> list[Record]:
+    """Per contender: seconds of a step, and its share of the ceiling per step and to the target loss; ours are held
+    against the best of DistributedDataParallel's."""
+    rate, delay_s = FAR_LINKS[links]
+    where = f"{rate / 1e6:.0f} Mbit/s" + (f" with {1e3 * delay_s:.0f} ms" if delay_s else "")
+    peers = [row for row in rows if row["contender"].startswith("DDP")]
+    best = max(peers, key=lambda row: float(row["share"]), default=None)
+    found = []
+    for row in rows:
+        name, ours = row["contender"], row["contender"].startswith("ours") and best is not None
+        found.append(Record(f"{name}, {where}: step", row["step_s"], "s", 2))
+        found.append(Record(f"{name}, {where}: per step", row["rate"], "of the ceiling", 2))
+        reached = row["share"] if row["steps"] is not None else None
+        found.append(Record(
+            f"{name}, {where}: to the loss", reached, "of the ceiling", 2, None, best["contender"] if ours else "",
+            best["share"] if ours else None, "more", "" if reached is not None else "not reached",
+        ))  # fmt: skip
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Seconds to a target loss over slow links.")
     parser.add_argument("--quick", action="store_true", help="a small model, few steps: does it run, not how fast")
@@ -292,6 +313,7 @@ def main() -> int:
         rows = rows_of(seconds, losses, target)
         found["links"][links] = {"padding_s": seconds["padding"], "rows": rows}
         Console(width=110).print(table_of(links, rows, target))
+        save_records("slow_network", records(links, rows), options.quick)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1))
     best = [

@@ -1,9 +1,9 @@
 """Stage costs for every run of layers, of many rows at once: (mesh, microbatches) cases under levels of weights.
 
-As in ``compose``, a run of layers costs the min-plus product of its layers' tables (``batch_tables``) between entering
-a border in some state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so
-equal sequences are one run (``batch_runs``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals.
-All runs of one length are extended together.
+A run of layers costs the min-plus product of its layers' tables (``batch_tables``) between entering a border in some
+state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so equal sequences are
+one run (``batch_runs``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals. All runs of one
+length are extended together.
 
 **What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
 the transfer x of what crosses its borders, forward and back,

@@ -1,7 +1,7 @@
 """What a local program needs from whoever runs it: its place on the mesh, collectives, and the counters of random ops.
 
 The compiler emits programs against these protocols; ``runtime/`` implements them over torch.distributed, and
-``LockstepGroup`` in ``rules/check.py`` over threads of one process. Nothing here starts a process group.
+``LockstepGroup`` in ``rules/lockstep.py`` over threads of one process. Nothing here starts a process group.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import meshwright as mw
 import torch
 import torch.distributed as dist
 from meshwright.models import GPT
-from meshwright.runtime.checkpoint import save_checkpoint
 
 BATCH, SEQUENCE = 16, 64
 
@@ -81,7 +80,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)  # one folder for all
-        save_checkpoint(parallel.session, shared[0])
+        parallel.save_checkpoint(shared[0])
         if main_rank:
             print("checkpoint:", sorted(path.name for path in Path(shared[0]).iterdir()))
         dist.barrier()

@@ -12,15 +12,15 @@ from tests.support.paths import BENCHMARKS
 
 
 @pytest.fixture
-def truth(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """``benchmarks/truth``'s modules that need no ranks."""
+def predictions(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """``benchmarks/predictions``: its modules that need no ranks."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
-    return {name: import_module(f"truth.{name}") for name in ("errors", "trials", "report")}
+    return {name: import_module(f"predictions.{name}") for name in ("errors", "trials", "report")}
 
 
-def test_kendall_tau_counts_inversions(truth):
-    tau = truth["errors"].kendall_tau
+def test_kendall_tau_counts_inversions(predictions):
+    tau = predictions["errors"].kendall_tau
     for order in permutations(range(5)):
         swaps, row = 0, list(order)  # bubble sort swaps once per inversion
         while row != sorted(row):
@@ -31,15 +31,15 @@ def test_kendall_tau_counts_inversions(truth):
         assert tau(order, range(5)) == pytest.approx(1 - 2 * swaps / 10)
 
 
-def test_kendall_tau_with_ties(truth):
-    tau = truth["errors"].kendall_tau
+def test_kendall_tau_with_ties(predictions):
+    tau = predictions["errors"].kendall_tau
     assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / (2 * 3) ** 0.5)  # the tied pair counts on one side only
     assert tau([1, 1], [1, 2]) is None
     assert tau([3], [4]) is None
 
 
-def test_errors_are_relative_to_what_was_measured(truth):
-    errors = truth["errors"]
+def test_errors_are_relative_to_what_was_measured(predictions):
+    errors = predictions["errors"]
     found = errors.summarize([1.1, 1.8, 3.0], [1.0, 2.0, 4.0])
     assert (found.count, found.tau) == (3, 1.0)
     assert found.median == pytest.approx(0.1)
@@ -49,8 +49,8 @@ def test_errors_are_relative_to_what_was_measured(truth):
         errors.quantile([], 0.5)
 
 
-def test_trials_are_many_different_and_possible(truth):
-    trials = truth["trials"]
+def test_trials_are_many_different_and_possible(predictions):
+    trials = predictions["trials"]
     real = trials.select(["real", "sleep"], quick=False)
     assert len(real) >= 24
     assert len({(t.part, t.name) for t in trials.TRIALS}) == len(trials.TRIALS)
@@ -65,13 +65,13 @@ def test_trials_are_many_different_and_possible(truth):
         assert trials.select([part], quick=True), part
 
 
-def test_report_keeps_parts_and_tables_apart(truth):
+def test_report_keeps_parts_and_tables_apart(predictions):
     def result(part: str, target: str, grid: float, ops: float, measured: float) -> dict:
         memory = {"predicted": {"grid": [5.0, 11.0], "ops": [5.0, 11.0]}, "live": [10.0, 5.0], "resident": [0, 0]}
         predicted = {"grid": grid, "ops": ops}
         return {"part": part, "target": target, "predicted_s": predicted, "median_s": measured, "memory": memory}
 
-    found = truth["report"].summaries(
+    found = predictions["report"].summaries(
         [result("real", "a", 2.0, 1.0, 1.0), result("real", "b", 3.0, 2.0, 2.0), result("sleep", "a", 4.0, 1.0, 4.0)]
     )
     assert found["real"]["grid"]["step"]["all"]["median"] == pytest.approx(0.75)

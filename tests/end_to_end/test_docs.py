@@ -120,9 +120,25 @@ def test_an_example_is_a_program(path: Path, tmp_path: Path) -> None:
     assert shown, f"no document speaks of {path.name}"
 
 
+def anchors_of(document: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere() -> None:
-    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]:
         text = FENCE.sub("", document.read_text())
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-            if "://" not in target:
-                assert (document.parent / target).exists(), f"{document.name} links to {target}, which is not there"
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+            if "://" in target:
+                continue
+            path = document.parent / target if target else document
+            assert path.exists(), f"{document.name} links to {target}, which is not there"
+            if anchor:
+                assert anchor in anchors_of(path), f"{document.name} links to {target}#{anchor}, which is not there"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [page for page in pages if f"({page})" not in index] == []

@@ -1,1 +1,0 @@
-"""Sums over ranks by algorithm: what every rank of ``benchmarks/collectives.py`` runs."""

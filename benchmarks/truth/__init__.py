@@ -1,1 +1,0 @@
-"""The parts of ``accuracy.py``: trials, their models, what each rank runs, error statistics and tables."""

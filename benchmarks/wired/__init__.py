@@ -1,1 +1,0 @@
-"""Compressed sums over links: what every rank of ``benchmarks/wire.py`` runs, and its tables."""
