@@ -7,6 +7,8 @@ and saved, and ``verify`` checks it without its cluster.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshwright.compiler.plan_methods import provide as _provide
+
 if TYPE_CHECKING:
     from meshwright.api import parallelize, pareto, plan
     from meshwright.compiler.plan import Plan
@@ -20,6 +22,14 @@ __all__ = [
     "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
+
+# what lies above a plan gives it some of its methods
+_provide(
+    explain="meshwright.compiler.explain:explain",
+    why="meshwright.compiler.why:why",
+    not_executable="meshwright.compiler.executable:not_executable",
+    require_executable="meshwright.compiler.executable:require_executable",
+)
 
 _HOMES = {
     "Cluster": "costmodel.cluster",

@@ -188,7 +188,7 @@ class Parallel:
         def decide() -> tuple[dict[str, Any], int]:
             compare()
             plan, steps = self._loosened(self._decide(graph, cluster, capture_s, inputs), graph)
-            return self._padding.noted(plan).to_json(), steps
+            return plan.noted(*self._padding.notes).to_json(), steps
 
         document, steps = from_first(decide)
         decided = Plan.from_json(document)

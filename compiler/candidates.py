@@ -25,7 +25,7 @@ from .explore import explore
 from .other_schedules import TIE, faster_without_limit, generous_divisions, with_other_schedules
 from .proof import prove
 from .search_state import INTERRUPTED, TIMED_OUT, Candidate, Search
-from .search_tables import EPSILON
+from .search_tables import EPSILON, tables_of
 
 __all__ = ["candidates"]
 
@@ -76,8 +76,7 @@ def _closely(
 def _look(search: Search, found: list[Candidate], counts: list[int], best_s: float) -> None:
     """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get other rows. best_s: the least clock
     of the other families."""
-    tables, space = search.tables, search.space
-    assert tables is not None
+    tables, space = tables_of(search), search.space
     if not isfinite(tables.best):  # nothing fits but by generous estimates
         return
     by_count: dict[int, list[Candidate]] = {}

@@ -19,14 +19,14 @@ from math import inf
 
 from .search_floors import FREE
 from .search_state import TIMED_OUT, Candidate, Miss, Search
-from .search_tables import MIDDLE, SearchTables
+from .search_tables import MIDDLE, tables_of
 
 __all__ = ["corrected", "explore", "fits", "nearest_misses"]
 
 
 def explore(search: Search) -> Iterator[Candidate]:
     """The first pipelines of the counts that are looked at, as they are found; ``search.bounds`` fills meanwhile."""
-    tables = _tables_of(search)
+    tables = tables_of(search)
     tables.best = inf
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
     tables.floors()
@@ -58,8 +58,7 @@ def corrected(
     """The candidates with m microbatches where stages of these (logical shape, level) hold so many bytes more than
     tables say; ``search`` remembers it: of all levels of the shape, unless nothing is left then. most: seconds; slower
     ones do not matter."""
-    tables, before = search.tables, search.beside
-    assert tables is not None
+    tables, before = tables_of(search), search.beside
     tables.best = most
     for every in (True, False):
         search.beside = dict(before)
@@ -74,16 +73,9 @@ def corrected(
 
 def nearest_misses(search: Search) -> list[Miss]:
     """Why nothing fits, for every microbatch count."""
-    return search.tables.misses() if search.tables is not None else []
+    return tables_of(search).misses() if search.tables is not None else []
 
 
 def fits(search: Search) -> bool:
     """Whether anything fits, by the leanest estimates there are; a fraction of the work of ``explore``."""
-    return _tables_of(search).fits()
-
-
-def _tables_of(search: Search) -> SearchTables:
-    """The tables of a search, which later looks share."""
-    if search.tables is None:
-        search.tables = SearchTables(search)
-    return search.tables
+    return tables_of(search).fits()

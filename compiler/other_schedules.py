@@ -33,7 +33,7 @@ from .pipeline_dp import describe_pipeline, solve
 from .pipeline_table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
 from .schedule import in_flight_formula
 from .search_state import INTERRUPTED, Candidate, Search
-from .search_tables import ENDLESS, GENEROUS
+from .search_tables import ENDLESS, GENEROUS, tables_of
 from .space import CHUNKED, SCHEDULES, Submesh
 from .strategy import InfeasibleError
 
@@ -76,8 +76,7 @@ def with_other_schedules(
 def generous_divisions(search: Search) -> list[Candidate]:
     """The best divisions into chunks where nothing fits by tables, should estimates be above what stages really hold:
     of several chunks they add up what only passes."""
-    tables, names = search.tables, [name for name in search.space.schedules if name in CHUNKED]
-    assert tables is not None
+    tables, names = tables_of(search), [name for name in search.space.schedules if name in CHUNKED]
     with search.timed("schedules"):
         found = [one for m in sorted(tables.known) if names
                  for one in _divided(search, m, tables.known[m], dict.fromkeys(names, inf), GENEROUS)]  # fmt: skip
@@ -87,8 +86,7 @@ def generous_divisions(search: Search) -> list[Candidate]:
 def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], most: float) -> bool:
     """Whether another open family were faster than ``most`` with m microbatches if memory had no limit: else leaner
     rows than there are do not help it. found: pipelines of the guide."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     limits = {name: most for name in search.space.schedules if name != search.space.guide}
     with search.timed("schedules"):
         return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), ENDLESS))
@@ -110,8 +108,7 @@ def _offered(
     counts: Collection[int] | None,
 ) -> list[Candidate]:  # fmt: skip
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
-    tables, competing = search.tables, search.space.guide in search.space.schedules
-    assert tables is not None
+    tables, competing = tables_of(search), search.space.guide in search.space.schedules
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
     limits = dict.fromkeys(others, most)
 
@@ -137,8 +134,7 @@ def _offered(
 
 def _with_fewer(search: Search, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
     """Divisions into chunks with fewer microbatches than the best one, as long as they get faster."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     names = [name for name in limits if name in CHUNKED]
     while best is not None:
         best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
@@ -163,8 +159,7 @@ def _counts(found: Sequence[Candidate], most: float) -> list[int]:
 def _others_known(search: Search, found: Sequence[Candidate], most: float) -> list[int]:
     """Of a small graph, all other counts that have tables: its best division into chunks may have one with which the
     guide has nothing."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     if not search.small or not any(name in CHUNKED for name in search.space.schedules):
         return []
     return sorted(set(tables.known).difference(_counts(found, most)))
@@ -175,8 +170,7 @@ def _with_count(
 ) -> Iterator[Candidate]:
     """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's; known: the
     rows they are made of; room: of the memory."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
     used = {row.submesh for one in best for row in one.rows}
     pairs = [pair for pair in known if pair[0] in used]
@@ -222,8 +216,7 @@ def _searched(
     search: Search, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
 ) -> Sequence[Pipeline]:
     """The best pipelines of p stages, or of any number."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
     found = solve(table, m, schedule, cuts, SOLVED, visits=VISITS, explain=False, most=most, trials=0)
     return found.pipelines if isinstance(found, Solution) else ()
@@ -233,8 +226,7 @@ def _divided(
     search: Search, m: int, known: Pairs, limits: Mapping[str, float], room: float = 1.0
 ) -> Iterator[Candidate]:
     """The fastest divisions into chunks."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     pairs = _uniform(search, m, known, max(limits.values()))
     table = tables.table(m, pairs, room) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
@@ -253,8 +245,7 @@ def chunk_numbers(search: Search, schedule: str) -> tuple[int, ...]:
 
 def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
     """The options that alone may make a pipeline in less than ``most`` seconds."""
-    tables, total = search.tables, search.cluster.num_devices
-    assert tables is not None
+    tables, total = tables_of(search), search.cluster.num_devices
     room = [(min(len(pair[0].offsets), total // pair[0].num_devices), pair) for pair in known]
     room = [(groups, pair) for groups, pair in room if groups > 1 and pair[0].place is None]
     if not room:
@@ -267,8 +258,7 @@ def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
 
 def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
     """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
-    tables, others = search.tables, search.space.schedules
-    assert tables is not None
+    tables, others = tables_of(search), search.space.schedules
     names = " or ".join(others)
     m = min(found, key=lambda one: one.clock_s).microbatches
     reason = ""

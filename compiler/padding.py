@@ -19,7 +19,7 @@ in them that the model could not meet. Gradients of ignored rows are zero, so no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.fx import Node
 from .capture import capture
 from .example import batch_dims_of, flat_inputs
 from .graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
-from .plan import Plan
 from .rules import rule_for
 from .rules.named import argument, parameters
 
@@ -81,12 +80,10 @@ class Padding:
             x = x.narrow(dim, 0, extent)
         return x
 
-    def noted(self, plan: Plan) -> Plan:
-        """The plan with a note that says so, if anything is padded."""
-        note = f"sequences of {self.length} are padded to {self.padded}"
-        if self.length is None or note in plan.prediction.notes:
-            return plan
-        return replace(plan, prediction=replace(plan.prediction, notes=(*plan.prediction.notes, note)))
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for the notes of a plan, if anything is padded."""
+        return () if self.length is None else (f"sequences of {self.length} are padded to {self.padded}",)
 
 
 def check_multiple(multiple: int | None) -> None:

@@ -24,23 +24,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..costmodel.files import read_document, write_atomically
 from .carried import carrier_faults
-from .executable import not_executable, require_executable
-from .explain import explain
 from .plan_faults import stage_faults, transfer_faults
+from .plan_methods import method
 from .plan_versions import upgraded
 from .spec import Pair, Spec, parse_pair, parse_spec, spec_text
 
 if TYPE_CHECKING:
     from ..costmodel.cluster import Cluster
     from .graph import Graph
-    from .why import Why
 
 __all__ = [
     "BUCKET_BYTES",
@@ -334,6 +332,13 @@ class Plan:
         """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
         return self.num_chunks if self.num_chunks > 1 else None
 
+    def noted(self, *notes: str) -> Plan:
+        """The plan with these notes, each of them once."""
+        new = tuple(note for note in notes if note not in self.prediction.notes)
+        if not new:
+            return self
+        return replace(self, prediction=replace(self.prediction, notes=(*self.prediction.notes, *new)))
+
     def code(self, what: str) -> str:
         """In which code "activations" or "weights" travel."""
         return self.codes.get(what, "none")
@@ -357,23 +362,23 @@ class Plan:
     def explain(self, graph: Graph | None = None, width: int = 100) -> str:
         """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each
         module."""
-        return explain(self, graph, width)
+        text: str = method("explain")(self, graph, width)
+        return text
 
-    def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Why:
-        """What was chosen for a layer, module, op or weight, and what every other choice would cost per step.
+    def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Any:
+        """What was chosen for a layer, module, op or weight, and what every other choice would cost per step: a
+        ``compiler.why.Why``.
 
         graph: the captured model, which a plan knows only in the process that made it; cluster: by default the plan's.
         Raises ValueError for a name that the model does not have.
         """
-        from .why import why  # needs the whole search, which nobody else who reads a plan does
-
         graph = graph or self.graph
         if graph is None:
             raise ValueError(
                 "a plan that was loaded knows decisions, but got no graph= to ask the model about others; "
                 "pass what compiler.capture.capture(model, inputs) gives"
             )
-        return why(self, name, graph, cluster)
+        return method("why")(self, name, graph, cluster)
 
     # ---- the document
 
@@ -454,11 +459,12 @@ class Plan:
 
     def not_executable(self, graph: Graph | None = None) -> list[str]:
         """What of this plan the runtime cannot run yet, a line each; with the captured graph also which ops."""
-        return not_executable(self, graph)
+        lines: list[str] = method("not_executable")(self, graph)
+        return lines
 
     def require_executable(self, graph: Graph | None = None) -> None:
         """Raise ValueError with all of ``not_executable``, if there is any."""
-        require_executable(self, graph)
+        method("require_executable")(self, graph)
 
     def check(self) -> list[str]:
         """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""

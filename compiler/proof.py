@@ -30,6 +30,7 @@ from .plan import Plan
 from .schedule_bounds import family_bounds
 from .search_floors import LOOSE
 from .search_state import INTERRUPTED, Search
+from .search_tables import tables_of
 from .space import CHUNKED
 
 __all__ = ["bounded", "prove", "proving"]
@@ -58,8 +59,7 @@ def prove(search: Search, most_s: float) -> None:
             return
         search.proof.drop()
         search.proof = None
-    assert search.tables is not None
-    search.bounds.update({(m, name): 0.0 for m in search.tables.counts for name in _others(search)})
+    search.bounds.update({(m, name): 0.0 for m in tables_of(search).counts for name in _others(search)})
 
     def work() -> dict[tuple[int, str], float]:
         with search.keeping():
@@ -94,8 +94,7 @@ def _others(search: Search) -> list[str]:
 
 def _lift_least(search: Search, most_s: float) -> None:
     """Lift the least of ``search.bounds``. most_s: what is above does not matter."""
-    tables, space, others = search.tables, search.space, _others(search)
-    assert tables is not None
+    tables, space, others = tables_of(search), search.space, _others(search)
     tables.best = min(tables.best, most_s)
     for m in tables.counts if others else ():
         messages = not any(name in CHUNKED for name in others)
@@ -119,8 +118,7 @@ def _lift_least(search: Search, most_s: float) -> None:
 
 def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
     """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
-    tables, guides = search.tables, name == search.space.guide
-    assert tables is not None
+    tables, guides = tables_of(search), name == search.space.guide
     if guides and search.bounds[m, name] >= (1 - LOOSE) * tables.best:
         return
     closely = partial(_closely, search, m, name)
@@ -139,8 +137,7 @@ def _lift(
     more: Sequence[int] = (),
 ) -> None:
     """Lift bounds of families with m microbatches to what ``of`` (floors, most) says; more: prices of a byte."""
-    tables, cluster = search.tables, search.cluster
-    assert tables is not None
+    tables, cluster = tables_of(search), search.cluster
     paced = tables.hides(m)  # with few microbatches much of a step's other work may hide: then by paces alone
     levels = list(dict.fromkeys([*more, *tables.known_levels(m)]))
     most = most_s if paced else raised(most_s, m, cluster, tables.hidden_s)
@@ -152,14 +149,12 @@ def _lift(
 
 
 def _quickly(search: Search, m: int, names: Sequence[str], floors: Floors, most: float) -> Mapping[str, float]:
-    assert search.tables is not None
-    return family_bounds(floors, m, names, search.tables.cuts, search.tables.usable * search.share, most)
+    return family_bounds(floors, m, names, tables_of(search).cuts, tables_of(search).usable * search.share, most)
 
 
 def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
     """A bound of one family that takes longer than ``family_bounds``."""
-    tables = search.tables
-    assert tables is not None
+    tables = tables_of(search)
     if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
         return {name: 0.0}
     if name in CHUNKED:

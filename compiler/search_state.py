@@ -27,7 +27,6 @@ from .variants import Samples
 
 if TYPE_CHECKING:
     from .alternatives import PurePlan
-    from .search_tables import SearchTables
 
 __all__ = ["INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "Search", "StageRow", "batch_bytes"]
 
@@ -95,7 +94,7 @@ class Search:
     share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
     thorough: bool = True  # whether to look further than at the first pipelines of all counts
-    tables: SearchTables | None = None
+    tables: object | None = None  # the SearchTables that passes share, see ``search_tables.tables_of``
     workers: int = 1  # processes: of more than one, the others are forks
     proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
     proven_s: float = 0.0  # as far as that is less

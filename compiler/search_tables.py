@@ -20,7 +20,7 @@ from .search_floors import FREE, LEANEST, SearchFloors
 from .search_state import Candidate, Miss, Search, StageRow
 from .space import Submesh
 
-__all__ = ["ENDLESS", "EPSILON", "GENEROUS", "MIDDLE", "SearchTables"]
+__all__ = ["ENDLESS", "EPSILON", "GENEROUS", "MIDDLE", "SearchTables", "tables_of"]
 
 EPSILON = 1e-3  # of the bound: candidates closer than that are as good as proven
 MIDDLE = (FREE, (1.0, 2.0), (3.0, 4.0))  # prices of a byte, as in ``search_floors``
@@ -336,3 +336,11 @@ class SearchTables(SearchFloors):
         sub = pairs[answer.choice.option][0]
         group = self._group(sub)
         return Miss(answer, m, StageRow(group.composer, group.row(sub, m, level), sub))
+
+
+def tables_of(search: Search) -> SearchTables:
+    """The tables of a search, made at the first question and shared by all passes."""
+    if search.tables is None:
+        search.tables = SearchTables(search)
+    assert isinstance(search.tables, SearchTables)
+    return search.tables

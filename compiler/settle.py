@@ -23,7 +23,7 @@ from .finish import Known, excess_bytes, finish, held_by_rules, measured, stage_
 from .other_schedules import TIE
 from .plan import Plan
 from .search_state import INTERRUPTED, SLACK, Candidate, Search
-from .search_tables import ENDLESS
+from .search_tables import ENDLESS, tables_of
 from .space import CHUNKED
 
 __all__ = ["least_to_beat", "may_settle", "settled"]
@@ -79,8 +79,7 @@ def least_to_beat(plans: Sequence[Plan], top_k: int) -> float:
 
 def _queue(search: Search, most: float) -> list[tuple[float, Candidate]]:
     """(the least clock of these cuts and meshes at any price, candidate), the fastest first."""
-    tables, guide = search.tables, search.space.guide
-    assert tables is not None
+    tables, guide = tables_of(search), search.space.guide
     tables.best = most * ROUGHLY
     found = list(tables.unlimited([m for m in tables.counts if search.bounds[m, guide] < most], TOP_K))
     least, lean = dict[object, float](), dict[object, float]()

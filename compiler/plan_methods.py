@@ -1,0 +1,27 @@
+"""Methods of ``Plan`` whose code reads plans and lies above them: the report, the answers to why, what cannot run yet.
+
+A plan is data that every package reads, so it imports none of its readers. Whoever lies above both says here where the
+code of a method is: the package's root (``meshwright/__init__.py``), which every import runs first. The code is
+imported at the first call, as the public names of the root are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["method", "provide"]
+
+_HOMES: dict[str, str] = {}
+
+
+def provide(**homes: str) -> None:
+    """Say where functions of plans are: method name → "package.module:function", the plan its first argument."""
+    _HOMES.update(homes)
+
+
+def method(name: str) -> Callable[..., Any]:
+    """The function behind a method of ``Plan``."""
+    module, _, function = _HOMES[name].partition(":")
+    return getattr(import_module(module), function)
