@@ -14,7 +14,7 @@ endif
 
 # A folder in which the package has its own name, whatever this clone is called: mypy and import-linter look for it there.
 NAMED := build/lint/meshwright
-MODULES := $(wildcard *.py) py.typed compiler costmodel runtime
+MODULES := $(wildcard *.py) py.typed cli compiler costmodel models runtime
 TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
@@ -60,7 +60,7 @@ measured: $(READY)  ## make docs/measured.md and README's table of the benchmark
 	$(PYTHON) benchmarks/measured.py
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
-	$(PYTHON) -m meshwright.compiler.rules.check tests.support.zoo:ZOO
+	$(PYTHON) -m meshwright.compiler.verification.check_rules tests.support.zoo:ZOO
 
 wheel: $(READY)  ## build the wheel into dist/
 	rm -rf build/lib build/bdist.*

@@ -7,16 +7,16 @@ and saved, and ``verify`` checks it without its cluster.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshwright.compiler.plan_methods import provide as _provide
+from meshwright.compiler.plan.methods import provide as _provide
 
 if TYPE_CHECKING:
     from meshwright.api import parallelize, pareto, plan
-    from meshwright.compiler.plan import Plan
-    from meshwright.compiler.strategy import InfeasibleError
+    from meshwright.compiler.errors import InfeasibleError
+    from meshwright.compiler.plan.plan import Plan
+    from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
     from meshwright.parallel import Parallel
-    from meshwright.profiling import profile
-    from meshwright.runtime.verification import verify
+    from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
     "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile", "verify",
@@ -25,23 +25,23 @@ __version__ = "0.1.0"
 
 # what lies above a plan gives it some of its methods
 _provide(
-    explain="meshwright.compiler.explain:explain",
-    why="meshwright.compiler.why:why",
-    not_executable="meshwright.compiler.executable:not_executable",
-    require_executable="meshwright.compiler.executable:require_executable",
+    explain="meshwright.compiler.report.explain:explain",
+    why="meshwright.compiler.report.why:why",
+    not_executable="meshwright.compiler.plan.validation:not_executable",
+    require_executable="meshwright.compiler.plan.validation:require_executable",
 )
 
 _HOMES = {
     "Cluster": "costmodel.cluster",
-    "InfeasibleError": "compiler.strategy",
+    "InfeasibleError": "compiler.errors",
     "Mesh": "costmodel.cluster",
     "Parallel": "parallel",
-    "Plan": "compiler.plan",
+    "Plan": "compiler.plan.plan",
     "parallelize": "api",
     "pareto": "api",
     "plan": "api",
-    "profile": "profiling",
-    "verify": "runtime.verification",
+    "profile": "runtime.profiling.cluster_profile",
+    "verify": "compiler.verification",
 }
 
 

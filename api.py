@@ -9,26 +9,25 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from .compiler.capture import capture
-from .compiler.driver import make_plans
-from .compiler.example import batch_extent, flat_inputs
-from .compiler.fastest import fastest, searched
-from .compiler.front import make_front, undominated
-from .compiler.kept_rows import KeptRows
-from .compiler.known import known_plans
-from .compiler.padding import check_multiple
-from .compiler.plan import Plan
-from .compiler.precision import check_precision
-from .compiler.space import Space
-from .compiler.strategy import Strategy, parse_strategy
-from .compiler.wires import AskedCommunication
+from .compiler.cost.gradient_communication import AskedCommunication
+from .compiler.frontend.capture import capture
+from .compiler.frontend.example_inputs import batch_extent, flat_inputs
+from .compiler.frontend.mixed_precision import check_precision
+from .compiler.frontend.padding import check_multiple
+from .compiler.intra_op.vectorised.row_cache import KeptRows
+from .compiler.plan.plan import Plan
+from .compiler.search.driver import make_plans
+from .compiler.search.parallel_shape import Strategy, parse_strategy
+from .compiler.search.plan_cache import known_plans
+from .compiler.search.requests import fastest, make_front, searched, undominated
+from .compiler.search.space import Space
 from .costmodel.cluster import Cluster, Mesh
 
 if TYPE_CHECKING:  # planning starts a second sooner without the runtime and torch.distributed.tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from .parallel import OptimizerFactory, Parallel
-    from .runtime.state import Init
+    from .runtime.parameters.state import Init
 
 __all__ = ["parallelize", "pareto", "plan"]
 
@@ -256,16 +255,16 @@ def parallelize(
     and not searched.
 
     pad_to_multiple_of: sequences are made that much longer inside, so that devices can share them evenly; losses,
-    gradients and outputs are as without, and a model for which they would not be is refused (``compiler.padding``).
-    check_capture: whether the model itself, run eagerly at a tiny batch, is compared with what was captured of it (loss
-    and every gradient) before it is planned; None: where that takes less than a second.
-    Other arguments as in ``plan(..., executable=True)``.
+    gradients and outputs are as without, and a model for which they would not be is refused
+    (``compiler.frontend.padding``). check_capture: whether the model itself, run eagerly at a tiny batch, is compared
+    with what was captured of it (loss and every gradient) before it is planned; None: where that takes less than a
+    second. Other arguments as in ``plan(..., executable=True)``.
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
     from .parallel import Asked, Parallel
-    from .runtime.launch import ensure_initialized
-    from .runtime.loosely import Looseness
+    from .runtime.execution.independent_replicas import Looseness
+    from .runtime.transport.launch import ensure_initialized
 
     choose = delay == "auto"
     if isinstance(delay, str) and (not choose or local_steps > 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -13,43 +14,48 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
-from .compiler.delays import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
-from .compiler.driver import make_plans
-from .compiler.example import batch_dims_of, batch_extent, flat_inputs
-from .compiler.fastest import fastest, searched
-from .compiler.graph import Graph
-from .compiler.lower import lower
-from .compiler.padding import Padding, capture_padded
-from .compiler.plan import Plan
-from .compiler.precision import check_precision, in_precision
-from .compiler.recompute import PlanLayers
-from .compiler.refit import Recalibration
-from .compiler.replica_room import with_replicas
-from .compiler.report import THRESHOLD, Report
-from .compiler.reprice import reprice
-from .compiler.space import Space
-from .compiler.strategy import InfeasibleError, Strategy, parse_strategy
-from .compiler.summary import idle_text
-from .compiler.validate import require
-from .compiler.wires import AskedCommunication
+from .compiler.cost.gradient_communication import AskedCommunication
+from .compiler.errors import InfeasibleError
+from .compiler.frontend.example_inputs import batch_dims_of, batch_extent, flat_inputs
+from .compiler.frontend.mixed_precision import check_precision, in_precision
+from .compiler.frontend.padding import Padding, capture_padded
+from .compiler.ir.graph import Graph, Source
+from .compiler.ir.program import ChunkProgram
+from .compiler.ir.spec import Pair
+from .compiler.memory.buffers import with_replicas
+from .compiler.plan.lower import lower
+from .compiler.plan.plan import Plan
+from .compiler.plan.recompute import PlanLayers
+from .compiler.plan.validation import require
+from .compiler.report.calibration import Recalibration
+from .compiler.report.explain import idle_text
+from .compiler.report.reprice import reprice
+from .compiler.report.step_report import THRESHOLD, Report
+from .compiler.search.driver import make_plans
+from .compiler.search.evaluation import plan_evaluation
+from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
+from .compiler.search.parallel_shape import Strategy, parse_strategy
+from .compiler.search.requests import fastest, searched
+from .compiler.search.space import Space
+from .compiler.verification.capture_check import check_capture, is_cheap
 from .costmodel.cluster import Cluster
 from .costmodel.tables import cache_directory
-from .outputs import Outputs
-from .profiling import default_cluster
-from .runtime.agreement import alike, from_first
+from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
-from .runtime.compiled import Compiler, backend_of
-from .runtime.loosely import Looseness
-from .runtime.meter import live_bytes
-from .runtime.optimizer import optimizer_name
-from .runtime.stage import Session
-from .runtime.state import Init, ModelInfo, without_values
-from .runtime.verification.captured import check_capture, is_cheap
-from .truth import foreign_bytes, gather_report, recalibration
+from .runtime.execution.compilation import Compiler, backend_of
+from .runtime.execution.independent_replicas import Looseness
+from .runtime.execution.session import Session
+from .runtime.parameters.optimizer import optimizer_name
+from .runtime.parameters.state import Init, ModelInfo, without_values
+from .runtime.profiling.cluster_profile import default_cluster
+from .runtime.profiling.memory_meter import live_bytes
+from .runtime.transport.error_propagation import alike, from_first
 
-__all__ = ["Asked", "OptimizerFactory", "Parallel"]
+__all__ = ["Asked", "OptimizerFactory", "Outputs", "Parallel"]
+
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -257,7 +263,8 @@ class Parallel:
 
     def _search(self, graph: Graph, cluster: Cluster, batch: int, loose: bool = False, **besides: Any) -> Plan:
         """The fastest plan of the precisions that are open; of those whose replicas can step by themselves if
-        ``loose``, and where there are some if that is asked for. besides: more arguments of ``make_plans``."""
+        ``independent_axes``, and where there are some if that is asked for. besides: more arguments of
+        ``make_plans``."""
         arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **self._question(), **besides}
         precisions, apart = check_precision(self._asked.precision), replace(self._space, loose=True)
         if loose or not self._looseness.is_tight:
@@ -490,3 +497,92 @@ class Parallel:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
         load_checkpoint(self.session, path)
+
+
+# ---- ``Outputs``: what a model that trains by a plan gives for inputs, captured and lowered for each
+# kind of them
+
+
+_Bound = dict[int, tuple[Plan, list[ChunkProgram]]]  # batch → plan, and this rank's programs
+
+
+class Outputs:
+    """Of ``model``, whose weights are those of ``session``. graph: of the training; batch_dims: of its inputs;
+    pad_to_multiple_of: as in ``parallelize``. Called by all ranks alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        session: Session,
+        graph: Graph,
+        batch_dims: Mapping[str, int | None],
+        pad_to_multiple_of: int | None,
+    ) -> None:
+        self._model, self._session, self._graph = model, session, graph
+        self._batch_dims, self._multiple = batch_dims, pad_to_multiple_of
+        self._captured: dict[Any, tuple[Graph, Padding, _Bound]] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Any:
+        """The model's whole output on every rank, for a batch of any size; ``training``: in that mode."""
+        flat = flat_inputs(args, kwargs, ())
+        graph, padding, plan, programs = self._bound(args, kwargs, flat, training)
+        outputs = self._session.forward(padding.fill(flat), plan, programs)
+        nodes = graph.by_name()
+        leaves: list[Any] = [None] * graph.output_spec.num_leaves
+        for result in graph.results:
+            if result.kind == "output":
+                source = nodes[result.node].meta.get("source")
+                found = outputs.get(result.name)
+                if source is not None:
+                    found = self._given(source, flat, graph)
+                elif found is not None:
+                    found = padding.cut(result.name, found)
+                leaves[int(result.name)] = found
+        return pytree.tree_unflatten(leaves, graph.output_spec)
+
+    def _bound(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: Mapping[str, Any], training: bool
+    ) -> tuple[Graph, Padding, Plan, list[ChunkProgram]]:
+        """The graph for inputs like these, with a plan at their batch; made once."""
+        given = {name: dim for name, dim in self._batch_dims.items() if isinstance(flat.get(name), torch.Tensor)}
+        dims, of = batch_dims_of(flat, given), self._session.plan
+        key = (training, *((name, _kind(x, dims[name])) for name, x in flat.items()))
+        if key not in self._captured:
+            with alike():
+                captured, padding = capture_padded(
+                    self._model, args, kwargs, (), given, self._multiple, training=training, outputs=True
+                )
+                self._captured[key] = in_precision(captured, of.precision), padding, {}
+        graph, padding, bound = self._captured[key]
+        batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)
+        if batch not in bound:
+            with alike():
+                small, cluster = graph.with_batch(batch), Cluster.from_json(json.dumps(of.cluster))
+                evaluated = plan_evaluation(small, of, cluster, self._buffers())
+                stage = evaluated.stage_of(dist.get_rank())
+                bound[batch] = (evaluated, [] if stage is None else [lower(small, evaluated, stage)])
+        return (graph, padding, *bound[batch])
+
+    def _given(self, source: Source, flat: Mapping[str, Any], graph: Graph) -> Any:
+        """An output that the model only passes on."""
+        if source.kind == "input":
+            return flat[source.name]
+        state = self._session.state
+        return graph.constants[source.name].clone() if source.kind == "constant" else state.whole(source.name)
+
+    def _buffers(self) -> dict[str, dict[int, Pair]]:
+        """Buffer → stage → how it lies there."""
+        out: dict[str, dict[int, Pair]] = {}
+        for node in self._graph.placeholders("buffer"):
+            for index, stage in enumerate(self._session.plan.stages):
+                for chunk in stage.chunks:
+                    if node.name in chunk.sources:
+                        out.setdefault(node.meta["source"].name, {})[index] = chunk.sources[node.name]
+        return out
+
+
+def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
+    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return (repr(leaf),)
+    return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))

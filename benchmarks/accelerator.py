@@ -21,12 +21,12 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.distributed as dist
-from meshwright.architectures import GPT, Llama
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.signature import plan_probes
-from meshwright.compiler.strategy import Strategy
+from meshwright.compiler.cost.signature import plan_probes
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy
+from meshwright.models.architectures import GPT, Llama
 from predictions.targets import fill
 from reporting.results import Record, save_records, write_results
 from rich.console import Console

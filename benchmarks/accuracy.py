@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from meshwright.runtime.launch import spawn_local
+from meshwright.runtime.transport.launch import spawn_local
 from network.ranks import LINKS
 from predictions.over_links import run_shaped
 from predictions.ranks import Settings

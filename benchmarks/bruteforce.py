@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.space import Space
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console

@@ -15,7 +15,7 @@ from typing import Any
 
 from communication.all_reduce import GLOO
 from meshwright.runtime.collectives.rounds import DEFINED
-from meshwright.runtime.launch import spawn_local
+from meshwright.runtime.transport.launch import spawn_local
 from network.ranks import LINKS, run_over_links
 from reporting.results import Record, save_records, write_results
 from rich.console import Console

@@ -29,9 +29,8 @@ from typing import Any
 
 import torch
 from meshwright.costmodel.codecs import CODECS
-from meshwright.runtime.averaging import PeriodicAverage
 from meshwright.runtime.compression import Rehearsal, make_sum
-from meshwright.runtime.delayed import DelayedGradients
+from meshwright.runtime.execution.local_sgd import DelayedGradients, PeriodicAverage
 from reporting.results import Record, Spread, save_records
 from rich.console import Console
 from rich.table import Table
@@ -293,7 +292,7 @@ class Meeting:
 
 @dataclass
 class Replica:
-    """Of ``runtime.replicas.Replicas`` what delays and averages ask for: ``count``, and sums."""
+    """Of ``runtime.execution.replicas.Replicas`` what delays and averages ask for: ``count``, and sums."""
 
     meeting: Meeting
     index: int

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from meshwright.compiler import local_ops
-from meshwright.compiler.context import Context, use
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.ops import local_ops
 from reporting.results import Record, save_records
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meshwright.architectures import GPT
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.strategy import InfeasibleError, parse_strategy
-from meshwright.compiler.summary import tflops_per_device
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.report.explain import tflops_per_device
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
+from meshwright.models.architectures import GPT
 from reporting.results import Record, computed, save_records, write_results
 from rich.console import Console
 from rich.table import Table

@@ -20,10 +20,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))  # a baseline composes as the oracle of the tests does
 
 from meshwright import models
-from meshwright.compiler.capture import capture
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from published import ROWS, Row, captured, cluster_of
 from reporting.results import Record, computed, save_records, write_results

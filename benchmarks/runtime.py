@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from baselines.interleaved import Rounds, interval
-from meshwright.runtime.launch import spawn_local
+from meshwright.runtime.transport.launch import spawn_local
 from network.ranks import LINKS, run_over_links
 from reporting.results import Record, Spread, save_records, write_results
 from rich.console import Console

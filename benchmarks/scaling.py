@@ -20,7 +20,7 @@ from typing import Any
 
 from baselines.interleaved import Rounds, interval
 from baselines.sleeping import RATE_FLOPS_PER_S
-from meshwright.runtime.launch import spawn_local
+from meshwright.runtime.transport.launch import spawn_local
 from reporting.results import Record, Spread, save_records, write_results
 from reporting.svg import Panel, chart
 from rich.console import Console

@@ -32,7 +32,7 @@ import meshwright as mw
 import torch
 import torch.distributed as dist
 from convergence import GPT
-from meshwright.runtime.launch import spawn_local
+from meshwright.runtime.transport.launch import spawn_local
 from network.links import missing
 from network.ranks import FAR_LINKS, run_over_links
 from reporting.results import Record, save_records

@@ -8,31 +8,39 @@ Grammar::
     mesh    ::= "2x4@8"                                shape @ first device; row-major, axis 0 major; "@3": one device
 
 A link's rates are per direction. Kinds: "switch" — every end has its own path; "ring" — direct links between pairs, so
-a small group reaches only some of a device's links; "shared" — one medium that all ends divide among them."""
+a small group reaches only some of a device's links; "shared" — one medium that all ends divide among them.
+
+A cluster as a JSON document: versioned, readable, no pickle; and back, with one clear error for what is wrong.
+
+Schema 2 adds what was measured: a device's surfaces, exact op times, optimizer rates, overlap and action, and the
+cluster's wires and provenance. Documents of schema 1 still load; they have none of these.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import prod
 from pathlib import Path
+from typing import Any, TypeVar
 
-from .comparison import check, merged
-from .curves import Curve
-from .documents import cluster_fields, cluster_text
-from .files import read_document, write_atomically
+import torch
+
+from .curves import Curve, curve_from, surface_from
+from .files import parse_document, read_document, write_atomically
 from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_behind, link_of, positive
-from .measured import Wire
-from .mesh import Mesh
-from .networks import NETWORKS
-from .presets import DEFAULT_HOSTS, LOOPBACK, PRESETS
-from .tables import Table, local_table, machine_memory_bytes, usable_cores
+from .measured import CodingRate, OpTime, OptimizerRate, Piece, Wire
+from .presets import DEFAULT_HOSTS, LOOPBACK, NETWORKS, PRESETS
+from .tables import Table, local_table, machine, machine_memory_bytes, usable_cores
 
-__all__ = ["Cluster", "Device", "Host", "Link", "Mesh"]
+__all__ = ["Cluster", "Mesh", "T", "check", "cluster_fields", "cluster_text", "merged"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class Cluster(HashedOnce):
     def parse(text: str) -> Cluster:
         """``"p3.16xlarge:8"`` (preset:hosts), ``"local"`` or ``"local:4"`` (this machine, ranks), several of them
         joined (``"p3.16xlarge:2+8x4090"``), any of these over a network (``"p3.16xlarge:4@world"``, one of
-        ``networks.NETWORKS``), else the path of a cluster file."""
+        ``presets.NETWORKS``), else the path of a cluster file."""
         parts, _, network = text.partition("@")
         names = [part.partition(":")[0] for part in parts.split("+")]
         if all(name in PRESETS or name == "local" for name in names):
@@ -138,7 +146,7 @@ class Cluster(HashedOnce):
         return Cluster.local(number) if name == "local" else Cluster.preset(name, number)
 
     def over(self, network: str) -> Cluster:
-        """The same hosts joined by one of ``networks.NETWORKS`` behind their own adapters: "rack", "zone", "region",
+        """The same hosts joined by one of ``presets.NETWORKS`` behind their own adapters: "rack", "zone", "region",
         "continent" or "world"; ValueError for another."""
         sheet = NETWORKS.get(network)
         if sheet is None:
@@ -310,3 +318,239 @@ def _link_text(link: Link, kind: str) -> str:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+# ---- Mesh: a logical view of consecutive devices of a cluster, written ``2x4@8`` (shape @ first device;
+# row-major, axis 0 major; ``@3``: one device)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Consecutive devices (numbers in a cluster) as an array: row-major, axis 0 is the major one. Shape ``()`` is one
+    device."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axis_names), (self.shape, self.axis_names)
+        assert prod(self.shape) == len(self.devices), (self.shape, self.devices)
+
+    @staticmethod
+    def of(cluster: Cluster, offset: int, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> Mesh:
+        """The ``prod(shape)`` devices from ``offset`` on; axis names default to x, y, z, …; ValueError if they are not
+        all in the cluster."""
+        sizes = tuple(int(size) for size in shape)
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"a mesh shape has positive sizes, but got {sizes}; drop the empty axis")
+        count = prod(sizes)
+        if offset < 0 or offset + count > cluster.num_devices:
+            raise ValueError(
+                f"{cluster.name} has devices 0 to {cluster.num_devices - 1}, but a mesh {sizes} from device {offset}"
+                f" needs {count}; shrink the mesh"
+            )
+        names = tuple(axis_names) if axis_names is not None else tuple("xyzwvutsrqp"[: len(sizes)])
+        if len(names) != len(sizes) or len(set(names)) != len(names):
+            raise ValueError(
+                f"a mesh has one distinct name per axis, but got {names} for shape {sizes}; name each axis"
+            )
+        return Mesh(sizes, names, tuple(range(offset, offset + count)))
+
+    @staticmethod
+    def parse(cluster: Cluster, text: str) -> Mesh:
+        """The inverse of ``str`` (default axis names)."""
+        match = re.fullmatch(r"(\d+(?:x\d+)*)?@(\d+)", text)
+        if not match:
+            raise ValueError(f"a mesh is written SHAPE@FIRST like 2x4@8, but got {text!r}; write it so")
+        return Mesh.of(cluster, int(match[2]), [int(size) for size in match[1].split("x")] if match[1] else ())
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}@{self.devices[0]}"
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    def coordinates(self, device: int) -> tuple[int, ...]:
+        """The place of cluster device ``device`` in this mesh, one index per axis."""
+        position, out = self.devices.index(device), []
+        for size in reversed(self.shape):
+            position, index = divmod(position, size)
+            out.append(index)
+        return tuple(reversed(out))
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """The device groups that communicate along ``axis``, each in order of its coordinate."""
+        stride, size = prod(self.shape[axis + 1 :]), self.shape[axis]
+        starts = (block + i for block in range(0, len(self.devices), stride * size) for i in range(stride))
+        return tuple(self.devices[start : start + stride * size : stride] for start in starts)
+
+
+FORMAT, SCHEMA, READABLE = "meshwright-cluster", 2, (1, 2)
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """The document; equal neighbouring hosts are written once with a count."""
+    hosts = [{"count": len(list(run))} | asdict(host) for host, run in groupby(cluster.hosts)]
+    body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "name": cluster.name, "backend": cluster.backend}
+    body |= {
+        "oversubscription": cluster.oversubscription,
+        "link_kind": cluster.link_kind,
+        "link": asdict(cluster.link),
+        "hosts": hosts,
+        "wires": [asdict(wire) for wire in cluster.wires],
+        "provenance": dict(cluster.provenance),
+    }
+    return json.dumps(body, indent=1)
+
+
+def cluster_fields(text: str) -> dict[str, Any]:
+    """The fields of the Cluster that ``text`` describes; ValueError on a corrupt, foreign or outdated document and on
+    impossible values, naming the entry."""
+    data = parse_document(text, "cluster", FORMAT, READABLE, "save it again")
+    try:
+        hosts: list[Host] = []
+        for entry in data["hosts"]:
+            link = Link(**entry["link"])
+            host = Host(_device(entry["device"]), int(entry["num_devices"]), link, str(entry["link_kind"]))
+            hosts += [host] * int(entry["count"])
+        return {
+            "name": str(data["name"]),
+            "hosts": tuple(hosts),
+            "link": Link(**data["link"]),
+            "link_kind": str(data["link_kind"]),
+            "backend": str(data["backend"]),
+            "oversubscription": float(data["oversubscription"]),
+            "wires": tuple(_wire(entry) for entry in data.get("wires", ())),
+            "provenance": tuple((str(key), str(value)) for key, value in data.get("provenance", {}).items()),
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form"
+        ) from None
+
+
+def _device(entry: Mapping[str, Any]) -> Device:
+    fields = dict(entry)
+    fields["curves"] = tuple(curve_from(curve) for curve in fields.get("curves", ()))
+    fields["surfaces"] = tuple(surface_from(surface) for surface in fields.get("surfaces", ()))
+    fields["op_times"] = tuple(OpTime(**time) for time in fields.get("op_times", ()))
+    fields["optimizers"] = tuple(OptimizerRate(**rate) for rate in fields.get("optimizers", ()))
+    fields["codings"] = tuple(CodingRate(**rate) for rate in fields.get("codings", ()))
+    for key in ("flops_per_s", "efficiency"):
+        fields[key] = tuple((str(name), float(value)) for name, value in fields.get(key, ()))
+    return Device(**fields)
+
+
+def _wire(entry: Mapping[str, Any]) -> Wire:
+    try:
+        pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+    except ValueError as error:
+        raise ValueError(f"wire {entry['kind']} of {entry['size']}: {error}") from None
+    points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in entry["points"])
+    return Wire(**(dict(entry) | {"pieces": pieces, "points": points}))
+
+
+T = TypeVar("T")
+_NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
+
+
+# ---- both in one
+
+
+def merged(first: Cluster, second: Cluster) -> Cluster:
+    """``first`` with the measurements of ``second`` beside its own; where both have one, the second's counts, and so do
+    its rates where it was measured at all.
+
+    Raises ValueError unless both describe the same hardware.
+    """
+    if difference := first.difference(second):
+        raise ValueError(
+            f"measurements are merged for the same hardware, but got {first.name} and {second.name}:"
+            f" {'; '.join(difference)}; merge tables of one cluster"
+        )
+    theirs = iter(second.hosts)
+    hosts: list[Host] = []
+    cache: dict[tuple[int, int], Host] = {}
+    for host in first.hosts:
+        other = next(theirs)
+        pair = (id(host), id(other))
+        if pair not in cache:
+            cache[pair] = replace(host, device=_both(host.device, other.device), link=other.link)
+        hosts.append(cache[pair])
+    return replace(
+        first,
+        hosts=tuple(hosts),
+        link=second.link,
+        oversubscription=second.oversubscription,
+        wires=_union(first.wires, second.wires, lambda wire: wire.label),
+        provenance=tuple((dict(first.provenance) | dict(second.provenance)).items()),
+    )
+
+
+def _both(a: Device, b: Device) -> Device:
+    base = b if b.curves or b.surfaces or b.op_times or b.optimizers or b.codings else a
+    return replace(
+        base,
+        curves=_union(a.curves, b.curves, lambda curve: (curve.kind, curve.dtype, curve.direction)),
+        surfaces=_union(a.surfaces, b.surfaces, lambda surface: (surface.kind, surface.dtype, surface.direction)),
+        op_times=_union(a.op_times, b.op_times, lambda time: time.signature),
+        optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.name),
+        codings=_union(a.codings, b.codings, lambda rate: rate.name),
+    )
+
+
+def _union(first: Iterable[T], second: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
+    """Those of ``first``, replaced by those of ``second`` with the same key, then the others of ``second``."""
+    return tuple(({key(item): item for item in first} | {key(item): item for item in second}).values())
+
+
+# ---- what is wrong
+
+
+def check(cluster: Cluster) -> list[str]:
+    """Warnings, one line each: measured with other software or on other hardware than this process has, or badly.
+
+    Raises ValueError for a wire that no group of the cluster can have; what cannot be by itself (negative, not finite,
+    falling) is refused already when it is made or read.
+    """
+    widest = max(host.num_devices for host in cluster.hosts)
+    for wire in cluster.wires:
+        if wire.size > cluster.num_devices or wire.members > widest:
+            raise ValueError(
+                f"{cluster.name} has {cluster.num_devices} devices, {widest} on a host, but got {wire.label}; is it of"
+                " another cluster?"
+            )
+    return [*_stale(cluster), *_doubtful(cluster)]
+
+
+def _stale(cluster: Cluster) -> Iterable[str]:
+    where = dict(cluster.provenance)
+    here = machine()
+    if where.get("torch", torch.__version__) != torch.__version__:
+        yield (
+            f"{cluster.name} was measured with torch {where['torch']}, this is {torch.__version__};"
+            " its times may no longer hold, profile again"
+        )
+    for key, what in (("processor", "processor"), ("gpu", "GPU"), ("driver", "driver")):
+        # a GPU cluster is often planned for where there is none
+        if key in where and key in here and where[key] != here[key] and ("gpu" in here or "gpu" not in where):
+            yield (
+                f"{cluster.name} was measured on another {what}, {where[key]}, this is {here[key]};"
+                " its prices are of that machine"
+            )
+
+
+def _doubtful(cluster: Cluster) -> Iterable[str]:
+    for wire in cluster.wires:
+        for (small, before), (large, after) in pairwise(wire.points):
+            if after < _NOISE * before:
+                yield (
+                    f"{wire.label} took {before:.3g} s for {small:g} bytes and {after:.3g} s for {large:g}:"
+                    " something disturbed it, profile again on an idle machine"
+                )
+                break
+        if wire.residual > _MISFIT:
+            yield f"{wire.label} is fitted with a median error of {wire.residual * 100:.0f} %; profile again"

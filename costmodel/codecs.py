@@ -251,7 +251,7 @@ class Codec:
     writes of 4 bytes, to encode and to decode; encode_ns: per element on one CPU thread; lossy: whether the sum differs
     from the exact one by more than the order of summation; drop_in: whether a search may choose it by itself, since
     training needs no other optimizer or learning rate than with the exact sum, be it at a high one
-    (``benchmarks/convergence.py``); residuals: fp32 numbers per element that stay between steps (``coded_memory``)."""
+    (``benchmarks/convergence.py``); residuals: fp32 numbers per element that stay between steps (``memory``)."""
 
     name: str
     family: str

@@ -3,7 +3,8 @@
 
 A round in which a device handles k messages costs α + (k−1)·message_s. A group that spans hosts is priced flat, every
 round over the network with what a host's adapter leaves to each of the devices that use it at once, or hierarchical:
-within hosts, between, within. Bytes are counted as in ``algorithms``; how a wire is chosen says ``wires``."""
+within hosts, between, within. Bytes are counted as in ``algorithms``; how a wire is chosen says
+``gradient_communication``."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from math import inf
 import numpy as np
 
 from .algorithms import ALGORITHMS, ALIASES, BACKENDS, HIERARCHICAL, Steps, is_defined, levels_of, steps_of
-from .cluster import Cluster, Host, Link, Mesh
+from .cluster import Cluster, Mesh
+from .hardware import Host, Link
 from .measured import Wire
-from .wires import Form, Lines, WirePrice, cheapest, form_of, matching
+from .measured_collectives import Form, Lines, WirePrice, cheapest, form_of, matching
 
 __all__ = [
     "ALGORITHMS",

@@ -8,28 +8,20 @@ check        ValueError for what cannot be, warnings for what may be out of date
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import log
-from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from .hardware import Device, Host
+from .cluster import Cluster
+from .hardware import Device
 from .measured import Wire
-from .tables import machine
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
+__all__ = ["Change", "changes", "compare"]
 
-__all__ = ["Change", "changes", "check", "compare", "merged"]
 
-T = TypeVar("T")
 _SIZES = ((2**10, "1 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"))  # where wires are compared
 _MANY = 20  # lines of one section that compare prints
 _EFFORT = ("skipped", "samples", "seconds")  # of the profile, not of what it found
-_NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,102 +176,3 @@ def _names(cluster: Cluster) -> set[str]:
         names |= {f"{name}: {rate.name}" for rate in device.optimizers}
         names |= {f"{name}: code {rate.name}" for rate in device.codings}
     return names
-
-
-# ---- both in one
-
-
-def merged(first: Cluster, second: Cluster) -> Cluster:
-    """``first`` with the measurements of ``second`` beside its own; where both have one, the second's counts, and so do
-    its rates where it was measured at all.
-
-    Raises ValueError unless both describe the same hardware.
-    """
-    if difference := first.difference(second):
-        raise ValueError(
-            f"measurements are merged for the same hardware, but got {first.name} and {second.name}:"
-            f" {'; '.join(difference)}; merge tables of one cluster"
-        )
-    theirs = iter(second.hosts)
-    hosts: list[Host] = []
-    cache: dict[tuple[int, int], Host] = {}
-    for host in first.hosts:
-        other = next(theirs)
-        pair = (id(host), id(other))
-        if pair not in cache:
-            cache[pair] = replace(host, device=_both(host.device, other.device), link=other.link)
-        hosts.append(cache[pair])
-    return replace(
-        first,
-        hosts=tuple(hosts),
-        link=second.link,
-        oversubscription=second.oversubscription,
-        wires=_union(first.wires, second.wires, lambda wire: wire.label),
-        provenance=tuple((dict(first.provenance) | dict(second.provenance)).items()),
-    )
-
-
-def _both(a: Device, b: Device) -> Device:
-    base = b if b.curves or b.surfaces or b.op_times or b.optimizers or b.codings else a
-    return replace(
-        base,
-        curves=_union(a.curves, b.curves, lambda curve: (curve.kind, curve.dtype, curve.direction)),
-        surfaces=_union(a.surfaces, b.surfaces, lambda surface: (surface.kind, surface.dtype, surface.direction)),
-        op_times=_union(a.op_times, b.op_times, lambda time: time.signature),
-        optimizers=_union(a.optimizers, b.optimizers, lambda rate: rate.name),
-        codings=_union(a.codings, b.codings, lambda rate: rate.name),
-    )
-
-
-def _union(first: Iterable[T], second: Iterable[T], key: Callable[[T], object]) -> tuple[T, ...]:
-    """Those of ``first``, replaced by those of ``second`` with the same key, then the others of ``second``."""
-    return tuple(({key(item): item for item in first} | {key(item): item for item in second}).values())
-
-
-# ---- what is wrong
-
-
-def check(cluster: Cluster) -> list[str]:
-    """Warnings, one line each: measured with other software or on other hardware than this process has, or badly.
-
-    Raises ValueError for a wire that no group of the cluster can have; what cannot be by itself (negative, not finite,
-    falling) is refused already when it is made or read.
-    """
-    widest = max(host.num_devices for host in cluster.hosts)
-    for wire in cluster.wires:
-        if wire.size > cluster.num_devices or wire.members > widest:
-            raise ValueError(
-                f"{cluster.name} has {cluster.num_devices} devices, {widest} on a host, but got {wire.label}; is it of"
-                " another cluster?"
-            )
-    return [*_stale(cluster), *_doubtful(cluster)]
-
-
-def _stale(cluster: Cluster) -> Iterable[str]:
-    where = dict(cluster.provenance)
-    here = machine()
-    if where.get("torch", torch.__version__) != torch.__version__:
-        yield (
-            f"{cluster.name} was measured with torch {where['torch']}, this is {torch.__version__};"
-            " its times may no longer hold, profile again"
-        )
-    for key, what in (("processor", "processor"), ("gpu", "GPU"), ("driver", "driver")):
-        # a GPU cluster is often planned for where there is none
-        if key in where and key in here and where[key] != here[key] and ("gpu" in here or "gpu" not in where):
-            yield (
-                f"{cluster.name} was measured on another {what}, {where[key]}, this is {here[key]};"
-                " its prices are of that machine"
-            )
-
-
-def _doubtful(cluster: Cluster) -> Iterable[str]:
-    for wire in cluster.wires:
-        for (small, before), (large, after) in pairwise(wire.points):
-            if after < _NOISE * before:
-                yield (
-                    f"{wire.label} took {before:.3g} s for {small:g} bytes and {after:.3g} s for {large:g}:"
-                    " something disturbed it, profile again on an idle machine"
-                )
-                break
-        if wire.residual > _MISFIT:
-            yield f"{wire.label} is fitted with a median error of {wire.residual * 100:.0f} %; profile again"

@@ -98,7 +98,7 @@ class Device(HashedOnce):
         return {time.signature: time for time in self.op_times}
 
     def op_time(self, signature: str) -> OpTime | None:
-        """The measured time of the op with this exact signature (``compiler.signature``), if there is one."""
+        """The measured time of the op with this exact signature (``compiler.cost.signature``), if there is one."""
         return self._op_times.get(signature)
 
     def optimizer_rate(self, name: str) -> OptimizerRate | None:

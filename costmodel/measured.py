@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
-__all__ = ["CodingRate", "OpTime", "OptimizerRate", "Piece", "Wire"]
+__all__ = ["CodingRate", "OpTime", "OptimizerRate", "Piece", "RankTimes", "Wire"]
 
 
 def _not_negative(where: str, **values: float) -> None:
@@ -30,8 +30,9 @@ def _not_negative(where: str, **values: float) -> None:
 class OpTime:
     """One op on one device, as it runs inside a training step (operands out of cache, outputs on fresh pages).
 
-    signature: the op with the dtypes and local shapes of its operands (``compiler.signature``). Seconds of the forward,
-    of the gradients of activations, and of the gradients of parameters; the backward is the sum of the last two.
+    signature: the op with the dtypes and local shapes of its operands (``compiler.cost.signature``). Seconds of the
+    forward, of the gradients of activations, and of the gradients of parameters; the backward is the sum of the last
+    two.
     """
 
     signature: str
@@ -158,3 +159,32 @@ class Wire:
             if piece.from_bytes <= nbytes:
                 return piece
         return self.pieces[0]
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank measured: means over the same steps on every rank, in seconds per step; bytes at the worst.
+
+    stage: None on an idle rank. weights_s: the half of backwards that makes weight gradients, where the schedule has it
+    apart; then backward_s is the other. skew_s: of the collectives, what was waiting for a slower rank of the stage.
+    live_bytes: of tensor storages, where a metered step counted them.
+    """
+
+    rank: int
+    stage: int | None
+    steps: int
+    step_s: float
+    forward_s: float
+    backward_s: float
+    forward_exchange_s: float
+    backward_exchange_s: float
+    sends_s: float
+    waiting_s: float
+    gradient_s: float
+    optimizer_s: float
+    host_s: float
+    resident_bytes: int
+    live_bytes: int | None = None
+    skew_s: float = 0.0
+    weights_s: float = 0.0
+    recompute_s: float = 0.0

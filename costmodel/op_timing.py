@@ -77,7 +77,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
 
 def probe_task(key: str, probe: Any, device: torch.device, memory_bytes: float) -> Task:
-    """The Task that measures the exact op of a ``compiler.signature.Probe``: a visit is (forward seconds, backward
+    """The Task that measures the exact op of a ``compiler.ir.probe.Probe``: a visit is (forward seconds, backward
     seconds, backward seconds without the gradients of parameters; the latter 0 where it has none of both kinds)."""
     both = "^" in probe.signature and "*" in probe.signature
     makes = (probe.make, partial(probe.make, weights=False)) if both else (probe.make,)

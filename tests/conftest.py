@@ -23,4 +23,6 @@ def ranks() -> Iterator[RankPool]:
 @pytest.fixture(autouse=True)
 def no_plans_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests change prices and passes under the search: no plan of theirs may answer another one's question."""
-    monkeypatch.setattr("meshwright.compiler.known.cache_directory", lambda: tmp_path_factory.mktemp("plans"))
+    monkeypatch.setattr(
+        "meshwright.compiler.search.plan_cache.cache_directory", lambda: tmp_path_factory.mktemp("plans")
+    )

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from meshwright.architectures import GPT, Block
+from meshwright.models.architectures import GPT, Block
 from torch import Tensor, nn
 
 __all__ = ["MLP", "Case", "ConvNet", "make_convnet", "make_gpt", "make_mlp"]

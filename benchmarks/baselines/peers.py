@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.architectures import GPT, Attention
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.schedule import generate
+from meshwright.compiler.pipeline.families import generate
+from meshwright.compiler.plan.plan import Plan
+from meshwright.models.architectures import GPT, Attention
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from meshwright.runtime.launch import resolve
-from meshwright.runtime.meter import live_bytes
+from meshwright.runtime.profiling.memory_meter import live_bytes
+from meshwright.runtime.transport.launch import resolve
 
 from .interleaved import Build, Rounds, compare
 

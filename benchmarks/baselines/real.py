@@ -9,7 +9,7 @@ from typing import Any
 
 import meshwright as mw
 import torch.distributed as dist
-from meshwright.compiler.plan import Plan
+from meshwright.compiler.plan.plan import Plan
 
 from .interleaved import Build, Contender
 from .models import Case, make_convnet, make_gpt, make_mlp

@@ -27,8 +27,8 @@ from meshwright.compiler.rules import register
 from meshwright.compiler.rules.einsum import EinsumRule
 from meshwright.costmodel.curves import DIRECTIONS, Curve
 from meshwright.costmodel.fitting import rising
-from meshwright.runtime.agreement import from_first
-from meshwright.runtime.split_backward import register_halves
+from meshwright.runtime.execution.split_backward import register_halves
+from meshwright.runtime.transport.error_propagation import from_first
 from torch import Tensor, nn
 
 from .interleaved import Build, Contender

@@ -26,7 +26,7 @@ from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.protocol import Sum
 from meshwright.runtime.compression import make_sum
 from meshwright.runtime.compression.gathered import LEAST_BYTES
-from meshwright.runtime.sums import ByAlgorithm
+from meshwright.runtime.parameters.gradient_all_reduce import ByAlgorithm
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 __all__ = [

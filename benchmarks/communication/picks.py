@@ -14,10 +14,11 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.distributed as dist
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.wires import LEAST_GAIN, Communication, offered_ways, worthwhile
+from meshwright.compiler.cost.gradient_communication import LEAST_GAIN, Communication
+from meshwright.compiler.cost.gradient_reduction import worthwhile
+from meshwright.compiler.cost.pricing import MeshPricer, offered_ways
 from meshwright.costmodel.collectives import REDUCTIONS
-from meshwright.runtime.probes import matmuls
+from meshwright.runtime.profiling.probes import matmuls
 
 from .codes import DENSE, Bucket, formula_bytes, make_call, once_each, rounds_of, spread
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.runtime.launch import ensure_initialized, leave, resolve
+from meshwright.runtime.transport.launch import ensure_initialized, leave, resolve
 
 from .links import Links
 

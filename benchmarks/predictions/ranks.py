@@ -11,7 +11,7 @@ from typing import Any
 import meshwright as mw
 import torch.distributed as dist
 from baselines.interleaved import Contender, Rounds, compare
-from meshwright.runtime.meter import live_bytes, peak_rss_bytes, reset_peak_rss, storages_alive
+from meshwright.runtime.profiling.memory_meter import live_bytes, peak_rss_bytes, reset_peak_rss, storages_alive
 
 from .tables import Forecast, forecasts
 from .targets import OPTIMIZERS, TARGETS, fill

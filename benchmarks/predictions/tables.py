@@ -14,15 +14,16 @@ from typing import Any
 import meshwright as mw
 import torch.distributed as dist
 from baselines.sleeping_cluster import PACE, sleeping_cluster
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan, Prediction
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.signature import Probe, plan_probes
-from meshwright.compiler.strategy import Strategy, parse_strategy
-from meshwright.profiling import profile
-from meshwright.runtime.agreement import from_first
+from meshwright.compiler.cost.signature import plan_probes
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.ir.probe import Probe
+from meshwright.compiler.plan.plan import Plan, Prediction
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
+from meshwright.runtime.profiling.cluster_profile import profile
+from meshwright.runtime.transport.error_propagation import from_first
 
 from .targets import TARGETS
 from .trials import SLEEPING, Trial

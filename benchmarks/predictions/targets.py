@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from baselines.models import MLP, ConvNet
 from baselines.sleeping import Sleeper
-from meshwright.architectures import GPT, Llama, TransformerMoE
+from meshwright.models.architectures import GPT, Llama, TransformerMoE
 from torch import Tensor, nn
 
 __all__ = ["OPTIMIZERS", "TARGETS", "Target", "fill"]

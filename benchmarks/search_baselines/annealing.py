@@ -22,19 +22,19 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf
 from typing import Any
 
-from meshwright.compiler.assemble import describe_stage, solve_section, stage_section
-from meshwright.compiler.graph import Graph, op_name
-from meshwright.compiler.intra_op import evaluate
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.plan import Plan, Prediction
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.recompute import recompute_of
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.restriction import Restriction
-from meshwright.compiler.schedule import in_flight_formula
-from meshwright.compiler.space import Submesh, submeshes, usable_bytes
-from meshwright.compiler.spec import S
-from meshwright.costmodel.memory import FRAMEWORK_BYTES
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.solver.problem import evaluate
+from meshwright.compiler.intra_op.stage import describe_stage, solve_section, stage_section
+from meshwright.compiler.ir.graph import Graph, op_name
+from meshwright.compiler.ir.spec import S
+from meshwright.compiler.pipeline.families import in_flight_formula
+from meshwright.compiler.plan.plan import Plan, Prediction
+from meshwright.compiler.plan.recompute import recompute_of
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.space import Submesh, submeshes
+from meshwright.costmodel.memory import FRAMEWORK_BYTES, usable_bytes
 
 from tests.oracles.scalar_composer import Composer
 

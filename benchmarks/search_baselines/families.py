@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
 __all__ = ["Task", "best_grid", "megatron", "published", "zero_everywhere"]

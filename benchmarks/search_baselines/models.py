@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from meshwright.architectures import GPT
+from meshwright.models.architectures import GPT
 from torch import Tensor, nn
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

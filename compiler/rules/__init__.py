@@ -26,9 +26,9 @@ from math import prod
 import torch
 from torch.fx import Node
 
-from ..custom_function import CustomFunction
-from ..graph import op_name, tensor_operands, types_of
-from ..spec import Pair, R, Spec
+from ..ir.custom_function import CustomFunction
+from ..ir.graph import op_name, tensor_operands, types_of
+from ..ir.spec import Pair, R, Spec
 from .base import AxisChoice, Internal, Rule, pairs_on_mesh
 
 __all__ = ["MeshChoice", "is_built_in", "mesh_choices", "pairs_choice", "register", "registered", "rule_for"]
@@ -220,6 +220,6 @@ def whole(node: Node) -> AxisChoice:
 
 # Families register on import; they import ``register`` from here, so they come last.
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name not in ("base", "check", "execution", "lockstep"):
+    if _module.name not in ("base", "prune"):
         importlib.import_module(f"{__name__}.{_module.name}")
 _BUILT_IN = dict(_RULES)

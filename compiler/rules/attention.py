@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..graph import tensor_operands
-from ..ring_attention import ring_attention
-from ..spec import R
+from ..ir.graph import tensor_operands
+from ..ir.ops.ring_attention import ring_attention
+from ..ir.spec import R
 from . import register, whole
 from .base import AxisChoice, Internal, Rule
-from .named import Part, argument, axes_of, cut
+from .common import Part, argument, axes_of, cut
 
 __all__ = ["AttentionRule"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import tensor_operands
-from ..spec import P, Pair, Placement, R, S
+from ..ir.graph import tensor_operands
+from ..ir.spec import P, Pair, Placement, R, S
 
 __all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "Rule", "shard", "times_sent"]
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import tensor_operands, types_of
-from ..halo import averaged, windowed
-from ..spec import P, R
+from ..ir.graph import tensor_operands, types_of
+from ..ir.ops.halo import averaged, windowed
+from ..ir.spec import P, R
 from . import register, whole
 from .base import ROW, AxisChoice, Internal, Rule
-from .named import Part, argument, axes_of, cut, parts, replace_arguments
+from .common import Part, argument, axes_of, cut, parts, replace_arguments
 
 __all__ = ["SPATIAL", "ConvolutionRule", "PoolingRule"]
 

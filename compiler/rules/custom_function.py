@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..custom_function import CustomFunction
-from ..graph import PRIME, TensorType, tensor_operands
-from ..spec import P, Placement, R, S
+from ..ir.custom_function import CustomFunction
+from ..ir.graph import PRIME, TensorType, tensor_operands
+from ..ir.spec import P, Placement, R, S
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 

@@ -26,7 +26,7 @@ from math import prod
 
 from torch.fx import Node
 
-from ..graph import tensor_operands, types_of
+from ..ir.graph import tensor_operands, types_of
 from . import register, whole
 from .base import FREE_GRAD, ROW, AxisChoice, AxisPair, Rule, shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph import tensor_operands
+from ..ir.graph import tensor_operands
 from . import register, whole
 from .base import AxisChoice, Rule
 

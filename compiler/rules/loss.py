@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import tensor_operands
+from ..ir.graph import tensor_operands
 from . import register, whole
 from .base import WHOLE, AxisChoice, Internal, Rule
-from .named import argument, axes_of, cut, random_float, replace_arguments
+from .common import argument, axes_of, cut, random_float, replace_arguments
 
 __all__ = ["ClassLossRule", "CrossEntropyRule"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import TensorType, tensor_operands, types_of
+from ..ir.graph import TensorType, tensor_operands, types_of
 from . import register, whole
 from .base import WHOLE, AxisChoice, Internal, Rule
+from .common import Part, argument, axes_of, cut, parts, random_float, replace_arguments
 from .convolution import SPATIAL
-from .named import Part, argument, axes_of, cut, parts, random_float, replace_arguments
 
 __all__ = ["BatchNormRule", "ChannelNormRule", "GroupNormRule", "LayerNormRule"]
 

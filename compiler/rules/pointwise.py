@@ -8,14 +8,18 @@ work: they postpone a reduction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.fx import Node
 
-from ..graph import op_name, tensor_operands, types_of
+from ..ir.graph import op_name, tensor_operands, types_of
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
+from .common import cut, replace_arguments
 
-__all__ = ["PointwiseRule", "grad_choice"]
+__all__ = ["DropoutRule", "PointwiseRule", "grad_choice"]
 
 
 def names(text: str) -> frozenset[str]:
@@ -171,3 +175,32 @@ register(
     aten.fill.Scalar aten.fill.Tensor aten.copy.default
     aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default""",
 )(PointwiseRule())
+
+
+# ---- Dropout whose mask is a function of the element's global place: any cut draws the same
+
+
+class DropoutRule(Rule):
+    """Every dim is free. Addends of the gradient pass through, for the mask is the same on every device."""
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "d0", "d1", …, "grad"."""
+        shape = types_of(node)[0].shape
+        choices = [whole(node)]
+        choices += [cut(node, f"d{dim}", extent, [dim], [dim]) for dim, extent in enumerate(shape) if extent > 1]
+        choices.append(AxisChoice("grad", (FREE_GRAD,), (FREE_GRAD,), 1 << 62, splits_work=False))
+        return tuple(choices)
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Tells the op which axes cut which dims."""
+        cuts = tuple((axis, int(label[1:])) for axis, label in enumerate(labels) if label[1:].isdigit())
+        return replace_arguments(node, cuts=cuts) if cuts else super().localize(node, labels, mesh_shape)
+
+    def temporary_bytes(self, node: Node) -> float:
+        """The mask, one byte per element."""
+        return float(types_of(node)[0].numel)
+
+
+register("meshwright.dropout")(DropoutRule())

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import op_name, tensor_operands, types_of
+from ..ir.graph import op_name, tensor_operands, types_of
 from . import register, whole
 from .base import FREE_GRAD, ROW, AxisChoice, Rule, shard
-from .named import argument
+from .common import argument
 from .pointwise import PointwiseRule, grad_choice
 from .view import DimsRule, Track, along, normal, shapes
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import op_name, tensor_operands, types_of
-from ..spec import R, local_shape
+from ..ir.graph import op_name, tensor_operands, types_of
+from ..ir.spec import R, local_shape
 from . import pairs_choice, register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
+from .common import argument
 from .fallback import WholeRule
-from .named import argument
 from .pointwise import grad_choice
 
 __all__ = ["DimsRule", "ReshapeRule", "StrideRule", "Track", "local_output_shape"]

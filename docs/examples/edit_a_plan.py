@@ -13,8 +13,8 @@ import json
 
 import meshwright as mw
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.lower import lower
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.lower import lower
 from torch import nn
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Channel", "PeerError"]
+from ..errors import PeerError
+
+__all__ = ["Channel"]
+
 
 _FIRST_TAG = 1 << 16  # smaller ones are for calls that leave nothing behind
-
-
-class PeerError(RuntimeError):
-    """A rank of the group sent or took nothing within the group's time-out, or its connection is gone."""
 
 
 class Channel:

@@ -4,8 +4,9 @@
 the interface of ``runtime.collectives.protocol.Sum``.
 """
 
+from ..errors import NonFiniteGradient
 from .exchange import Exchange, GroupExchange, Rehearsal
 from .registry import FAMILIES, make_sum
-from .summing import CompressedSum, NonFiniteGradient
+from .summing import CompressedSum
 
 __all__ = ["FAMILIES", "CompressedSum", "Exchange", "GroupExchange", "NonFiniteGradient", "Rehearsal", "make_sum"]

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ..renamed import all_gather_single
-
-__all__ = ["Done", "Exchange", "GroupExchange", "Rehearsal", "Steps", "Work", "finish"]
+__all__ = [
+    "Done", "Exchange", "GroupExchange", "Rehearsal", "Steps", "Work", "all_gather_single", "finish",
+    "reduce_scatter_single",
+]  # fmt: skip
 
 
 class Work(Protocol):
@@ -177,3 +178,11 @@ class _RehearsedExchange:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Work:
         assert out.shape == (self.size, *x.shape), (out.shape, x.shape)
         return self._start("all_gather", out, x)
+
+
+# ---- The flat collectives of torch.distributed, which torch renamed in 2.13; both names are public in
+# their releases
+
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...costmodel.codecs import CODECS, Codec, Dense, Entries, Factors, Levels
+from ...costmodel.codecs import CHUNK, CODECS, Codec, Dense, Entries, Factors, Levels
+from ..collectives.protocol import Submit
 from ..collectives.worker import submit
 from .atomo import SampledEntries, SampledTriplets
 from .exchange import Exchange, GroupExchange
@@ -21,7 +22,7 @@ from .linear import Half, LinearCodec, LinearSum, Plain, RandomK
 from .powersgd import PowerSGD
 from .signs import ErrorFeedbackSign, MajoritySign, OneBit
 from .sparse import DeepGradient, DeepGradientSum, Threshold, TopK
-from .summing import CHUNK, CompressedSum, Place, Submit
+from .summing import CompressedSum, Place
 from .two_step import BlockCodec, TwoStepSum
 
 __all__ = ["FAMILIES", "blocks", "make_sum"]

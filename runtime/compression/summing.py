@@ -20,34 +20,14 @@ import torch
 
 from ...costmodel.codecs import CHUNK
 from ..collectives.protocol import Pending, Submit
+from ..errors import NonFiniteGradient
 from .exchange import Exchange, Steps, finish
 
-__all__ = [
-    "CHUNK",
-    "ChunkCodec",
-    "ChunkedSum",
-    "CompressedSum",
-    "NonFiniteGradient",
-    "Place",
-    "Submit",
-    "cut",
-    "first_culprit",
-]
+__all__ = ["ChunkCodec", "ChunkedSum", "CompressedSum", "Place", "cut", "first_culprit"]
+
 
 _NOBODY = -1
 _CPU = torch.device("cpu")
-
-
-class NonFiniteGradient(ValueError):  # noqa: N818 - named for what it is
-    """A gradient is NaN or infinite; ``codec``, ``rank`` (None: some rank) and ``step`` say where and when."""
-
-    def __init__(self, codec: str, rank: int | None, step: int) -> None:
-        where = "their sum" if rank is None else f"rank {rank} of the group"
-        super().__init__(
-            f"gradients must be finite to be summed in code {codec}, but got NaN or infinity in {where} at step "
-            f"{step} of this sum; lower the learning rate or clip gradients, and drop this step or load a checkpoint"
-        )
-        self.codec, self.rank, self.step = codec, rank, step
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from math import isfinite
 import torch
 
 from ...costmodel.codecs import TILE, Levels, Run
+from ..collectives.protocol import Submit
 from .dither import draw
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
-from .summing import ChunkCodec, ChunkedSum, Place, Submit, first_culprit
+from .summing import ChunkCodec, ChunkedSum, Place, first_culprit
 
 __all__ = ["BlockCodec", "Messages", "Tile", "TwoStepSum"]
 

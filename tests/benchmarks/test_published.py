@@ -6,7 +6,7 @@ import importlib.util
 import sys
 
 import pytest
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.models import gpt_flops
 
 from tests.support.paths import BENCHMARKS

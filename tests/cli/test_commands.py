@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli import main
-from meshwright.compiler.plan import Plan
+from meshwright.compiler.plan.plan import Plan
 
 TARGETS = """
 import ctypes

@@ -14,13 +14,13 @@ import meshwright as mw
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.alternatives import find_alternatives, pure_plans
-from meshwright.compiler.capture import capture
-from meshwright.compiler.constraints import parse_constraints
-from meshwright.compiler.driver import best_plans
-from meshwright.compiler.forked import Forked, all_of
-from meshwright.compiler.prepare import prepare
-from meshwright.compiler.space import Space
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
+from meshwright.compiler.search.constraints import parse_constraints
+from meshwright.compiler.search.driver import best_plans
+from meshwright.compiler.search.space import Space
+from meshwright.compiler.search.state import prepare
+from meshwright.compiler.workers import Forked, all_of
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from meshwright.costmodel.cluster import Cluster, Device, Host, Link, Mesh
+from meshwright.costmodel.cluster import Cluster, Mesh
+from meshwright.costmodel.hardware import Device, Host, Link
 from meshwright.costmodel.presets import PRESETS
 
 

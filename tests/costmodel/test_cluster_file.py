@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli import main
-from meshwright.costmodel import comparison
+from meshwright.costmodel import cluster as cluster_module
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds
 from meshwright.costmodel.comparison import changes, compare
 from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
-from meshwright.costmodel.networks import NETWORKS
-from meshwright.costmodel.presets import OVERLAP, PRESETS, Constant, LinkSheet
+from meshwright.costmodel.presets import NETWORKS, OVERLAP, PRESETS, Constant, LinkSheet
 
 CPU = Cluster.preset("cpu")
 
@@ -225,7 +224,7 @@ def test_compare_of_equal_and_of_other_hardware():
 
 def test_validate_warns_of_other_software_and_hardware(monkeypatch):
     here = {"processor": "a processor", "torch": torch.__version__}
-    monkeypatch.setattr(comparison, "machine", lambda: here)
+    monkeypatch.setattr(cluster_module, "machine", lambda: here)
     assert MEASURED.validate() == []
     assert CPU.validate() == []
     [line] = replace(MEASURED, provenance=(("torch", "1.0"),)).validate()

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import meshwright as mw
 import pytest
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.wires import Communication, offered_ways, way_of
+from meshwright.compiler.cost.gradient_communication import Communication
+from meshwright.compiler.cost.pricing import MeshPricer, offered_ways, way_of
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.codecs import CODECS, coding_seconds
 from meshwright.costmodel.comparison import changes

@@ -1,11 +1,7 @@
 """Formulas of collective algorithms against the rounds that really run, and against the literature."""
 
 import pytest
-from meshwright.costmodel.algorithms import HIERARCHICAL, levels_of
-from meshwright.costmodel.collectives import (
-    ALGORITHMS,
-    steps_of,
-)
+from meshwright.costmodel.algorithms import ALGORITHMS, HIERARCHICAL, levels_of, steps_of
 from meshwright.runtime.collectives.rounds import schedule_of
 
 from tests.support.clusters import joined

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from meshwright.costmodel.cluster import Cluster, Device
+from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import op_price, op_seconds
+from meshwright.costmodel.hardware import Device
 
 from tests.support.clusters import on_two_cores
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.compiler.batch_messages import Tariff
-from meshwright.costmodel.cluster import Cluster, Device, Mesh
+from meshwright.compiler.intra_op.vectorised.pricing import Tariff
+from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds, p2p_source
 from meshwright.costmodel.compute import measured_backward, op_price
 from meshwright.costmodel.curves import Curve, Surface
+from meshwright.costmodel.hardware import Device
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
 
 CPU = Cluster.preset("cpu", hosts=2)  # 2 × 8, Gloo: one analytic line for each kind

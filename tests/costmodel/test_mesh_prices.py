@@ -4,12 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from meshwright.costmodel.algorithms import ALGORITHMS
 from meshwright.costmodel.cluster import Cluster, Mesh
-from meshwright.costmodel.collectives import (
-    ALGORITHMS,
-    mesh_prices,
-    p2p_seconds,
-)
+from meshwright.costmodel.collectives import mesh_prices, p2p_seconds
 
 from tests.support.clusters import joined, on_two_cores
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from meshwright.costmodel import tables
 from meshwright.costmodel.cluster import Cluster, Mesh
-from meshwright.costmodel.collectives import (
-    mesh_prices,
-)
+from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.compute import op_seconds
 from meshwright.costmodel.tables import Table, fit_alpha_beta
 

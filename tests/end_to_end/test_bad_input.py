@@ -13,12 +13,12 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.capture import CaptureError, capture
-from meshwright.compiler.plan import PLAN_VERSION
-from meshwright.compiler.strategy import InfeasibleError
-from meshwright.compiler.validate import check_plan
+from meshwright.compiler.errors import CaptureError, InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.plan import PLAN_VERSION
+from meshwright.compiler.plan.validation import check_plan
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
-from meshwright.runtime.stage import NonFiniteLoss
+from meshwright.runtime.errors import NonFiniteLoss
 from torch import Tensor, nn
 
 from tests.support import zoo

@@ -9,9 +9,9 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.architectures import GPT
-from meshwright.runtime.meter import live_bytes
-from meshwright.runtime.trace import Trace
+from meshwright.models.architectures import GPT
+from meshwright.runtime.profiling.memory_meter import live_bytes
+from meshwright.runtime.profiling.trace import Trace
 
 pytestmark = [
     pytest.mark.cuda,

@@ -13,12 +13,13 @@ import meshwright as mw
 import pytest
 import torch
 import torch.utils.checkpoint
-from meshwright.compiler import capture as capture_module
-from meshwright.compiler.capture import CaptureError, capture
-from meshwright.compiler.explain import explain
+from meshwright.compiler.errors import CaptureError
+from meshwright.compiler.frontend import capture as capture_module
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.report.explain import explain
 from meshwright.compiler.rules import rule_for
-from meshwright.compiler.rules.check import check_node
-from meshwright.runtime.verification.captured import check_capture
+from meshwright.compiler.verification.capture_check import check_capture
+from meshwright.compiler.verification.check_rules import check_node
 from torch import Tensor, nn
 
 BATCH, WIDTH, STEPS = 8, 16, 4

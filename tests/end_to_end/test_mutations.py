@@ -13,16 +13,16 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.architectures import GPT, TransformerMoE
-from meshwright.compiler import local_ops, ring_attention
-from meshwright.compiler.capture import capture
-from meshwright.compiler.context import Context, Here, current, use
-from meshwright.compiler.rules.lockstep import LockstepComm
-from meshwright.runtime.feeding import Feeder
-from meshwright.runtime.gradients import GradientReducer
-from meshwright.runtime.groups import DistributedComm
-from meshwright.runtime.tied import TiedParameters
-from meshwright.runtime.verification import parts
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.comm import Context, Here, current, use
+from meshwright.compiler.ir.ops import local_ops, ring_attention
+from meshwright.compiler.verification import parts
+from meshwright.compiler.verification.lockstep import LockstepComm
+from meshwright.models.architectures import GPT, TransformerMoE
+from meshwright.runtime.execution.input_sharding import Feeder
+from meshwright.runtime.parameters.gradients import GradientReducer
+from meshwright.runtime.parameters.tied import TiedParameters
+from meshwright.runtime.transport.process_groups import DistributedComm
 
 from tests.support.clusters import fast_links
 from tests.support.zoo import MLP
@@ -320,7 +320,7 @@ def trained(documents: dict[str, Any]) -> dict[str, Any]:
         model, inputs = example(strategy)
         with planted(plant) as patch:
             kept = captured[strategy]
-            patch.setattr("meshwright.compiler.padding.capture", lambda *_, kept=kept, **__: kept)
+            patch.setattr("meshwright.compiler.frontend.padding.capture", lambda *_, kept=kept, **__: kept)
             parallel = mw.parallelize(
                 model, example_inputs=inputs, plan=mw.Plan.from_json(documents[strategy]), optimizer=optimizer
             )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meshwright.compiler.lower import lower
+from meshwright.compiler.plan.lower import lower
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -73,7 +73,7 @@ def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
 
 @pytest.mark.parametrize("strategy", [{"pp": 2, "tp": 2}, "pp2,dp2", {"dp": 4}])
 def test_a_saved_plan_is_the_same_program_without_search(ranks: Any, tmp_path: Path, strategy: Any) -> None:
-    from meshwright.compiler.capture import capture
+    from meshwright.compiler.frontend.capture import capture
 
     path = tmp_path / "plan.json"
     meta = copy.deepcopy(net()).to("meta")

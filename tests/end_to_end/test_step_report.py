@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler.report import Report
+from meshwright.compiler.report.step_report import Report
 from meshwright.costmodel.cluster import Cluster
 
 

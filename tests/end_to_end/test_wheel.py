@@ -23,8 +23,7 @@ PACKAGES = tuple(
 
 def source_modules() -> set[str]:
     """Paths, as in a wheel, of every module of the checkout that belongs to the package."""
-    rooms = [ROOT, *(ROOT / room for room in ("compiler", "costmodel", "runtime"))]
-    found = [path for room in rooms for path in (room.glob("*.py") if room is ROOT else room.rglob("*.py"))]
+    found = [path for package in PACKAGES for path in (ROOT / package).glob("*.py")]
     return {f"meshwright/{path.relative_to(ROOT).as_posix()}" for path in found}
 
 

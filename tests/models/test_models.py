@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.architectures import GPT, TransformerMoE
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import op_name
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import op_name
 from meshwright.models import build, names
+from meshwright.models.architectures import GPT, TransformerMoE
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 
-from meshwright.compiler.intra_op import Infeasible, Problem, Solution, evaluate
+from meshwright.compiler.intra_op.solver.problem import Infeasible, Problem, Solution, evaluate
 
 
 def brute_force_assignment(problem: Problem, limit_bytes: float = math.inf) -> Solution | Infeasible:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.compiler.layers import Layering
-from meshwright.compiler.spec import Pair, R, S
+from meshwright.compiler.frontend.layers import Layering
+from meshwright.compiler.ir.spec import Pair, R, S
 
 __all__ = ["border_states", "is_even"]
 

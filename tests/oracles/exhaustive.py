@@ -42,17 +42,18 @@ from math import inf, prod
 from typing import Any
 
 import numpy as np
-from meshwright.compiler.assemble import Assembled
-from meshwright.compiler.graph import Graph, op_name
-from meshwright.compiler.layers import Layering, cluster_layers
-from meshwright.compiler.plan import Chunk, Plan, Prediction, Stage, StagePrediction, Transfer
-from meshwright.compiler.predict import predict
-from meshwright.compiler.reprice import reprice
+from meshwright.compiler.frontend.layers import Layering, cluster_layers
+from meshwright.compiler.intra_op.stage import Assembled
+from meshwright.compiler.ir.graph import Graph, op_name
+from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.plan.plan import Chunk, Plan, Prediction, Stage, StagePrediction, Transfer
+from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.rules import MeshChoice
-from meshwright.compiler.schedule import generate, in_flight_formula, virtual_order
-from meshwright.compiler.simulate import simulate
-from meshwright.compiler.space import CHUNKED, Space, Submesh, submeshes, usable_bytes
+from meshwright.compiler.search.predict import predict
+from meshwright.compiler.search.space import CHUNKED, Space, Submesh, submeshes
 from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.memory import usable_bytes
 
 from tests.oracles.frontier import TooLarge
 from tests.oracles.plan_difference import text

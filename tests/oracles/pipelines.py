@@ -4,13 +4,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from math import isfinite
 
-from meshwright.compiler.pipeline_table import (
-    Constraints,
-    PipelineTable,
-    StageChoice,
-)
-from meshwright.compiler.schedule import generate, in_flight_formula
-from meshwright.compiler.simulate import simulate
+from meshwright.compiler.pipeline.families import generate, in_flight_formula
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.pipeline.table import Constraints, PipelineTable, StageChoice
 
 
 def every_pipeline(table: PipelineTable, constraints: Constraints) -> Iterator[tuple[StageChoice, ...]]:

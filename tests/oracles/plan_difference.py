@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from difflib import unified_diff
 
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.residency import residency_text
-from meshwright.compiler.spec import spec_text
+from meshwright.compiler.cost.parameter_sharding import residency_text
+from meshwright.compiler.ir.spec import spec_text
+from meshwright.compiler.plan.plan import Plan
 
 
 def text(plan: Plan) -> str:

@@ -1,7 +1,7 @@
-"""Stage costs for every run of layers, one mesh and microbatch count at a time: the oracle of ``batch_compose``.
+"""Stage costs for every run of layers, one mesh and microbatch count at a time: the oracle of ``interval_tables``.
 
 For a layer and a mesh let M[s, s'] be the cheapest way to run it with its entering tensors in boundary state s and its
-leaving ones in s' (``eliminate``). A run of layers then costs the min-plus product of its tables, and all intervals
+leaving ones in s' (``elimination``). A run of layers then costs the min-plus product of its tables, and all intervals
 that end at layer j follow from those that end at j-1 by one vector-matrix product. Memory travels along: every entry of
 a table knows the bytes of its own assignment, found by walking the elimination back for all entries at once.
 
@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from meshwright.compiler.eliminate import Table, eliminate
-from meshwright.compiler.graph import Graph, op_name, types_of
-from meshwright.compiler.intra_op import Edge, Operator, Problem
-from meshwright.compiler.layers import Layering
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Section, build_section, divides
-from meshwright.compiler.recompute import NOTHING, Recompute
-from meshwright.compiler.restriction import Restriction
-from meshwright.compiler.spec import Pair, Placement, R, S
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.frontend.layers import Layering
+from meshwright.compiler.intra_op.section import Restriction, Section, build_section, divides
+from meshwright.compiler.intra_op.solver.elimination import Table, eliminate
+from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem
+from meshwright.compiler.ir.graph import Graph, op_name, types_of
+from meshwright.compiler.ir.spec import Pair, Placement, R, S
+from meshwright.compiler.plan.recompute import NOTHING, Recompute
 
 __all__ = ["Composer", "Intervals", "LayerTable"]
 

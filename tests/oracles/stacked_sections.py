@@ -8,8 +8,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from meshwright.compiler.problem import label
-from meshwright.compiler.recompute import recompute_of
+from meshwright.compiler.intra_op.section import label
+from meshwright.compiler.plan.recompute import recompute_of
 
 from tests.oracles.scalar_composer import Composer
 

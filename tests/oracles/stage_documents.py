@@ -15,12 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meshwright.compiler.graph import op_name, output_of, tensor_operands, types_of
-from meshwright.compiler.overlap import Gradient, bucketed
-from meshwright.compiler.plan import Residency
-from meshwright.compiler.pricing import MeshPricer, partial_axes
-from meshwright.compiler.recompute import recompute_of
-from meshwright.compiler.residency import (
+from meshwright.compiler.cost.gradient_reduction import Gradient, bucketed
+from meshwright.compiler.cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
     parameter_residencies,
@@ -28,10 +24,14 @@ from meshwright.compiler.residency import (
     residency_seconds,
     unfilled,
 )
+from meshwright.compiler.cost.pricing import MeshPricer, partial_axes
+from meshwright.compiler.cost.saved_tensors import saved_bytes, saved_tensors
+from meshwright.compiler.ir.graph import op_name, output_of, tensor_operands, types_of
+from meshwright.compiler.ir.spec import P, Pair, R
+from meshwright.compiler.plan.plan import Residency
+from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import MeshChoice, mesh_choices, rule_for
-from meshwright.compiler.saved import saved_bytes, saved_tensors
-from meshwright.compiler.space import Submesh
-from meshwright.compiler.spec import P, Pair, R
+from meshwright.compiler.search.space import Submesh
 
 from tests.oracles.border_states import border_states, is_even
 from tests.oracles.frontier import (

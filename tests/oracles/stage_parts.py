@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from meshwright.compiler.plan import Chunk, Residency
-from meshwright.compiler.spec import Pair, R
+from meshwright.compiler.ir.spec import Pair, R
+from meshwright.compiler.plan.plan import Chunk, Residency
 
 if TYPE_CHECKING:
     from tests.oracles.stage_documents import StageDocuments

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.space import Space, usable_bytes
-from meshwright.compiler.strategy import InfeasibleError
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.memory import FRAMEWORK_BYTES
+from meshwright.costmodel.memory import FRAMEWORK_BYTES, usable_bytes
 
 from tests.oracles.exhaustive import EPS, Exhaustive, Found
 from tests.oracles.plan_difference import difference, text

@@ -16,8 +16,8 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.runtime import replicas
 from meshwright.runtime.collectives.worker import LANES
+from meshwright.runtime.execution import replicas
 from torch import nn
 
 from tests.oracles.local_sgd import expected

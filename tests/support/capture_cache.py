@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from meshwright.compiler import padding
-from meshwright.compiler.graph import Graph
+from meshwright.compiler.frontend import padding
+from meshwright.compiler.ir.graph import Graph
 from torch import nn
 from torch.utils import _pytree as pytree
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 
-from meshwright.costmodel.cluster import Cluster, Device, Host, Link, _local
-from meshwright.costmodel.collectives import (
-    mesh_prices,
-)
+from meshwright.costmodel.cluster import Cluster, _local
+from meshwright.costmodel.collectives import mesh_prices
+from meshwright.costmodel.curves import Curve
+from meshwright.costmodel.hardware import Device, Host, Link
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
-from meshwright.costmodel.tables import Curve, Fit, Table
+from meshwright.costmodel.tables import Fit, Table
 
 from tests.support.random_instances import with_memory
 

@@ -12,11 +12,12 @@ from time import monotonic, sleep
 import torch
 import torch.distributed as dist
 from meshwright.runtime.collectives import functional as f
-from meshwright.runtime.collectives.channel import Channel, PeerError
+from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.parameter_server import Server, Worker
 from meshwright.runtime.collectives.rounds import DEFINED
-from meshwright.runtime.launch import join
+from meshwright.runtime.errors import PeerError
+from meshwright.runtime.transport.launch import join
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64)
 

@@ -14,14 +14,14 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import Graph, op_name, output_of, tensor_operands
-from meshwright.compiler.lower import lower
-from meshwright.compiler.plan import Plan, Residency
-from meshwright.compiler.prune import Pruner
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph, op_name, output_of, tensor_operands
+from meshwright.compiler.ir.spec import P, Pair, R, without_partials
+from meshwright.compiler.plan.lower import lower
+from meshwright.compiler.plan.plan import Plan, Residency
+from meshwright.compiler.plan.validation import check_plan
 from meshwright.compiler.rules import mesh_choices
-from meshwright.compiler.spec import P, Pair, R, without_partials
-from meshwright.compiler.validate import check_plan
+from meshwright.compiler.rules.prune import Pruner
 
 from tests.support.clusters import fast_links
 from tests.support.zoo import ZOO

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshwright.runtime.meter import live_bytes
+from meshwright.runtime.profiling.memory_meter import live_bytes
 
 __all__ = ["least_peak"]
 

@@ -3,13 +3,7 @@
 from math import inf
 
 import numpy as np
-from meshwright.compiler.pipeline_table import (
-    Constraints,
-    Floors,
-    Lagrange,
-    PipelineTable,
-    StageOption,
-)
+from meshwright.compiler.pipeline.table import Constraints, Floors, Lagrange, PipelineTable, StageOption
 
 
 def random_options(rng: np.random.Generator, devices: int, shapes: int, levels: int) -> list[StageOption]:

@@ -8,17 +8,17 @@ from typing import Any
 
 import meshwright as mw
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.plan import Plan, Stage, Wire
-from meshwright.compiler.precision import in_precision
-from meshwright.compiler.pricing import partial_axes
-from meshwright.compiler.residency import residencies
-from meshwright.compiler.space import Space
-from meshwright.compiler.spec import P, Pair, R
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.cost.parameter_sharding import residencies
+from meshwright.compiler.cost.pricing import partial_axes
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.mixed_precision import in_precision
+from meshwright.compiler.ir.spec import P, Pair, R
+from meshwright.compiler.plan.plan import Plan, Stage, Wire
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
-from meshwright.runtime.meter import storages_alive
+from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support.clusters import fast_links
 from tests.support.parity import STEPS, case, make_optimizer, single_device

@@ -5,7 +5,7 @@ models that many tests train."""
 from importlib import import_module
 
 import tqdm
-from meshwright.compiler.padding import capture_padded
+from meshwright.compiler.frontend.padding import capture_padded
 
 from tests.support.capture_cache import keep_captures
 from tests.support.zoo import ZOO

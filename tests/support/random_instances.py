@@ -16,11 +16,11 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from meshwright.compiler.plan import RECOMPUTE_MODES
-from meshwright.compiler.residency import PATTERNS
-from meshwright.compiler.space import SCHEDULES, Space
-from meshwright.costmodel.cluster import Cluster, Host
-from meshwright.costmodel.hardware import Device
+from meshwright.compiler.cost.parameter_sharding import PATTERNS
+from meshwright.compiler.plan.plan import RECOMPUTE_MODES
+from meshwright.compiler.search.space import SCHEDULES, Space
+from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.hardware import Device, Host
 from torch import Tensor, nn
 
 __all__ = ["KINDS", "RandomCase", "chunked_case", "random_case", "with_memory"]

@@ -16,11 +16,11 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.nn.functional as F
-from meshwright.architectures import Experts
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import op_name
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.rules import pairs_choice, rule_for
-from meshwright.compiler.strategy import InfeasibleError
+from meshwright.models.architectures import Experts
 from torch import Tensor, nn
 
 from tests.support.clusters import fast_links

@@ -43,7 +43,7 @@ def _worker(pipe: Connection, stacks: str, search_path: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open as long as the process lives
     assert PRELOADED in sys.modules, "the fork server could not import what ranks are to have"
     import torch
-    from meshwright.runtime.launch import join, leave
+    from meshwright.runtime.transport.launch import join, leave
 
     torch.set_num_threads(1)
     while True:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.fx
 import torch.nn.functional as F
-from meshwright.compiler.graph import TensorType
-from meshwright.compiler.plan import Chunk, Plan, Prediction, Residency, Stage, Transfer
-from meshwright.compiler.program import ChunkProgram, Exit, Slot
-from meshwright.compiler.reshard import reshard
-from meshwright.compiler.spec import P, Pair, R, S
-from meshwright.runtime.stage import Session
-from meshwright.runtime.state import BufferInfo, ModelInfo, ParameterInfo
+from meshwright.compiler.ir.graph import TensorType
+from meshwright.compiler.ir.program import ChunkProgram, Exit, Slot
+from meshwright.compiler.ir.reshard import reshard
+from meshwright.compiler.ir.spec import P, Pair, R, S
+from meshwright.compiler.plan.plan import Chunk, Plan, Prediction, Residency, Stage, Transfer
+from meshwright.runtime.execution.session import Session
+from meshwright.runtime.parameters.state import BufferInfo, ModelInfo, ParameterInfo
 from torch import nn
 
 # ---- the model: a skip edge (h0), a tied weight (w0), an int edge (mask), a buffer that counts

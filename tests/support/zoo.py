@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from meshwright.architectures import GPT, TransformerMoE
+from meshwright.models.architectures import GPT, TransformerMoE
 from torch import Tensor, nn
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

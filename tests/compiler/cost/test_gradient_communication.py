@@ -10,23 +10,15 @@ import pytest
 import torch
 from meshwright import cli
 from meshwright.api import plan
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.overlap import Bucket, Gradient, hidden_seconds
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.compiler.wires import (
-    EXACT,
-    Communication,
-    cheapest_offers,
-    choose_ways,
-    offered_ways,
-    way_of,
-    worthwhile,
-)
+from meshwright.compiler.cost.gradient_communication import EXACT, Communication, cheapest_offers
+from meshwright.compiler.cost.gradient_reduction import Bucket, Gradient, choose_ways, hidden_seconds, worthwhile
+from meshwright.compiler.cost.pricing import MeshPricer, offered_ways, way_of
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.codecs import CODECS, coded_messages, coded_seconds, sent_bytes
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices

@@ -8,15 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.assemble import describe_stage, solve_section
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import TensorType
-from meshwright.compiler.layer_gathers import GatherUse
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.plan import BUCKET_BYTES, Residency
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import label
-from meshwright.compiler.residency import (
+from meshwright.compiler.cost.layer_gathers import GatherUse
+from meshwright.compiler.cost.parameter_sharding import (
     PATTERNS,
     accumulate_seconds,
     gathered_bytes,
@@ -28,8 +21,14 @@ from meshwright.compiler.residency import (
     residency_text,
     unfilled,
 )
-from meshwright.compiler.restriction import Restriction
-from meshwright.compiler.spec import local_shape, parse_pair, parse_spec
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import Restriction, label
+from meshwright.compiler.intra_op.stage import describe_stage, solve_section
+from meshwright.compiler.ir.graph import TensorType
+from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec
+from meshwright.compiler.plan.plan import BUCKET_BYTES, Residency
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.measured import Piece, Wire
 

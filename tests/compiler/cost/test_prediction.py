@@ -8,26 +8,32 @@ from math import prod
 
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.exposure import lowered, most_hidden_seconds
-from meshwright.compiler.graph import Graph, TensorType
-from meshwright.compiler.overlap import Bucket, Gradient, bucketed, hidden_seconds
-from meshwright.compiler.plan import Plan, Stage
-from meshwright.compiler.predict import _post
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.schedule import generate
-from meshwright.compiler.signature import plan_probes
-from meshwright.compiler.simulate import simulate, simulate_plan
-from meshwright.compiler.spec import parse_spec, without_partials
-from meshwright.compiler.stage_price import CAUSES, STEP_CAUSES
-from meshwright.compiler.strategy import Strategy
+from meshwright.compiler.cost.gradient_reduction import (
+    Bucket,
+    Gradient,
+    bucketed,
+    hidden_seconds,
+    lowered,
+    most_hidden_seconds,
+)
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.cost.signature import plan_probes
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.intra_op.stage_cost import CAUSES, STEP_CAUSES
+from meshwright.compiler.ir.graph import Graph, TensorType
+from meshwright.compiler.ir.spec import parse_spec, without_partials
+from meshwright.compiler.pipeline.families import generate
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.plan.cross_mesh import Layout, tiles
+from meshwright.compiler.plan.plan import Plan, Stage
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy
+from meshwright.compiler.search.predict import _post, simulate_plan
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
-from meshwright.runtime.crossmesh import Layout, tiles
-from meshwright.runtime.gradients import _buckets
+from meshwright.runtime.parameters.gradients import _buckets
 from torch import nn
 
 from tests.support import zoo

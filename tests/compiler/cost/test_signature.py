@@ -6,13 +6,14 @@ import re
 
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph, op_name
-from meshwright.compiler.layers import differentiable
-from meshwright.compiler.layouts import layout_of, made, note_layouts
-from meshwright.compiler.signature import Probe, plan_probes, signature_of
-from meshwright.compiler.strategy import Strategy
+from meshwright.compiler.cost.signature import plan_probes, signature_of
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import differentiable
+from meshwright.compiler.frontend.strides import layout_of, made, note_layouts
+from meshwright.compiler.ir.graph import Graph, op_name
+from meshwright.compiler.ir.probe import Probe
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import op_name
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.pricing import MeshPricer
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.rules import mesh_choices, rule_for
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import SCORE_BYTES, op_price

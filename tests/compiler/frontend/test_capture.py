@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from meshwright.compiler import context
-from meshwright.compiler.capture import CaptureError, capture, experts
-from meshwright.compiler.graph import CAPTURE_BATCH, Graph, op_name
+from meshwright.compiler.errors import CaptureError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir import comm
+from meshwright.compiler.ir.graph import CAPTURE_BATCH, Graph, op_name
+from meshwright.compiler.ir.ops.experts import experts
 from torch import Tensor, nn
 
 from tests.support.zoo import ZOO
@@ -40,7 +42,7 @@ def interpret(
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     inputs = iter(leaf for leaf in flat_inputs(args, kwargs, targets) if isinstance(leaf, Tensor))
     env: dict[torch.fx.Node, Any] = {}
-    with context.use(context.Context(OneDevice())):
+    with comm.use(comm.Context(OneDevice())):
         for node in graph:
             if node.op == "placeholder":
                 source = node.meta["source"]

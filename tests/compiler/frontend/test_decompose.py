@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler import capture as capturing
-from meshwright.compiler.capture import capture
-from meshwright.compiler.decompose import decomposed
-from meshwright.compiler.graph import Graph, op_name
+from meshwright.compiler.frontend import capture as capturing
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.decompose import decomposed
+from meshwright.compiler.ir.graph import Graph, op_name
 from torch import Tensor, nn
 
 from tests.support.zoo import ZOO

@@ -8,15 +8,17 @@ import pytest
 import torch
 from meshwright import cli
 from meshwright.api import pareto, plan
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import TensorType, op_name, types_of
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.precision import PRECISIONS, check_precision, in_precision
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError, parse_strategy
-from meshwright.compiler.validate import check_plan
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.mixed_precision import check_precision, in_precision
+from meshwright.compiler.ir.graph import TensorType, op_name, types_of
+from meshwright.compiler.ir.precision import PRECISIONS
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.validation import check_plan
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 

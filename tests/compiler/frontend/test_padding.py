@@ -10,9 +10,9 @@ import meshwright as mw
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.architectures import GPT, Llama
-from meshwright.compiler.padding import Padding, capture_padded
-from meshwright.compiler.plan import Plan
+from meshwright.compiler.frontend.padding import Padding, capture_padded
+from meshwright.compiler.plan.plan import Plan
+from meshwright.models.architectures import GPT, Llama
 from torch import Tensor, nn
 
 from tests.support.clusters import fast_links

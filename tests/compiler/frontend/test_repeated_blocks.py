@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.compiler import capture as capture_module
-from meshwright.compiler.block_state import UnprovableError, canonical
-from meshwright.compiler.blocks import Blocks
-from meshwright.compiler.capture import CaptureError, capture
-from meshwright.compiler.graph import Graph
+from meshwright.compiler.errors import CaptureError, UnprovableError
+from meshwright.compiler.frontend import capture as capture_module
+from meshwright.compiler.frontend.block_state import canonical
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.repeated_blocks import Blocks
+from meshwright.compiler.ir.graph import Graph
 from torch import Tensor, nn
 
 from tests.support.zoo import ZOO

@@ -6,14 +6,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from meshwright.compiler.batch_compose import BatchComposer
-from meshwright.compiler.batch_section import build_batch_section
-from meshwright.compiler.batch_tables import Level
-from meshwright.compiler.capture import capture
-from meshwright.compiler.eliminate import eliminate
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.restriction import FREE, Restriction
-from meshwright.compiler.variants import Case, Variants
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import FREE, Restriction
+from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.vectorised.cases import Case, Variants
+from meshwright.compiler.intra_op.vectorised.interval_tables import BatchComposer
+from meshwright.compiler.intra_op.vectorised.layer_tables import Level
+from meshwright.compiler.intra_op.vectorised.section import build_batch_section
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 

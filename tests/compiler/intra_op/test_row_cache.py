@@ -18,15 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.compiler import kept_rows, known
-from meshwright.compiler.batch_compose import BatchComposer
-from meshwright.compiler.batch_tables import Level, Template
-from meshwright.compiler.capture import capture
-from meshwright.compiler.kept_rows import KEY_BYTES, KeptRows
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.restriction import Restriction
-from meshwright.compiler.row_keys import column_digests, row_key
-from meshwright.compiler.variants import Case, Variants
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.vectorised import row_cache
+from meshwright.compiler.intra_op.vectorised.cases import Case, Variants
+from meshwright.compiler.intra_op.vectorised.interval_tables import BatchComposer
+from meshwright.compiler.intra_op.vectorised.layer_tables import Level, Template
+from meshwright.compiler.intra_op.vectorised.row_cache import KEY_BYTES, KeptRows, column_digests, row_key
+from meshwright.compiler.search import plan_cache
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
 
@@ -137,7 +137,7 @@ def test_the_longest_unused_go_beyond_the_limit_in_bytes(tmp_path: Path, monkeyp
             os.utime(file, ns=(0, file.stat().st_mtime_ns - 3600 * 10**9))
     each = max(file.stat().st_size for file in tmp_path.iterdir())
     assert kept(tmp_path, 1, shape=(500,)) == []  # used now
-    monkeypatch.setattr(kept_rows, "LIMIT_BYTES", int(3.5 * each))
+    monkeypatch.setattr(row_cache, "LIMIT_BYTES", int(3.5 * each))
     kept(tmp_path, 4, shape=(500,))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 3.5 * each
     rows = KeptRows(tmp_path, "one")
@@ -145,7 +145,7 @@ def test_the_longest_unused_go_beyond_the_limit_in_bytes(tmp_path: Path, monkeyp
 
 
 def test_small_rows_before_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "LIMIT_BYTES", 2 * 8 * 1000)
+    monkeypatch.setattr(row_cache, "LIMIT_BYTES", 2 * 8 * 1000)
     with KeptRows(tmp_path, "one").keeping() as rows:
         recall(rows, 1, shape=(2000,))
         recall(rows, *range(10), shape=(10,))
@@ -344,7 +344,7 @@ def small() -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plans_of_other_tests: None) -> Path:
-    monkeypatch.setattr(known, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setattr(plan_cache, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -370,7 +370,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the first question leaves, without its answer."""
     folder = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known, "cache_directory", lambda: folder)
+        patch.setattr(plan_cache, "cache_directory", lambda: folder)
         asked()
     shutil.rmtree(folder / "plans")
     return folder
@@ -403,7 +403,7 @@ def test_other_code_makes_its_own_rows(
     folder: Path, first: Path, made: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(first, folder)
-    monkeypatch.setattr(known, "_code", lambda: "another")
+    monkeypatch.setattr(plan_cache, "_code", lambda: "another")
     asked()
     assert made["rows"] > 100
     assert len({path.name.partition("-")[0] for path in (folder / "rows").iterdir()}) == 2

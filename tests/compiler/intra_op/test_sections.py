@@ -11,23 +11,23 @@ from math import isclose, prod
 import numpy as np
 import pytest
 import torch
-from meshwright.architectures import Llama
-from meshwright.compiler.batch_section import BatchSection, build_batch_section
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import Graph, op_name, types_of
-from meshwright.compiler.layers import Layering, cluster_layers
-from meshwright.compiler.layouts import note_layouts
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.problem import Section, label
-from meshwright.compiler.recompute import recompute_of
-from meshwright.compiler.residency import PATTERNS
-from meshwright.compiler.restriction import FREE, Restriction
+from meshwright.compiler.cost.parameter_sharding import PATTERNS
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.cost.signature import signature
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import Layering, cluster_layers
+from meshwright.compiler.frontend.strides import note_layouts
+from meshwright.compiler.intra_op.section import FREE, Restriction, Section, label
+from meshwright.compiler.intra_op.vectorised.cases import Case, Variants, split_by_axes
+from meshwright.compiler.intra_op.vectorised.problem import BatchSection
+from meshwright.compiler.intra_op.vectorised.section import build_batch_section
+from meshwright.compiler.ir.graph import Graph, op_name, types_of
+from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import mesh_choices
-from meshwright.compiler.signature import signature
-from meshwright.compiler.variants import Case, Variants, split_by_axes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.models.architectures import Llama
 
 from tests.oracles.scalar_composer import Composer
 from tests.support.zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler.compiled_ops import dropout_ticket, plain_cross_entropy, ticketed_dropout
-from meshwright.compiler.context import Context, use
-from meshwright.compiler.local_ops import cross_entropy, dropout
-from meshwright.compiler.rules.check import LockstepGroup
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.ops.local_ops import (
+    cross_entropy,
+    dropout,
+    dropout_ticket,
+    plain_cross_entropy,
+    ticketed_dropout,
+)
+from meshwright.compiler.verification.lockstep import LockstepGroup
 
 
 # ---- ops in the form for compilers

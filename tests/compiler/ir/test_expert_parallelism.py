@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.compiler import dispatch, local_ops
+from meshwright.compiler.ir.ops import local_ops
+from meshwright.compiler.ir.ops import local_ops as dispatch
 from meshwright.compiler.rules import pairs_choice
-from meshwright.compiler.rules.check import LockstepGroup, check_choice, example_node
+from meshwright.compiler.verification.check_rules import check_choice
+from meshwright.compiler.verification.lockstep import LockstepGroup
+from meshwright.compiler.verification.split_execution import example_node
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,7 +102,7 @@ class Capacity(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 8) / 4)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        from meshwright.compiler.experts import experts
+        from meshwright.compiler.ir.ops.experts import experts
 
         x = self.enter(x)
         weight, index = self.router(x).softmax(-1).topk(2)

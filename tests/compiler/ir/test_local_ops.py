@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.compiler import local_ops
-from meshwright.compiler.context import Context, use
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.rules import rule_for
-from meshwright.compiler.rules.check import example_node
-from meshwright.compiler.rules.lockstep import LockstepComm, LockstepGroup
+from meshwright.compiler.verification.lockstep import LockstepComm, LockstepGroup
+from meshwright.compiler.verification.split_execution import example_node
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

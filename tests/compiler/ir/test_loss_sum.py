@@ -11,17 +11,17 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.capture import capture
-from meshwright.compiler.delays import worthwhile_delay
-from meshwright.compiler.loss_sum import leaving, lone_losses
-from meshwright.compiler.lower import lower
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.spec import parse_pair
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.ops.loss import leaving, lone_losses
+from meshwright.compiler.ir.spec import parse_pair
+from meshwright.compiler.plan.lower import lower
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.local_sgd import worthwhile_delay
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.hardware import Link
-from meshwright.runtime.groups import DistributedComm
-from meshwright.runtime.stage import NonFiniteLoss
+from meshwright.runtime.errors import NonFiniteLoss
+from meshwright.runtime.transport.process_groups import DistributedComm
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 import torch
-from meshwright.compiler.reshard import FREE, apply_steps, reshard, step_bytes, steps_between
-from meshwright.compiler.rules.execution import assemble, distribute
-from meshwright.compiler.rules.lockstep import LockstepGroup
-from meshwright.compiler.spec import PMAX, P, Pair, R, S, local_shape, parse_pair, parse_spec, spec_text
+from meshwright.compiler.ir.reshard import FREE, apply_steps, reshard, step_bytes, steps_between
+from meshwright.compiler.ir.spec import PMAX, P, Pair, R, S, local_shape, parse_pair, parse_spec, spec_text
+from meshwright.compiler.verification.lockstep import LockstepGroup
+from meshwright.compiler.verification.split_execution import assemble, distribute
 
 SHAPE = (12, 24)
 

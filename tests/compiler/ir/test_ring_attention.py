@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler import attention_blocks
-from meshwright.compiler import ring_attention as ring_module
-from meshwright.compiler.abstract import AbstractComm, Tracker
-from meshwright.compiler.attention_blocks import Kernel, Setting
-from meshwright.compiler.capture import capture
-from meshwright.compiler.context import Context, current, use
-from meshwright.compiler.graph import Graph, op_name
-from meshwright.compiler.prune import MOST, Pruner
-from meshwright.compiler.ring_attention import ring_attention
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.comm import Context, current, use
+from meshwright.compiler.ir.graph import Graph, op_name
+from meshwright.compiler.ir.ops import ring_attention as ring_module
+from meshwright.compiler.ir.ops.ring_attention import Kernel, Setting, ring_attention
+from meshwright.compiler.ir.spec import R, S
+from meshwright.compiler.memory.abstract_run import AbstractComm, Tracker
 from meshwright.compiler.rules import mesh_choices, pairs_choice, rule_for
-from meshwright.compiler.rules.check import LockstepGroup, check_choice, example_node
-from meshwright.compiler.spec import R, S
-from meshwright.runtime.groups import bind
+from meshwright.compiler.rules.prune import MOST, Pruner
+from meshwright.compiler.verification.check_rules import check_choice
+from meshwright.compiler.verification.lockstep import LockstepGroup
+from meshwright.compiler.verification.split_execution import example_node
+from meshwright.runtime.transport.process_groups import bind
 
 from tests.support.manual_plans import BATCH
 from tests.support.zoo import ZOO
@@ -77,7 +77,7 @@ def test_a_ring_costs_each_device_its_share_whatever_the_mask():
 @pytest.mark.parametrize(("devices", "rows"), [(2, 8), (3, 8), (4, 8), (4, 7), (5, 6), (8, 2)])
 def test_devices_have_equally_many_scores_under_a_causal_mask(monkeypatch, devices, rows):
     scores: Counter[tuple[int, str]] = Counter()
-    kernel = attention_blocks.kernel_for(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), None, Setting(None))
+    kernel = ring_module.kernel_for(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), None, Setting(None))
 
     def counted(direction: str) -> Any:
         def run(*arguments: Any, **setting: Any) -> Any:
@@ -189,8 +189,9 @@ def test_rows_that_see_no_key_of_a_block_or_none_at_all(monkeypatch):
     mask[0, :, :, :4] = False  # the first block's keys are padding
     mask[1, :, 3] = False  # and one query is alone
     node = example_node(sdpa, x, x, x, mask)
+    kernel_for = ring_module.kernel_for
     for writes in (False, True):
-        monkeypatch.setattr(ring_module, "kernel_for", lambda *a, w=writes: attention_blocks.kernel_for(*a[:5], w))
+        monkeypatch.setattr(ring_module, "kernel_for", lambda *a, w=writes: kernel_for(*a[:5], w))
         for devices in (2, 4):
             problems = check_choice(node, ("ring",), (devices,), [x.clone(), x.clone() + 1, x.clone() * 2, mask])
             assert problems == []

@@ -9,14 +9,14 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.footprint import with_footprints
-from meshwright.compiler.plan import Plan
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.memory.stage import with_footprints
+from meshwright.compiler.plan.plan import Plan
 from meshwright.costmodel.codecs import CODECS
-from meshwright.costmodel.coded_memory import drawn_bytes, held_bytes, state_bytes
+from meshwright.costmodel.memory import drawn_bytes, held_bytes, state_bytes
 from meshwright.runtime.compression import Rehearsal, make_sum
 from meshwright.runtime.compression.dither import grid_tile
-from meshwright.runtime.meter import storages_alive
+from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support.parity import case
 from tests.support.peak_memory import MEDIAN, MOST, least_peak

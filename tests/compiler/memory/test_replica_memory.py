@@ -9,9 +9,9 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.replica_room import CAUSE, with_replicas
-from meshwright.runtime.meter import storages_alive
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.memory.buffers import CAUSE, with_replicas
+from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support import zoo
 from tests.support.clusters import fast_links

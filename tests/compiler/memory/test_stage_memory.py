@@ -14,24 +14,24 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.architectures import GPT
-from meshwright.compiler.abstract import Tracker
-from meshwright.compiler.attention_room import attention_of
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.footprint import footprints, stage_memory, with_footprints
-from meshwright.compiler.graph import op_name
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.recompute import NOTHING
-from meshwright.compiler.residency import PATTERNS, residencies
+from meshwright.compiler.cost.parameter_sharding import PATTERNS, residencies
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.cost.saved_tensors import saved_bytes
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import op_name
+from meshwright.compiler.memory.abstract_run import Tracker
+from meshwright.compiler.memory.buffers import update_bytes
+from meshwright.compiler.memory.kernel_workspace import attention_of
+from meshwright.compiler.memory.stage import footprints, stage_memory, with_footprints
+from meshwright.compiler.plan.recompute import NOTHING
 from meshwright.compiler.rules import mesh_choices
-from meshwright.compiler.saved import saved_bytes
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.compiler.updates import update_bytes
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state
-from meshwright.runtime.gradients import GradientReducer
-from meshwright.runtime.meter import live_bytes, storages_alive
+from meshwright.models.architectures import GPT
+from meshwright.runtime.parameters.gradients import GradientReducer
+from meshwright.runtime.profiling.memory_meter import live_bytes, storages_alive
 from torch import nn
 
 from tests.support.peak_memory import MEDIAN, MOST, least_peak
@@ -229,7 +229,7 @@ def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: py
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("this op reads its data")
 
-    monkeypatch.setattr("meshwright.compiler.chunk_room.with_stand_ins", refuse)
+    monkeypatch.setattr("meshwright.compiler.memory.chunk.with_stand_ins", refuse)
     again = with_footprints(graph, plan)
     assert again.prediction.stages == plan.prediction.stages
     assert any("this op reads its data" in note for note in again.prediction.notes)

@@ -6,12 +6,13 @@ from math import inf, isfinite
 
 import numpy as np
 import pytest
-from meshwright.compiler.chunk_bounds import at_once, chunk_bound
-from meshwright.compiler.pipeline_chunks import _at_once, _Divisions, _offsets, chunked, held, quick_bound
-from meshwright.compiler.pipeline_clock import clock_seconds
-from meshwright.compiler.pipeline_table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
-from meshwright.compiler.schedule import generate, in_flight, virtual_order
-from meshwright.compiler.simulate import simulate
+from meshwright.compiler.pipeline.bounds import clock_seconds
+from meshwright.compiler.pipeline.families import generate, virtual_order
+from meshwright.compiler.pipeline.schedule import in_flight
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.pipeline.table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from meshwright.compiler.pipeline.virtual_stages import _at_once, _Divisions, _offsets, chunked, held, quick_bound
+from meshwright.compiler.search.optimality import at_once, chunk_bound
 
 from tests.support.pipeline_tables import random_table
 

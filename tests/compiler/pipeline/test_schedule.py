@@ -6,20 +6,10 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.compiler.schedule import (
-    Action,
-    Schedule,
-    ScheduleError,
-    generate,
-    in_flight,
-    in_flight_formula,
-    known_schedules,
-    parse,
-    parse_action,
-    problems,
-    validate,
-)
-from meshwright.compiler.simulate import grid, legend, simulate
+from meshwright.compiler.errors import ScheduleError
+from meshwright.compiler.pipeline.families import generate, in_flight_formula, known_schedules
+from meshwright.compiler.pipeline.schedule import Action, Schedule, in_flight, parse, parse_action, problems, validate
+from meshwright.compiler.pipeline.simulate import grid, legend, simulate
 
 SIZES = {"p": st.integers(1, 8), "m": st.integers(1, 20), "name": st.sampled_from(known_schedules())}
 WHOLE = {**SIZES, "name": st.sampled_from(("gpipe", "1f1b"))}  # one chunk per stage, whole backwards

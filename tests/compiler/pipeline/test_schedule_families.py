@@ -6,17 +6,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.compiler.schedule import (
-    Action,
-    Schedule,
-    generate,
-    in_flight,
-    in_flight_formula,
-    known_schedules,
-    problems,
-    virtual_order,
-)
-from meshwright.compiler.simulate import Simulation, simulate
+from meshwright.compiler.pipeline.families import generate, in_flight_formula, known_schedules, virtual_order
+from meshwright.compiler.pipeline.schedule import Action, Schedule, in_flight, problems
+from meshwright.compiler.pipeline.simulate import Simulation, simulate
 
 P, M, V = st.integers(1, 8), st.integers(1, 24), st.integers(2, 4)
 

@@ -5,9 +5,11 @@ from math import ceil, inf, isfinite
 
 import numpy as np
 import pytest
-from meshwright.compiler.pipeline_bound import candidate_makespan
-from meshwright.compiler.pipeline_dp import bound_of, describe_pipeline, solve
-from meshwright.compiler.pipeline_table import (
+from meshwright.compiler.pipeline.bounds import candidate_makespan
+from meshwright.compiler.pipeline.families import generate, in_flight_formula
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.pipeline.stage_dp import bound_of, describe_pipeline, solve
+from meshwright.compiler.pipeline.table import (
     Constraints,
     Floors,
     Infeasible,
@@ -16,8 +18,6 @@ from meshwright.compiler.pipeline_table import (
     StageChoice,
     StageOption,
 )
-from meshwright.compiler.schedule import generate, in_flight_formula
-from meshwright.compiler.simulate import simulate
 
 from tests.oracles.pipelines import clock, every_pipeline, meshes, objectives, over_the_limit
 from tests.support.pipeline_tables import even_table, random_constraints, random_table

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler.pieces import in_pieces, units
-from meshwright.compiler.program import Segment
+from meshwright.compiler.ir.program import Segment
+from meshwright.compiler.plan.compiled_pieces import in_pieces, units
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from math import prod
 
 import meshwright as mw
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.loose import loose_axes
-from meshwright.compiler.lower import lower
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.independent_axes import loose_axes
+from meshwright.compiler.plan.lower import lower
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
 
 from tests.support.clusters import fast_links
 from tests.support.replicas import BATCH

@@ -10,20 +10,20 @@ from math import prod
 import numpy as np
 import pytest
 from meshwright.cli import main
-from meshwright.compiler.assemble import solve_section, transient_bytes
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.eliminate import eliminate
-from meshwright.compiler.graph import op_name, types_of
-from meshwright.compiler.ilp import solve_ilp
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.recompute import HEAVY_KINDS, layer_modes, recompute_of
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.restriction import Restriction
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.solver.ilp import solve_ilp
+from meshwright.compiler.intra_op.stage import solve_section, transient_bytes
+from meshwright.compiler.ir.graph import op_name, types_of
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.recompute import HEAVY_KINDS, layer_modes, recompute_of
+from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.rules import mesh_choices, rule_for
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import writes_scores
 

@@ -6,14 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.plan import Plan, Stage
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.schedule import generate, virtual_order
-from meshwright.compiler.simulate import simulate, simulate_plan
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.compiler.validate import model_faults
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.pipeline.families import generate, virtual_order
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.plan.plan import Plan, Stage
+from meshwright.compiler.plan.validation import model_faults
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.predict import simulate_plan
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.zoo import ZOO

@@ -6,18 +6,17 @@ import json
 from dataclasses import replace
 
 import pytest
-from meshwright.compiler.drift import TERMS, compare, predicted_terms, without_skew
-from meshwright.compiler.plan import Chunk, Plan, Prediction, Stage, StagePrediction, Transfer
-from meshwright.compiler.refit import Recalibration, refit
-from meshwright.compiler.report import RankTimes
-from meshwright.compiler.schedule import generate
-from meshwright.compiler.simulate import simulate
+from meshwright.compiler.pipeline.families import generate
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.plan.plan import Chunk, Plan, Prediction, Stage, StagePrediction, Transfer
+from meshwright.compiler.report.calibration import Recalibration, refit
+from meshwright.compiler.report.prediction_error import TERMS, compare, predicted_terms, without_skew
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds
 from meshwright.costmodel.compute import op_price
 from meshwright.costmodel.curves import Curve
 from meshwright.costmodel.hardware import Device, Host, Link
-from meshwright.costmodel.measured import OptimizerRate
+from meshwright.costmodel.measured import OptimizerRate, RankTimes
 from meshwright.costmodel.scaling import Factors, scaled_cluster
 
 MILLI = 1e-3

@@ -7,17 +7,16 @@ import re
 from dataclasses import replace
 
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.explain import explain
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.stage_price import CAUSES
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.compiler.summary import summary_json
-from meshwright.compiler.typeset import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
-from meshwright.compiler.validate import check_plan, require
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.intra_op.stage_cost import CAUSES
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.validation import check_plan, require
+from meshwright.compiler.report.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
+from meshwright.compiler.report.explain import explain, summary_json
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.text import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.zoo import gpt, mlp

@@ -7,11 +7,11 @@ import json
 import meshwright as mw
 import numpy as np
 import pytest
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.intra_op import Edge, Operator, Problem, evaluate
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.space import Space
-from meshwright.compiler.why import _min_marginals
+from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.report.why import _min_marginals
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo

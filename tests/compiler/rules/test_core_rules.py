@@ -4,13 +4,9 @@ import pytest
 import torch
 from meshwright.compiler.rules import _RULES, MeshChoice, mesh_choices, pairs_choice, register, rule_for
 from meshwright.compiler.rules.base import AxisChoice
-from meshwright.compiler.rules.check import (
-    check_node,
-    example_node,
-    missing_splits,
-    report,
-)
 from meshwright.compiler.rules.einsum import EinsumRule, parse_pattern
+from meshwright.compiler.verification.check_rules import check_node, missing_splits, report
+from meshwright.compiler.verification.split_execution import example_node
 
 aten = torch.ops.aten
 GENERATOR = torch.Generator().manual_seed(0)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from meshwright.compiler import local_ops
-from meshwright.compiler.context import Context, use
-from meshwright.compiler.graph import tensor_operands, types_of
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.graph import tensor_operands, types_of
+from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.rules import mesh_choices, rule_for
-from meshwright.compiler.rules.check import check_node, example_node
-from meshwright.compiler.rules.lockstep import LockstepComm, LockstepGroup
+from meshwright.compiler.verification.check_rules import check_node
+from meshwright.compiler.verification.lockstep import LockstepComm, LockstepGroup
+from meshwright.compiler.verification.split_execution import example_node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.architectures import Llama
-from meshwright.compiler.graph import op_name
+from meshwright.compiler.ir.graph import op_name
+from meshwright.models.architectures import Llama
 
 from tests.support.manual_plans import by_hand, equals_one_device, megatron, one_device, sequence, train, weight_of
 from tests.support.zoo import HIDDEN, VOCAB, tokens_and_labels

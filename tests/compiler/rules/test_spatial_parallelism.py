@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.compiler import halo, local_ops
-from meshwright.compiler.capture import capture
-from meshwright.compiler.graph import op_name
-from meshwright.compiler.prune import Pruner
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import op_name
+from meshwright.compiler.ir.ops import halo, local_ops
+from meshwright.compiler.ir.spec import S
 from meshwright.compiler.rules import convolution as convolution_rules
 from meshwright.compiler.rules import mesh_choices, pairs_choice, rule_for
-from meshwright.compiler.rules.check import check_choice, check_node, example_node
-from meshwright.compiler.spec import S
+from meshwright.compiler.rules.prune import Pruner
+from meshwright.compiler.verification.check_rules import check_choice, check_node
+from meshwright.compiler.verification.split_execution import example_node
 from torch import nn
 from torch.nn import functional as F
 

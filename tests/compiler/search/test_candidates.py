@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshwright.compiler import candidates
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.search_state import SMALL_OPS
-from meshwright.compiler.search_tables import SearchTables
-from meshwright.compiler.space import Space
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search import explore
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.space import Space
+from meshwright.compiler.search.state import SMALL_OPS
+from meshwright.compiler.search.tables import SearchTables
 from meshwright.models import GPT
 
 from tests.support.clusters import limited
@@ -66,6 +66,6 @@ def test_where_memory_is_tight_the_ladder_is_left_out_only_where_it_does_not_hel
     plan = planned(graph, mib)
     before = list(ladders)
     monkeypatch.setattr(SearchTables, "faster_without_limit", lambda self, m, most: True)
-    monkeypatch.setattr(candidates, "faster_without_limit", lambda *asked: True)
+    monkeypatch.setattr(explore, "faster_without_limit", lambda *asked: True)
     assert plan.prediction.step_s <= planned(graph, mib).prediction.step_s * (1 + 1e-3)
     assert before or mib > min(TIGHT)

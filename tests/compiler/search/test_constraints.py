@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.constraints import Range, parse_constraints, resolve
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.residency import PATTERNS
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError, parse_strategy
+from meshwright.compiler.cost.parameter_sharding import PATTERNS
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.constraints import Range, parse_constraints, resolve
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo

@@ -10,14 +10,15 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan, make_plans
-from meshwright.compiler.front import filled
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.schedule import generate
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError, parse_strategy
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.pipeline.families import generate
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.driver import make_plan, make_plans
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.requests import filled
+from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.compiler.search_tables.SearchTables.floors", interrupted)
+    monkeypatch.setattr("meshwright.compiler.search.tables.SearchTables.floors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_plan(graph, with_devices(2), 16)
 

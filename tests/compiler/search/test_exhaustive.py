@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.space import SCHEDULES
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.space import SCHEDULES
 
 from tests.oracles.exhaustive import Exhaustive
 from tests.oracles.plan_difference import difference

@@ -8,7 +8,7 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.delays import worthwhile_delay
+from meshwright.compiler.search.local_sgd import worthwhile_delay
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.clusters import far

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from meshwright.compiler import driver, finish
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.search_state import SLACK
-from meshwright.compiler.space import Space
-from meshwright.compiler.strategy import InfeasibleError, parse_strategy
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search import build_plan, driver
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
+from meshwright.compiler.search.state import SLACK
 from meshwright.models import GPT
 
 from tests.support.clusters import FRAMEWORK, limited
@@ -41,7 +42,7 @@ def test_what_tables_think_too_little_of_is_solved_again_within_less(graph, monk
 
     def noted(search, candidate, limits_bytes=(), known=None):
         tried.append(tuple(limits_bytes))
-        return finish.finish(search, candidate, limits_bytes, known)
+        return build_plan.finish(search, candidate, limits_bytes, known)
 
     monkeypatch.setattr(driver, "finish", noted)
     steps = [
@@ -59,7 +60,7 @@ def test_nothing_is_assembled_twice(graph, monkeypatch):
     def noted(search, candidate, limits_bytes=(), known=None):
         held = [round(size) for size in candidate.pipeline.peak_bytes]
         tried[candidate.microbatches, candidate.schedule, f"{candidate.clock_s:.6g}", *held, *limits_bytes] += 1
-        return finish.finish(search, candidate, limits_bytes, known)
+        return build_plan.finish(search, candidate, limits_bytes, known)
 
     monkeypatch.setattr(driver, "finish", noted)
     with pytest.raises(InfeasibleError, match="missing"):
@@ -76,12 +77,12 @@ def test_rules_count_what_gathered_weights_hold(graph, monkeypatch, mode, asked)
     held = []
 
     def noted(search, plan):
-        real = finish.with_footprints(search.graph.with_batch(search.global_batch // plan.microbatches), plan)
+        real = build_plan.with_footprints(search.graph.with_batch(search.global_batch // plan.microbatches), plan)
         stages = plan.prediction.stages[0], real.prediction.stages[0]
         held.append([one.memory_bytes["activations"] + one.memory_bytes["temporary"] for one in stages])
         return real
 
-    monkeypatch.setattr(finish, "measured", noted)
+    monkeypatch.setattr(build_plan, "measured", noted)
     space = replace(Space.whole(), residencies=("zero3" if "strategy" in asked else "replicated",), recompute=(mode,))
     asked = {key: parse_strategy(value) if key == "strategy" else value for key, value in asked.items()}
     fitting(graph, 0.6 * WHOLE, space=space, microbatches=4 if "strategy" in asked else 1, **asked)

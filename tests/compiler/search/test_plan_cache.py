@@ -10,7 +10,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler import known
+from meshwright.compiler.search import plan_cache
 from meshwright.models import GPT
 
 CLUSTER = mw.Cluster.parse("p3.16xlarge:1")
@@ -28,7 +28,7 @@ def asked(**changed: Any) -> mw.Plan:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plans_of_other_tests: None) -> Path:
-    monkeypatch.setattr(known, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(plan_cache, "cache_directory", lambda: tmp_path)
     return tmp_path / "plans"
 
 
@@ -68,7 +68,7 @@ def test_another_question_is_searched(changed: dict[str, Any]) -> None:
 
 def test_other_code_asks_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     asked()
-    monkeypatch.setattr(known, "_code", lambda: "another")
+    monkeypatch.setattr(plan_cache, "_code", lambda: "another")
     assert not found_before(asked())
 
 
@@ -92,12 +92,12 @@ def test_it_can_be_left_out(folder: Path) -> None:
 
 def test_a_place_that_cannot_be_written_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(known, "cache_directory", lambda: tmp_path / "file")
+    monkeypatch.setattr(plan_cache, "cache_directory", lambda: tmp_path / "file")
     assert not found_before(asked())
 
 
 def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "MOST", 2)
+    monkeypatch.setattr(plan_cache, "MOST", 2)
     for batch in (8, 16, 24):
         asked(global_batch=batch)
     assert len(list(folder.iterdir())) == 2
@@ -106,6 +106,6 @@ def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rules_of_the_user_are_not_remembered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "is_built_in", lambda node: False)
+    monkeypatch.setattr(plan_cache, "is_built_in", lambda node: False)
     asked()
     assert not folder.exists()

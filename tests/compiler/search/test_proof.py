@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from meshwright.compiler import proof
-from meshwright.compiler.candidates import candidates
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan, start_search
-from meshwright.compiler.graph import Graph
-from meshwright.compiler.space import Space
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.search import optimality
+from meshwright.compiler.search.driver import make_plan, start_search
+from meshwright.compiler.search.explore import candidates
+from meshwright.compiler.search.space import Space
 from meshwright.models import GPT
 
 from tests.support.clusters import limited
@@ -39,15 +39,15 @@ def test_nothing_is_lost_by_lifting_only_what_is_least(graph, monkeypatch, mib, 
     lifted = []
 
     def everything(search, most_s):
-        others = proof._others(search)
+        others = optimality._others(search)
         for m in search.tables.counts:
             if others:
-                proof._lift(search, m, partial(proof._quickly, search, m, others), True, most_s)
+                optimality._lift(search, m, partial(optimality._quickly, search, m, others), True, most_s)
             for name in space.schedules:
-                proof._lift_closely(search, m, name, most_s)
+                optimality._lift_closely(search, m, name, most_s)
                 lifted.append((m, name))
 
-    monkeypatch.setattr(proof, "_lift_least", everything)
+    monkeypatch.setattr(optimality, "_lift_least", everything)
     whole = bound_s(graph, mib, space)
     assert len(lifted) >= len(space.schedules)
     assert lazily == pytest.approx(whole, rel=1e-4)
@@ -59,9 +59,9 @@ def test_a_fork_proves_as_much(graph):
 
 
 def test_what_is_proven_far_enough_is_not_proven_again(graph, monkeypatch):
-    proofs, lift = [], proof._lift_least
-    monkeypatch.setattr(proof, "_lift_least", lambda search, most_s: (proofs.append(most_s), lift(search, most_s)))
-    monkeypatch.setattr(proof.Forked, "_fork", lambda self: False)  # all in this process
+    proofs, lift = [], optimality._lift_least
+    monkeypatch.setattr(optimality, "_lift_least", lambda search, most_s: (proofs.append(most_s), lift(search, most_s)))
+    monkeypatch.setattr(optimality.Forked, "_fork", lambda self: False)  # all in this process
     plan = make_plan(graph, limited(PLENTY), 64, alternatives=False, space=Space.whole(), workers=2)
     assert len(proofs) == 1
     assert proofs[0] <= plan.prediction.step_s * 1.1
@@ -73,9 +73,9 @@ def test_what_was_proven_outlives_another_look(graph):
         graph, limited(PLENTY), 64, None, None, None, "AdamW", 0.0, lambda *_: None, None, Space.whole(), None, None
     )
     _, found = candidates(search)
-    proof.prove(search, found[0].clock_s)
+    optimality.prove(search, found[0].clock_s)
     proven = dict(search.bounds)
     assert search.bound_s > 0.5 * found[0].clock_s
     search.bounds.update(dict.fromkeys(search.bounds, 0.0))
-    assert proof.bounded(search, []) == []
+    assert optimality.bounded(search, []) == []
     assert search.bounds == proven

@@ -8,21 +8,21 @@ from math import inf
 
 import numpy as np
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.finish import SLACK
-from meshwright.compiler.other_schedules import TIE, simplest_first
-from meshwright.compiler.pipeline_chunks import quick_bound
-from meshwright.compiler.pipeline_dp import bound_of
-from meshwright.compiler.pipeline_table import Constraints, Floors, Lagrange
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.reprice import reprice
-from meshwright.compiler.schedule import generate, known_schedules
-from meshwright.compiler.schedule_bounds import family_bounds
-from meshwright.compiler.simulate import simulate
-from meshwright.compiler.space import SCHEDULES, Space
-from meshwright.compiler.strategy import InfeasibleError
-from meshwright.compiler.validate import model_faults
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.pipeline.families import generate, known_schedules
+from meshwright.compiler.pipeline.simulate import simulate
+from meshwright.compiler.pipeline.stage_dp import bound_of
+from meshwright.compiler.pipeline.table import Constraints, Floors, Lagrange
+from meshwright.compiler.pipeline.virtual_stages import quick_bound
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.validation import model_faults
+from meshwright.compiler.report.reprice import reprice
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.optimality import family_bounds
+from meshwright.compiler.search.other_schedules import TIE, simplest_first
+from meshwright.compiler.search.space import SCHEDULES, Space
+from meshwright.compiler.search.state import SLACK
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 

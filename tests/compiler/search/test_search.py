@@ -7,22 +7,23 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from meshwright.architectures import GPT
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.eliminate import eliminate
-from meshwright.compiler.graph import op_name
-from meshwright.compiler.ilp import solve_ilp
-from meshwright.compiler.intra_op import evaluate
-from meshwright.compiler.layers import cluster_layers
-from meshwright.compiler.lower import lower
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.pricing import MeshPricer
-from meshwright.compiler.restriction import Restriction
-from meshwright.compiler.search_tables import SearchTables
-from meshwright.compiler.space import Space, submeshes
-from meshwright.compiler.strategy import InfeasibleError, Strategy, parse_strategy
+from meshwright.compiler.cost.pricing import MeshPricer
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import cluster_layers
+from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.solver.ilp import solve_ilp
+from meshwright.compiler.intra_op.solver.problem import evaluate
+from meshwright.compiler.ir.graph import op_name
+from meshwright.compiler.plan.lower import lower
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
+from meshwright.compiler.search.space import Space, submeshes
+from meshwright.compiler.search.tables import SearchTables
 from meshwright.costmodel.cluster import Cluster
+from meshwright.models.architectures import GPT
 
 from tests.oracles.scalar_composer import Composer
 from tests.support.zoo import ZOO
@@ -296,7 +297,7 @@ def test_what_the_first_looks_rule_out_would_not_have_won(cluster, layers, monke
     waves, looked = list(seen), sum(seen)
     seen.clear()
     monkeypatch.setattr(SearchTables, "_hopeful", lambda self, counts: list(counts))
-    monkeypatch.setattr("meshwright.compiler.search_tables.LOOKS", 100)
+    monkeypatch.setattr("meshwright.compiler.search.tables.LOOKS", 100)
     every = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
     assert max(waves) <= 3
     assert looked < sum(seen)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.strategy import StageShape, Strategy, divide, parse_strategy
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import StageShape, Strategy, divide, parse_strategy
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.zoo import ZOO

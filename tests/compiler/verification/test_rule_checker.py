@@ -2,20 +2,14 @@
 
 import pytest
 import torch
-from meshwright.compiler.reshard import reshard
+from meshwright.compiler.ir.reshard import reshard
+from meshwright.compiler.ir.spec import PMAX, P, Pair, R, S, parse_pair
 from meshwright.compiler.rules import _RULES, register
 from meshwright.compiler.rules.base import FREE_GRAD, ROW, WHOLE, AxisChoice, Internal, shard
-from meshwright.compiler.rules.check import (
-    LockstepGroup,
-    assemble,
-    check_choice,
-    distribute,
-    example_node,
-    main,
-    missing_splits,
-)
 from meshwright.compiler.rules.einsum import EinsumRule
-from meshwright.compiler.spec import PMAX, P, Pair, R, S, parse_pair
+from meshwright.compiler.verification.check_rules import check_choice, main, missing_splits
+from meshwright.compiler.verification.lockstep import LockstepGroup
+from meshwright.compiler.verification.split_execution import assemble, distribute, example_node
 
 aten = torch.ops.aten
 GENERATOR = torch.Generator().manual_seed(0)
@@ -91,7 +85,7 @@ def test_a_bias_added_by_every_device_is_found():
 
 
 def test_collectives_are_counted():
-    from meshwright.compiler.context import current
+    from meshwright.compiler.ir.comm import current
 
     def summed(x):
         comm = current().comm

@@ -8,10 +8,10 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.rules.lockstep import LockstepComm
-from meshwright.compiler.spec import parse_spec
-from meshwright.runtime.verification import Verification, parts
-from meshwright.runtime.verification.compare import Tolerance, difference
+from meshwright.compiler.ir.spec import parse_spec
+from meshwright.compiler.verification import Verification, parts
+from meshwright.compiler.verification.compare import Tolerance, difference
+from meshwright.compiler.verification.lockstep import LockstepComm
 from torch import nn
 
 from tests.support.clusters import fast_links

@@ -11,16 +11,16 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.capture import capture
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.reprice import reprice
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.report.reprice import reprice
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.codecs import CARRIERS, carried_bytes
 from meshwright.runtime.compression import dither
 from meshwright.runtime.compression.carrier import carrier
-from meshwright.runtime.crossmesh import Port
-from meshwright.runtime.groups import bind
-from meshwright.runtime.meter import storages_alive
+from meshwright.runtime.profiling.memory_meter import storages_alive
+from meshwright.runtime.transport.cross_mesh import Port
+from meshwright.runtime.transport.process_groups import bind
 
 from tests.support.clusters import fast_links
 from tests.support.parity import case

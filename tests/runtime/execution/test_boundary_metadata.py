@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from meshwright.compiler.schedule import generate
-from meshwright.runtime.facts import settled
+from meshwright.compiler.pipeline.families import generate
+from meshwright.runtime.execution.boundary_metadata import settled
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -9,7 +9,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.runtime.compiled import Compiler, backend_of
+from meshwright.runtime.execution.compilation import Compiler, backend_of
 from torch._dynamo.utils import counters
 from torch._inductor import config
 

@@ -12,11 +12,11 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.abstract import AbstractComm
-from meshwright.compiler.asynchronous import delay, lag_steps, stashed
-from meshwright.compiler.context import Context, use
-from meshwright.compiler.local_ops import dropout
-from meshwright.compiler.schedule import generate, in_flight, in_flight_formula, validate
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.ops.local_ops import dropout
+from meshwright.compiler.memory.abstract_run import AbstractComm
+from meshwright.compiler.pipeline.families import delay, generate, in_flight_formula, lag_steps, stashed
+from meshwright.compiler.pipeline.schedule import in_flight, validate
 from torch import nn
 from torch.func import functional_call
 

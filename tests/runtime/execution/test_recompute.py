@@ -12,11 +12,11 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.abstract import AbstractComm
-from meshwright.compiler.context import Context, use
-from meshwright.compiler.program import Segment
-from meshwright.compiler.segments import repeating
-from meshwright.runtime.meter import storages_alive
+from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.program import Segment
+from meshwright.compiler.memory.abstract_run import AbstractComm
+from meshwright.compiler.plan.segments import repeating
+from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support.peak_memory import least_peak
 from tests.support.ranks import RankPool

@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.capture import capture
-from meshwright.compiler.driver import make_plan
-from meshwright.compiler.graph import TensorType
-from meshwright.compiler.lower import lower
-from meshwright.compiler.program import ChunkProgram, Slot
-from meshwright.compiler.schedule import Action, generate
-from meshwright.compiler.space import Space
-from meshwright.compiler.spec import Pair
-from meshwright.compiler.strategy import parse_strategy
-from meshwright.runtime import executor as executor_module
-from meshwright.runtime import split_backward
-from meshwright.runtime.facts import facts_of, links_of, places_of
-from meshwright.runtime.split_backward import halve, register_halves
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import TensorType
+from meshwright.compiler.ir.program import ChunkProgram, Slot
+from meshwright.compiler.ir.spec import Pair
+from meshwright.compiler.pipeline.families import generate
+from meshwright.compiler.pipeline.schedule import Action
+from meshwright.compiler.plan.boundaries import facts_of, links_of, places_of
+from meshwright.compiler.plan.lower import lower
+from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.space import Space
+from meshwright.runtime.execution import executor as executor_module
+from meshwright.runtime.execution import split_backward
+from meshwright.runtime.execution.split_backward import halve, register_halves
 from torch import nn
 
 from tests.support.clusters import fast_links

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.fx
 import torch.nn.functional as F
-from meshwright.compiler.spec import S
-from meshwright.runtime.stage import NonFiniteLoss, Session
+from meshwright.compiler.ir.spec import S
+from meshwright.runtime.errors import NonFiniteLoss
+from meshwright.runtime.execution.session import Session
 
 from tests.support.toy_model import (
     BATCH,

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.spec import R
+from meshwright.compiler.ir.spec import R
+from meshwright.compiler.plan.plan import Plan
 from meshwright.costmodel.codecs import CODECS, sent_bytes
-from meshwright.runtime.compression.summing import NonFiniteGradient
+from meshwright.runtime.errors import NonFiniteGradient
 from torch import nn
 
 from tests.support.clusters import fast_links

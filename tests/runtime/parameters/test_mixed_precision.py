@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.compiler.capture import capture
-from meshwright.compiler.footprint import stage_memory
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.precision import PRECISIONS, in_precision
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.mixed_precision import in_precision
+from meshwright.compiler.ir.precision import PRECISIONS
+from meshwright.compiler.memory.stage import stage_memory
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.verification import verify
 from meshwright.costmodel.cluster import Cluster
-from meshwright.runtime.loss_scale import LossScale
-from meshwright.runtime.verification import verify
+from meshwright.runtime.parameters.optimizer import LossScale
 from torch import nn
 
 from tests.support.parity import STEPS, TOLERANCE, case, chunks, make_optimizer

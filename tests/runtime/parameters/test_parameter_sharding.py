@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler.capture import capture
-from meshwright.compiler.footprint import stage_memory
-from meshwright.compiler.graph import Graph, output_of
-from meshwright.compiler.layer_gathers import layer_gathers
-from meshwright.compiler.plan import Plan
-from meshwright.compiler.precision import in_precision
-from meshwright.compiler.prefetch import Ahead, Order
-from meshwright.compiler.pricing import gradient_type
-from meshwright.compiler.recompute import PlanLayers
-from meshwright.compiler.spec import local_shape
-from meshwright.compiler.strategy import parse_strategy
+from meshwright.compiler.cost.layer_gathers import layer_gathers
+from meshwright.compiler.cost.pricing import gradient_type
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.mixed_precision import in_precision
+from meshwright.compiler.ir.graph import Graph, output_of
+from meshwright.compiler.ir.ops.weight_gathers import Ahead, Order
+from meshwright.compiler.ir.spec import local_shape
+from meshwright.compiler.memory.stage import stage_memory
+from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.recompute import PlanLayers
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.clusters import fast_links

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from meshwright.runtime.meter import live_bytes
+from meshwright.runtime.profiling.memory_meter import live_bytes
 from torch import nn
 
 

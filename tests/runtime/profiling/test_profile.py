@@ -18,8 +18,9 @@ from meshwright.costmodel.op_grid import coarse, grid, op_task, surfaces_of
 from meshwright.costmodel.op_timing import ENTRY, fact_tasks, timed
 from meshwright.costmodel.profiled import op_times_of
 from meshwright.costmodel.profiler import NO_TIME, Engine, Record, State, Task, Visit
-from meshwright.runtime import message_probes, paced, probes
-from meshwright.runtime.probes import forms, send_forms
+from meshwright.runtime.profiling import message_probes, probes
+from meshwright.runtime.profiling import message_probes as paced
+from meshwright.runtime.profiling.probes import forms, send_forms
 
 from tests.support.ranks import RankPool
 
@@ -237,18 +238,23 @@ def profiled(
 ) -> tuple[str, bool]:
     """A profile of few sizes on this rank. pace_s: that each collective takes longer."""
     import torch.distributed as dist
-    from meshwright import profiling
+    from meshwright.runtime.profiling import cluster_profile
 
-    profiling._COARSE, profiling._FINE, profiling._VISITS, profiling._AGAIN = (1024, 65536), (8192,), 1, 0
-    profiling.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
-    profiling.over_ranks.OPTIMIZED = ((4, 64), (2, 4096))
+    cluster_profile._COARSE, cluster_profile._FINE, cluster_profile._VISITS, cluster_profile._AGAIN = (
+        (1024, 65536),
+        (8192,),
+        1,
+        0,
+    )
+    cluster_profile.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
+    cluster_profile.over_ranks.OPTIMIZED = ((4, 64), (2, 4096))
     os.environ["MESHWRIGHT_CACHE_DIR"] = str(Path(folder) / "cache")
     if hosts is not None:
         os.environ["MESHWRIGHT_HOST"] = hosts[dist.get_rank()]
     try:
         path = Path(folder) / "c.json"
         pace = None if pace_s is None else partial(time.sleep, pace_s)
-        cluster = profiling.profile(budget_s=budget_s, path=path, pace=pace)
+        cluster = cluster_profile.profile(budget_s=budget_s, path=path, pace=pace)
         return cluster.to_json(), path.is_file() and not Path(f"{path}.partial").exists()
     finally:
         os.environ.pop("MESHWRIGHT_HOST", None)
@@ -334,7 +340,8 @@ def test_ranks_of_several_hosts_make_a_cluster_with_a_network(ranks: RankPool, t
 def absent(timeout_s: float) -> str:
     """Rank 1 does not come to the roll call."""
     import torch.distributed as dist
-    from meshwright.runtime.rollcall import AbsentRankError, call_roll
+    from meshwright.runtime.errors import AbsentRankError
+    from meshwright.runtime.transport.launch import call_roll
 
     if dist.get_rank() == 1:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter, sleep
 
 import pytest
-from meshwright.runtime.trace import Trace, middle, rank_times
+from meshwright.runtime.profiling.trace import Trace, middle, rank_times
 
 
 # ---- tracing

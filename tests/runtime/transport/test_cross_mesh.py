@@ -8,9 +8,8 @@ import torch
 import torch.fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.compiler.spec import R, S
-from meshwright.runtime.crossmesh import Layout, tiles
-from meshwright.runtime.groups import coordinates
+from meshwright.compiler.ir.spec import R, S
+from meshwright.compiler.plan.cross_mesh import Layout, coordinates, tiles
 
 MESHES = [(), (1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 2)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx
-from meshwright.runtime.groups import bind
+from meshwright.runtime.transport.process_groups import bind
 
 
 # ---- the parts

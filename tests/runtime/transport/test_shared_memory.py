@@ -11,12 +11,11 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.compiler.plan.cross_mesh import Tile
 from meshwright.models import GPT
-from meshwright.runtime.collectives.channel import PeerError
-from meshwright.runtime.crossmesh import Port, Tile
-from meshwright.runtime.near import Near
-from meshwright.runtime.near_messages import NearMessages
-from meshwright.runtime.shared_sum import SharedSum
+from meshwright.runtime.errors import PeerError
+from meshwright.runtime.transport.cross_mesh import Port
+from meshwright.runtime.transport.shared_memory import Near, NearMessages, SharedSum
 
 from tests.support.ranks import RankPool
 

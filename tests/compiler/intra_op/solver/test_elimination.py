@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from meshwright.compiler import batch_eliminate, elimination_recipe
-from meshwright.compiler.batch_eliminate import EdgeCosts, eliminate_batch
-from meshwright.compiler.batch_presolve import Link, simplify_links
-from meshwright.compiler.eliminate import TooWide, eliminate
-from meshwright.compiler.intra_op import Edge, Operator, Problem, evaluate
+from meshwright.compiler.errors import TooWide
+from meshwright.compiler.intra_op.solver import elimination_order, vectorised_elimination
+from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
+from meshwright.compiler.intra_op.solver.vectorised_elimination import EdgeCosts, eliminate_batch
+from meshwright.compiler.intra_op.solver.vectorised_presolve import Link, simplify_links
 
 
 def random_batch(seed, rows):
@@ -81,13 +82,13 @@ def assert_attained(problem, table, row):
             assert evaluate(problem, choice)[0] == pytest.approx(cost, rel=1e-12)
 
 
-@pytest.mark.parametrize("order", elimination_recipe._ORDERS)
+@pytest.mark.parametrize("order", elimination_order._ORDERS)
 @pytest.mark.parametrize("joint_cells", [4096, 3])
 def test_every_row_equals_brute_force(joint_cells, order, monkeypatch):
     # with 3 cells every shared tensor takes the form with a set of paid targets
-    monkeypatch.setattr(elimination_recipe, "_JOINT_CELLS", joint_cells)
-    monkeypatch.setattr(elimination_recipe, "_ORDERS", [order])
-    monkeypatch.setattr(elimination_recipe, "_FEW", 1)  # every state is held, where any is
+    monkeypatch.setattr(elimination_order, "_JOINT_CELLS", joint_cells)
+    monkeypatch.setattr(elimination_order, "_ORDERS", [order])
+    monkeypatch.setattr(elimination_order, "_FEW", 1)  # every state is held, where any is
     finite = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
@@ -135,21 +136,21 @@ def test_of_several_orders_the_lightest_is_taken(monkeypatch):
     alive, reduced = simplify_links(by_row, links, frozenset())
 
     def work(orders):
-        monkeypatch.setattr(elimination_recipe, "_ORDERS", orders)
-        return elimination_recipe.plan_elimination(alive, reduced, (), 10**7).work
+        monkeypatch.setattr(elimination_order, "_ORDERS", orders)
+        return elimination_order.plan_elimination(alive, reduced, (), 10**7).work
 
-    orders = elimination_recipe._ORDERS
+    orders = elimination_order._ORDERS
     each = [work([order]) for order in orders]
     assert len(set(each)) > 1
     assert work(orders) == each[0], "one light enough is not compared with others"
-    monkeypatch.setattr(elimination_recipe, "_HEAVY", 0)
+    monkeypatch.setattr(elimination_order, "_HEAVY", 0)
     assert work(orders[::-1]) == work(orders) == min(each)
 
 
 def test_chunks_and_threads_change_nothing(monkeypatch):
     costs, edges = layer_like(7, rows=23)
     whole = eliminate_batch(costs, edges, (0,))
-    monkeypatch.setattr(batch_eliminate, "_MOST_ROWS", 4)
+    monkeypatch.setattr(vectorised_elimination, "_MOST_ROWS", 4)
     parts = eliminate_batch(costs, edges, (0,))
     assert len(parts._chunks) == 6
     np.testing.assert_array_equal(parts.cost, whole.cost)
@@ -162,7 +163,7 @@ def test_blocks_change_nothing(monkeypatch):
     costs, edges = layer_like(8, rows=3)
     whole = eliminate_batch(costs, edges, (0, len(costs) - 1))
     for cells in (1, 7, 40):
-        monkeypatch.setattr(batch_eliminate, "_BLOCK_CELLS", cells)
+        monkeypatch.setattr(vectorised_elimination, "_BLOCK_CELLS", cells)
         np.testing.assert_array_equal(eliminate_batch(costs, edges, (0, len(costs) - 1)).cost, whole.cost)
 
 

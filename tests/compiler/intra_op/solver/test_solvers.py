@@ -7,12 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from meshwright.compiler import eliminate as elimination
-from meshwright.compiler.eliminate import TooWide, eliminate
-from meshwright.compiler.ilp import solve_ilp
-from meshwright.compiler.intra_op import Edge, Infeasible, Operator, Problem, Solution, evaluate, improve
-from meshwright.compiler.lagrange import solve
-from meshwright.compiler.presolve import minimum_bytes_problem, simplify
+from meshwright.compiler.errors import TooWide
+from meshwright.compiler.intra_op.solver import elimination
+from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.solver.ilp import solve_ilp
+from meshwright.compiler.intra_op.solver.lagrange import solve
+from meshwright.compiler.intra_op.solver.problem import (
+    Edge,
+    Infeasible,
+    Operator,
+    Problem,
+    Solution,
+    evaluate,
+    improve,
+    minimum_bytes_problem,
+    simplify,
+)
 
 from tests.oracles.assignment import brute_force_assignment
 

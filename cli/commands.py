@@ -1,0 +1,405 @@
+"""The command line: ``meshwright demo | plan | show | why | check | verify | models | profile | diff``.
+
+Answers go to stdout, everything else (progress, notes, errors) to stderr. An error is one line. Exit status: 0 done,
+1 a fault of meshwright itself (``MESHWRIGHT_DEBUG=1`` shows where), 2 bad input, 3 no plan fits, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from .terminal import answers_only, progress_bar, width
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from ..compiler.plan.plan import Plan
+    from ..costmodel.cluster import Cluster
+
+__all__ = ["main"]
+
+BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
+WORKERS = 2  # processes that plan, where there are so many cores
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's); the exit status."""
+    try:
+        arguments = _parser().parse_args(argv)
+        with warnings.catch_warnings():
+            if not sys.warnoptions:  # warnings are for programmers; python -W default shows them
+                warnings.simplefilter("ignore")
+            return int(arguments.run(arguments) or 0)
+    except SystemExit as done:  # argparse: --help and --version with 0, usage errors with 2
+        return done.code if isinstance(done.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of stdout went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("MESHWRIGHT_DEBUG"):
+            raise
+        from ..compiler.errors import InfeasibleError
+
+        if isinstance(error, InfeasibleError):
+            return _fail(str(error), INFEASIBLE)
+        if isinstance(error, ValueError | OSError):
+            return _fail(str(error), BAD_INPUT)
+        return _fail(f"{type(error).__name__}: {error} (MESHWRIGHT_DEBUG=1 shows where)", 1)
+    finally:
+        if argv is not None:  # else the process ends here
+            gc.enable()
+
+
+def _fail(message: str, status: int) -> int:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    text = " ".join(lines) if sum(map(len, lines)) < 2000 else lines[0]
+    print(f"meshwright: {text}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from .. import __version__
+
+    parser = _Parser(prog="meshwright", description="Find, read and check plans to train PyTorch models in parallel.")
+    parser.add_argument("--version", action="version", version=f"meshwright {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    target_help = "package.module:callable that returns (model, args) or (model, args, kwargs), or a built-in name"
+    cluster_help = "preset:hosts (p3.16xlarge:8, 8x4090:2@world, dgx-h100+dgx-h200), local:ranks, or a cluster file"
+
+    demo = commands.add_parser("demo", help="train a small GPT on local ranks by a plan found on the spot")
+    demo.add_argument("--ranks", type=_positive, default=4, metavar="N", help="local ranks (default 4)")
+    demo.add_argument("--steps", type=_positive, default=None, metavar="N", help="training steps")
+    demo.add_argument("--json", metavar="FILE", type=Path, help="also write the figures to FILE")
+    demo.set_defaults(run=_demo)
+
+    plan = commands.add_parser("plan", help="find the best plan for a model on a cluster")
+    plan.add_argument("target", metavar="TARGET", help=target_help)
+    plan.add_argument("--cluster", required=True, metavar="CLUSTER", help=cluster_help)
+    plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
+    plan.add_argument("--microbatches", type=_positive, metavar="M", help="force their number")
+    plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
+    _add_space(plan)
+    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
+    plan.add_argument("--time-limit", type=_seconds, metavar="S", help="take the best plan after so many seconds")
+    plan.add_argument("--no-cache", dest="cache", action="store_false", help="search even what was found before")
+    several = plan.add_mutually_exclusive_group()
+    several.add_argument("--top-k", type=_positive, metavar="K", help="the K best plans of other cuts or meshes")
+    several.add_argument("--pareto", action="store_true", help="the front of step time against peak memory")
+    plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
+    plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
+    plan.set_defaults(run=_plan)
+
+    show = commands.add_parser("show", help="explain a plan file")
+    show.add_argument("plan", type=Path, metavar="PLAN")
+    show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
+    show.set_defaults(run=_show)
+
+    why = commands.add_parser("why", help="say what other choices of a layer, module, op or weight would cost")
+    why.add_argument("plan", type=Path, metavar="PLAN")
+    why.add_argument("name", metavar="NAME", help="as `show` has it: blocks.0.feed_forward, head.weight, linear_4")
+    why.add_argument("--target", required=True, metavar="TARGET", help=target_help)
+    why.set_defaults(run=_why)
+
+    check = commands.add_parser("check", help="say what no longer holds in a plan file")
+    check.add_argument("plan", type=Path, metavar="PLAN")
+    check.add_argument("--target", metavar="TARGET", help=target_help)
+    check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
+    check.set_defaults(run=_check)
+
+    verify = commands.add_parser("verify", help="compare what a plan computes with one device, without its cluster")
+    verify.add_argument("plan", type=Path, metavar="PLAN")
+    verify.add_argument("--model", required=True, metavar="TARGET", help=target_help)
+    verify.add_argument("--dtype", default="float64", metavar="D", help="float64 or float32 (float64)")
+    verify.set_defaults(run=_verify)
+
+    profile = commands.add_parser("profile", help="measure this machine, or every rank of a torchrun job")
+    profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cluster to FILE")
+    profile.add_argument("--ranks", type=_positive, metavar="N", help="local ranks (default: one per core or device)")
+    profile.add_argument("--budget", type=_seconds, default=60.0, metavar="S", help="seconds to spend (default 60)")
+    profile.add_argument("--quick", action="store_true", help="a few seconds: what parallelize does by itself")
+    profile.add_argument("--model", metavar="TARGET", help=f"measure the ops of its plans, too: {target_help}")
+    profile.add_argument("--global-batch", type=_positive, metavar="N", help="of the model (default: the target's)")
+    profile.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of the model's plans (AdamW)")
+    profile.add_argument("--no-resume", dest="resume", action="store_false", help="forget an interrupted profile")
+    profile.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="how long a rank may be silent")
+    profile.set_defaults(run=_profile)
+
+    diff = commands.add_parser("diff", help="say what differs between two cluster files")
+    diff.add_argument("before", metavar="A", help=cluster_help)
+    diff.add_argument("after", metavar="B", help=cluster_help)
+    diff.set_defaults(run=_diff)
+
+    models = commands.add_parser("models", help="list the built-in targets")
+    models.set_defaults(run=_models)
+    return parser
+
+
+def _add_space(plan: argparse.ArgumentParser) -> None:
+    """What the search may choose from."""
+    plan.add_argument(
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="auto, gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream (auto)",
+    )
+    plan.add_argument(
+        "--recompute",
+        default="auto",
+        metavar="MODE",
+        help="auto, none, full (run each layer's forward again for its backward) or selective (its light ops only)",
+    )
+    plan.add_argument(
+        "--zero", default="auto", metavar="LEVEL", help="auto, or the level of parameter sharding, 0 to 3"
+    )
+    plan.add_argument("--no-sequence", dest="sequence", action="store_false", help="cut no sequences and no space")
+    plan.add_argument("--executable", action="store_true", help="only what the runtime can run")
+    plan.add_argument(
+        "--communication",
+        metavar="HOW",
+        type=_communication,
+        help="of gradients: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: ring,bf16; "
+        "codes of others with them: activations=int8,weights=int8",
+    )
+    plan.add_argument(
+        "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (model)"
+    )
+    plan.add_argument(
+        "--constraint",
+        action="append",
+        metavar="TEXT",
+        help="such as 'stage boundary at blocks.4' or 'no tensor parallel' (docs/search.md); again for more",
+    )
+
+
+def _communication(text: str) -> str | dict[str, str]:
+    """Names with commas between them; codes of other tensors become a mapping."""
+    parts = [part.strip() for part in text.split(",")]
+    codes = dict(part.split("=", 1) for part in parts if "=" in part)
+    gradients = ",".join(part for part in parts if "=" not in part)
+    return {**({"gradients": gradients} if gradients else {}), **codes} if codes else text
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of 1 or more, but got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"a positive number of seconds, but got {text!r}")
+    return value
+
+
+# ---- commands
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    if arguments.json is not None:
+        _writable(arguments.json)
+    from . import demo
+
+    demo.run(arguments.ranks, arguments.steps, arguments.json)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.output is not None:
+        _writable(arguments.output)
+    with progress_bar() as progress, answers_only():  # targets may print what they like
+        progress("importing", 0.0)
+        gc.disable()  # what is imported and built stays: looking for garbage in it takes half a second
+        from .. import api
+        from ..compiler.report.explain import compared, summary_json
+        from ..compiler.workers import usable_cores
+        from .targets import build_target
+
+        cluster = _cluster(arguments.cluster)
+        progress("building", 0.0)
+        target = build_target(arguments.target)
+        gc.freeze()
+        atexit.register(gc.freeze)  # nor look for it in all that there is at the end
+        if arguments.pareto or arguments.precision == "auto":
+            gc.enable()  # what one search leaves is garbage to the next
+        progress("capture", 0.0)
+        asked = {
+            "example_inputs": target.args,
+            "example_kwargs": target.kwargs,
+            "global_batch": arguments.global_batch or target.global_batch,
+            "microbatches": arguments.microbatches,
+            "strategy": arguments.strategy,
+            "schedule": arguments.schedule,
+            "optimizer": arguments.optimizer,
+            "recompute": arguments.recompute,
+            "zero": arguments.zero,
+            "sequence": arguments.sequence,
+            "executable": arguments.executable,
+            "communication": arguments.communication,
+            "precision": arguments.precision,
+            "constraints": arguments.constraint,
+            "time_limit_s": arguments.time_limit,
+            "progress": progress,
+            "workers": min(usable_cores(), WORKERS),
+        }
+        several = arguments.pareto or arguments.top_k is not None
+        if arguments.pareto:
+            found = api.pareto(target.model, cluster, **asked)
+        else:
+            found = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **asked)
+    if arguments.output is not None:
+        found[0].save(arguments.output)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    if arguments.json:
+        figures = [summary_json(plan) for plan in found]
+        print(json.dumps(figures if several else figures[0]))
+    elif several:
+        print(compared(found, width()))
+    else:
+        print(found[0].explain(width=width()))
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from ..compiler.report.explain import summary_json
+
+    plan = _load(arguments.plan)
+    print(json.dumps(summary_json(plan)) if arguments.json else plan.explain(width=width()))
+
+
+def _why(arguments: argparse.Namespace) -> None:
+    plan = _load(arguments.plan)
+    with progress_bar() as progress, answers_only():
+        from ..compiler.frontend.capture import capture
+        from .targets import build_target
+
+        progress("building", 0.0)
+        target = build_target(arguments.target)
+        progress("capture", 0.0)
+        answer = plan.why(arguments.name, capture(target.model, target.args, target.kwargs))
+    print(answer)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from ..compiler.plan.validation import check_plan
+
+    plan = _load(arguments.plan)
+    graph = cluster = None
+    with progress_bar() as progress, answers_only():
+        if arguments.cluster is not None:
+            cluster = _cluster(arguments.cluster)
+        if arguments.target is not None:
+            from ..compiler.frontend.capture import capture
+            from .targets import build_target
+
+            progress("building", 0.0)
+            target = build_target(arguments.target)
+            progress("capture", 0.0)
+            graph = capture(target.model, target.args, target.kwargs)
+        progress("check", 0.0)
+        faults = check_plan(plan, graph, cluster)
+    for fault in faults:
+        print(fault)
+    if faults:
+        return _fail(
+            f"{arguments.plan} no longer holds: {len(faults)} fault{'s' if len(faults) > 1 else ''}", BAD_INPUT
+        )
+    tested = ["by itself", *(["for the model"] if graph else []), *(["for the cluster"] if cluster else [])]
+    print(f"{arguments.plan} holds {' and '.join(tested)}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    plan = _load(arguments.plan)
+    with progress_bar() as progress, answers_only():
+        from ..compiler import verification
+        from .targets import build_target
+
+        progress("building", 0.0)
+        target = build_target(arguments.model)
+        progress("verify", 0.0)
+        found = verification.verify(
+            plan, target.model, example_inputs=target.args, example_kwargs=target.kwargs, dtype=arguments.dtype
+        )
+    print(found)
+    return 0 if found else BAD_INPUT
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        _writable(arguments.output)
+    from .profile import Options, run
+
+    output = None if arguments.output is None else str(arguments.output.absolute())
+    return run(
+        Options(
+            output,
+            arguments.budget,
+            arguments.quick,
+            arguments.model,
+            arguments.global_batch,
+            arguments.optimizer,
+            arguments.resume,
+            arguments.timeout,
+        ),
+        arguments.ranks,
+    )
+
+
+def _diff(arguments: argparse.Namespace) -> None:
+    from ..costmodel.comparison import compare
+
+    print(compare(_cluster(arguments.before), _cluster(arguments.after)))
+
+
+def _models(_: argparse.Namespace) -> None:
+    from ..models import names
+
+    listed = names()
+    width = max(map(len, listed))
+    for name, description in listed.items():
+        print(f"{name.ljust(width)}  {description}")
+
+
+# ---- inputs
+
+
+def _load(path: Path) -> Plan:
+    from ..compiler.plan.plan import Plan
+
+    return Plan.load(path)
+
+
+def _cluster(text: str) -> Cluster:
+    from ..costmodel.cluster import Cluster
+
+    cluster = Cluster.parse(text)
+    for line in cluster.validate():
+        print(f"note: {line}", file=sys.stderr)
+    return cluster
+
+
+def _writable(path: Path) -> None:
+    """ValueError unless a file can be written there: said before the work, not after it."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"an output is a file in a folder that can be written to, but got {str(path)!r}; choose another"
+        )

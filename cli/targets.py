@@ -1,0 +1,55 @@
+"""TARGETs of the command line: a built-in name, or ``package.module:callable`` that makes a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .. import models
+
+__all__ = ["Target", "build_target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with example inputs. ``global_batch``: what it is meant to be trained with, if it says."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    global_batch: int | None
+
+
+def build_target(name: str) -> Target:
+    """The model and example inputs that a TARGET names; ValueError says what is wrong with it."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        built = models.build(name)
+        return Target(built.model, built.args, built.kwargs, built.global_batch)
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module_name), attribute)()
+    except Exception as error:
+        raise ValueError(f"target {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return _unpacked(name, made)
+
+
+def _unpacked(name: str, made: Any) -> Target:
+    wanted = "a target returns (model, example inputs) or (model, args, kwargs)"
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+        raise ValueError(f"{wanted}, but {name!r} returned {got}")
+    args, kwargs = made[1], made[2] if len(made) == 3 else {}
+    if isinstance(args, dict) and len(made) == 2:
+        args, kwargs = (), args
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{wanted}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    return Target(made[0], args, dict(kwargs), None)

@@ -1,0 +1,1 @@
+"""Seconds and bytes of one choice on one mesh."""

@@ -1,0 +1,241 @@
+"""Which part of a gradient's reduction hides behind the last microbatch's backward.
+
+Gradients are summed in buckets, as ``runtime/parameters/gradients.py`` makes them: parameters with equal axes and
+dtype, the last used first, the first bucket small. A bucket starts when its last gradient is there and the buckets
+before it have started, and they travel one after another. While the backward still runs, the share ``Device.overlap``
+of a transfer costs nothing; the rest of it, and what comes after the backward, is exposed.
+
+How much of the gradients' reductions may hide behind compute: bounds count them as exposed, so they are lowered.
+
+Of one stage at most the share ``Device.overlap`` of one microbatch's backward hides, which is less than that share of
+its pace t; and of all stages at most that share of what reducing every gradient could take. With the largest of all
+devices' shares o, m microbatches and a bound W ≥ m t of the exposed makespan, the true one is at least W (1 − o/m) and
+at least W − o · (all reductions).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ...costmodel.cluster import Cluster
+from ...costmodel.codecs import CODECS
+from ..ir.graph import Graph
+from ..plan.plan import BUCKET_BYTES, Stage, Wire, gradient_buckets
+from .gradient_communication import Way
+from .pricing import MeshPricer, gradient_type, offered_ways, way_of
+
+__all__ = [
+    "Bucket", "Gradient", "bucket_seconds", "bucketed", "choose_ways", "coding_source", "hidden_seconds",
+    "itemsize_of", "lossy_notes", "lowered", "most_hidden_seconds", "overlap", "raised", "way_source", "worthwhile",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient on one device. axes: over which it is a sum of addends; key: what else must agree within
+    a bucket (the dtype)."""
+
+    name: str
+    axes: tuple[int, ...]
+    nbytes: float
+    key: Hashable = None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are summed in one message."""
+
+    axes: tuple[int, ...]
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def nbytes(self) -> float:
+        """Size of the message."""
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+
+def bucketed(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """The buckets of gradients given in program order, those without axes left out, in the order in which they
+    start."""
+    keys = [((gradient.axes, gradient.key) if gradient.axes else None, gradient.nbytes) for gradient in gradients]
+    groups = gradient_buckets(keys, bucket_bytes)
+    return [Bucket(gradients[group[0]].axes, tuple(gradients[k] for k in group)) for group in groups]
+
+
+def hidden_seconds(
+    buckets: Sequence[Bucket],
+    seconds: Callable[[Bucket], float],
+    ready_s: Mapping[str, float],
+    backward_s: float,
+    overlap: float,
+) -> tuple[float, float]:
+    """(all seconds of the reduction, those of them that hide).
+
+    ready_s: gradient name → when its parameter's last gradient is there, seconds after the backward began, which takes
+    ``backward_s``. overlap: the share of a transfer that costs nothing while the device computes.
+    """
+    total = beside = wire_free = started = 0.0
+    for bucket in buckets:
+        started = max(started, *(ready_s[gradient.name] for gradient in bucket.gradients))
+        begin, long = max(started, wire_free), seconds(bucket)
+        wire_free = begin + long
+        total += long
+        beside += max(0.0, min(wire_free, backward_s) - begin)
+    return total, overlap * beside
+
+
+def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Seconds of reductions that can hide, whatever the plan over meshes of these shapes."""
+    share = overlap(cluster)
+    return share * _most_reduction(graph, cluster, optimizer, shapes) if share else 0.0
+
+
+def lowered(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """A bound that counts reductions as exposed, made one of the true makespan."""
+    return max(bound_s * (1 - overlap(cluster) / microbatches), bound_s - hidden_s)
+
+
+def raised(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """What counts reductions as exposed and is ``lowered`` to these seconds: what is above can be no faster."""
+    share = overlap(cluster) / microbatches
+    return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
+
+
+def overlap(cluster: Cluster) -> float:
+    """The largest share of a backward that any device's reductions may run beside."""
+    return max(host.device.overlap for host in cluster.hosts) if cluster.num_devices > 1 else 0.0
+
+
+def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Seconds to sum every gradient alone and whole, over the slowest groups of any mesh."""
+    sizes: Counter[int] = Counter()
+    for node in graph.placeholders("parameter"):
+        if node.meta["source"].requires_grad:  # of a shared weight several stages may hold a copy
+            sizes[gradient_type(node.meta["type"], graph.mixed).nbytes] += 1 + len(node.meta["source"].aliases)
+    worst = 0.0
+    for shape in set(shapes):
+        pricer = MeshPricer(cluster, 0, shape, optimizer)
+        groups = [(axis,) for axis in range(len(shape))] + ([tuple(range(len(shape)))] if len(shape) > 1 else [])
+        for axes in groups:
+            worst = max(worst, sum(count * pricer.reduce_seconds(size, axes) for size, count in sizes.items()))
+    return worst
+
+
+# ---- what is chosen
+
+
+def choose_ways(
+    pricer: MeshPricer,
+    buckets: Sequence[Bucket],
+    exposed: Callable[[Callable[[Bucket], float]], float],
+    wire: Sequence[Wire] = (),
+) -> dict[tuple[int, ...], tuple[str, str]]:
+    """(algorithm, compressor) per group of axes that sums some bucket: of least exposed seconds, with the coding; what
+    ``wire`` has of these axes stands. exposed: seconds of a stage's reductions that nothing hides, given how long each
+    bucket travels. Raises ValueError for a wire that its groups cannot do."""
+    fixed = {one.axes: (one.algorithm, one.compressor) for one in wire}
+    groups: dict[tuple[int, ...], list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(bucket.axes, []).append(bucket)
+    names: list[list[tuple[str, str]]] = []
+    for axes, members in groups.items():
+        if axes in fixed:
+            names.append([fixed[axes]])
+            for size in {itemsize_of(bucket) for bucket in members} if fixed[axes] != ("backend", "none") else ():
+                way_of(pricer, axes, size, *fixed[axes])
+        else:
+            names.append(_worth_a_look(pricer, axes, members))
+    combinations = [dict(zip(groups, chosen)) for chosen in product(*names)]
+    if len(combinations) == 1:
+        return combinations[0]
+
+    def seconds(chosen: Mapping[tuple[int, ...], tuple[str, str]]) -> float:
+        prices = {id(bucket): bucket_seconds(pricer, bucket, chosen[bucket.axes]) for bucket in buckets}
+        return exposed(lambda bucket: prices[id(bucket)][1]) + sum(coding for coding, _ in prices.values())
+
+    prices = [seconds(chosen) for chosen in combinations]
+    lossy = [any(_is_lossy(way) for axes, way in chosen.items() if axes not in fixed) for chosen in combinations]
+    return combinations[worthwhile(prices, lossy, pricer.communication.gain)]
+
+
+def worthwhile(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
+    """The index of the least; of the least exact one, unless a lossy one is ``gain`` times faster."""
+    ranked = sorted(range(len(seconds)), key=seconds.__getitem__)
+    exact = next((index for index in ranked if not lossy[index]), ranked[0])
+    return ranked[0] if gain * seconds[ranked[0]] <= seconds[exact] else exact
+
+
+def _is_lossy(way: tuple[str, str]) -> bool:
+    return CODECS[way[1]].lossy
+
+
+def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> tuple[float, float]:
+    """(coding, sending) of one bucket."""
+    if way == ("backend", "none"):
+        return 0.0, pricer.reduce_seconds(bucket.nbytes, bucket.axes)
+    priced = way_of(pricer, bucket.axes, itemsize_of(bucket), *way)
+    return priced.coding(bucket.nbytes), priced.sending(bucket.nbytes)
+
+
+def way_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
+    """Where the seconds that a bucket travels come from: "measured", "scaled" or "analytic"."""
+    if way == ("backend", "none"):
+        return pricer.reduce_source(bucket.axes)
+    return way_of(pricer, bucket.axes, itemsize_of(bucket), *way).source
+
+
+def coding_source(pricer: MeshPricer, way: tuple[str, str]) -> str:
+    """Where the seconds to encode and decode come from: "measured" or "analytic"."""
+    return "measured" if pricer.device.coding_rate(way[1]) else "analytic"
+
+
+def itemsize_of(bucket: Bucket) -> int:
+    """Bytes of an element of the bucket's gradients, which agree in their dtype."""
+    dtype: Hashable = bucket.gradients[0].key
+    assert isinstance(dtype, torch.dtype), dtype
+    return dtype.itemsize
+
+
+def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
+    """The ways that no other exact or lossy one undercuts for these buckets, the plain sum first where it is among
+    them."""
+    if pricer.communication.sums_exactly:
+        return [("backend", "none")]
+    offered: dict[tuple[str, str], list[Way]] = {}
+    sizes = {itemsize_of(bucket) for bucket in buckets}
+    for size in sorted(sizes):
+        for way in offered_ways(pricer, axes, size):
+            offered.setdefault((way.algorithm, way.compressor), []).append(way)
+    shapes = sorted({(bucket.nbytes, itemsize_of(bucket)) for bucket in buckets})
+    prices: dict[tuple[str, str], tuple[float, ...]] = {}
+    for name, ways in offered.items():
+        if len(ways) == len(sizes):
+            of = dict(zip(sorted(sizes), ways))
+            coding = sum(of[itemsize_of(bucket)].coding(bucket.nbytes) for bucket in buckets)
+            prices[name] = (coding, *(of[size].sending(nbytes) for nbytes, size in shapes))
+    kept: list[tuple[str, str]] = []
+    for name, price in prices.items():
+        rivals = [other for other in kept if _is_lossy(other) == _is_lossy(name)]
+        if not any(_no_worse(prices[other], price) for other in rivals):
+            kept = [other for other in kept if other not in rivals or not _no_worse(price, prices[other])] + [name]
+    return kept or [("backend", "none")]
+
+
+def _no_worse(one: Sequence[float], other: Sequence[float]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def lossy_notes(stages: Sequence[Stage], codes: Mapping[str, str]) -> list[str]:
+    """A line for a plan whose gradients are not summed exactly, and for each of its ``codes``."""
+    notes = [f"{what} are compressed by {code}, which is lossy: training differs" for what, code in codes.items()]
+    found = {wire.compressor for stage in stages for wire in stage.wire}
+    lossy = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
+    if lossy:
+        text = f"gradients are compressed by {', '.join(lossy)}, which is lossy: training differs from the exact sum"
+        notes.insert(0, text)
+    return notes

@@ -1,0 +1,181 @@
+"""The messages of weights that are stored in blocks and gathered layer by layer (ZeRO-3), as programs send them.
+
+Per microbatch and layer the weights of one kind (axes of the cut, type, whether trained) are one message
+(``lower``, ``weight_gathers``)::
+
+    forward     all-gather
+    backward    all-gather again, if the backward runs the gathers of the layer again; reduce-scatter of the gradients
+
+They run again (``segments``) if the backward reads what is made of gathered weights alone, as a product does and a
+table lookup or an addition does not, or anything else of a layer that is recomputed. A weight of several layers is
+gathered for each.
+
+The search needs seconds that add up over weights and that no message undercuts: the bytes of a weight at the least
+price per byte of any message that it may be in, from itself alone (``GatherUse``) to all of its kind in the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch.fx import Node
+
+from ..ir.graph import TensorType, op_name, output_of, tensor_operands
+from ..plan.plan import Residency
+from ..plan.recompute import NOTHING, Recompute
+from ..plan.tensor_codecs import coder_seconds, wire_share
+from ..rules import rule_for
+from .pricing import MeshPricer, gradient_type
+
+__all__ = ["GatherUse", "LayerGather", "LayerReads", "gather_seconds", "layer_gathers", "scatter_seconds"]
+
+
+@dataclass(frozen=True)
+class LayerGather:
+    """One message. values: (type, residency) of the weights in it; sums: of those whose gradients are sent; again:
+    whether the backward gathers them, too."""
+
+    axes: tuple[int, ...]
+    values: tuple[tuple[TensorType, Residency], ...]
+    sums: tuple[tuple[TensorType, Residency], ...]
+    again: bool
+
+
+@dataclass(frozen=True)
+class GatherUse:
+    """A layer that reads a weight. largest: elements of all weights there that may share its message; again: whether
+    the backward is sure to gather it."""
+
+    largest: int
+    again: bool
+
+
+def layer_gathers(
+    ops: Sequence[Node],
+    layer_of: Mapping[str, int],
+    homes: Mapping[str, Residency],
+    needs_grad: Collection[str],
+    recompute: Recompute = NOTHING,
+) -> list[LayerGather]:
+    """The messages of a stage. ops: in program order, outputs of several taken apart; homes: by the names of their
+    nodes, the weights that are gathered in every microbatch."""
+    found = []
+    for members in _by_layer(ops, layer_of).values():
+        read = {o.name: o for node in members for o in node.all_input_nodes if o.name in homes}
+        if not read:
+            continue
+        again = _runs_again(members, read, needs_grad, recompute)
+        kinds: dict[tuple[object, ...], list[Node]] = {}
+        for name, node in read.items():
+            key = homes[name].scattered_axes, node.meta["type"].dtype, node.meta["source"].requires_grad
+            kinds.setdefault(key, []).append(node)
+        for nodes in kinds.values():
+            values = tuple((node.meta["type"], homes[node.name]) for node in nodes)
+            trained = [node.meta["source"].requires_grad and node.name in needs_grad for node in nodes]
+            sums = tuple(one for one, sent in zip(values, trained) if sent)
+            found.append(LayerGather(homes[nodes[0].name].scattered_axes, values, sums, again))
+    return found
+
+
+def gather_seconds(pricer: MeshPricer, gather: LayerGather) -> float:
+    """Seconds of one all-gather, coding included."""
+    code, parts = pricer.communication.weights, prod(pricer.mesh_shape[axis] for axis in gather.axes)
+    size = coding = 0.0
+    for kind, home in gather.values:
+        local = pricer.local_bytes(kind, home.compute.value)
+        size += local * wire_share(code, kind)
+        coding += local / kind.dtype.itemsize * (1 + 1 / parts) * coder_seconds(code, kind, pricer.device)
+    return pricer.message_seconds("all_gather", gather.axes, size) + coding
+
+
+def scatter_seconds(pricer: MeshPricer, gather: LayerGather) -> float:
+    """Seconds of the reduce-scatter of the gradients, coding included."""
+    code = pricer.communication.weights
+    size = coding = 0.0
+    for kind, home in gather.sums:
+        sums = gradient_type(kind, pricer.mixed)
+        local = pricer.local_bytes(sums, home.compute.value)
+        size += local * wire_share(code, sums)
+        coding += 2 * local / sums.dtype.itemsize * coder_seconds(code, sums, pricer.device)
+    return pricer.message_seconds("reduce_scatter", gather.axes, size) + coding
+
+
+class LayerReads:
+    """What the layers of a section may gather. ops: of the section, in program order."""
+
+    def __init__(self, ops: Sequence[Node], layer_of: Mapping[str, int], needs_grad: Collection[str]) -> None:
+        self._ops, self._layer_of, self._grad = ops, layer_of, needs_grad
+
+    @cached_property
+    def _layers(self) -> list[tuple[list[Node], dict[str, Node]]]:
+        """Per layer its ops, and the parameters that they read."""
+        layers = _by_layer(self._ops, self._layer_of).values()
+        return [(ops, {o.name: o for node in ops for o in node.all_input_nodes if _is_parameter(o)}) for ops in layers]
+
+    def of(self, parameter: Node) -> tuple[GatherUse, ...]:
+        """A use per layer that reads it."""
+        return tuple(
+            GatherUse(
+                sum(other.meta["type"].numel for other in read.values() if _alike(other, parameter)),
+                _runs_again(ops, (parameter.name,), self._grad, NOTHING),
+            )
+            for ops, read in self._layers
+            if parameter.name in read
+        )
+
+
+def _is_parameter(node: Node) -> bool:
+    return node.op == "placeholder" and node.meta["source"].kind == "parameter"
+
+
+def _alike(one: Node, other: Node) -> bool:
+    """Whether two parameters may share a message."""
+    same = one.meta["type"].dtype == other.meta["type"].dtype
+    return same and bool(one.meta["source"].requires_grad == other.meta["source"].requires_grad)
+
+
+def _by_layer(ops: Sequence[Node], layer_of: Mapping[str, int]) -> dict[int, list[Node]]:
+    found: dict[int, list[Node]] = {}
+    for node in ops:
+        if node.name in layer_of:
+            found.setdefault(layer_of[node.name], []).append(node)
+    return found
+
+
+def _runs_again(
+    ops: Sequence[Node], wholes: Collection[str], needs_grad: Collection[str], recompute: Recompute
+) -> bool:
+    """Whether the backward of a layer runs its gathers again: it reads what these weights alone make, or what ops make
+    that run again."""
+    made = set(wholes)
+    for node in ops:
+        inputs = node.all_input_nodes
+        if inputs and all(operand.name in made for operand in inputs):
+            made.add(node.name)
+    for node in ops:
+        if op_name(node) == "getitem" or node.name not in needs_grad:
+            continue
+        rule, operands = rule_for(node), tensor_operands(node)
+        saves = rule.saves(node)
+        if node.name in recompute.repeated and (saves or rule.temporary_bytes(node)):
+            return True
+        factors = [operands[k].name in needs_grad for side, k in saves if side == "input"]
+        for side, k in saves:
+            maker = node if side == "output" else output_of(operands[k])[0]
+            if maker.name in recompute.repeated:
+                return True
+            if maker.name not in made:
+                continue
+            if side == "output" or not _is_product(node):
+                return True
+            if sum(factors) > (operands[k].name in needs_grad):  # another factor has a gradient, which needs this one
+                return True
+    return False
+
+
+def _is_product(node: Node) -> bool:
+    """Whether each factor is kept for the gradients of the others alone."""
+    return rule_for(node).cost_kind == "matmul" or op_name(node).split(".")[1:2] == ["mul"]

@@ -1,0 +1,81 @@
+"""Exceptions of the compiler::
+
+ValueError
+├── CaptureError         frontend: the model cannot be captured
+├── InfeasibleError      search: no plan fits
+│   └── OverfullError    search: a plan fits by its tables, but its stages do not
+└── ScheduleError        pipeline: a schedule that cannot be run
+RuntimeError
+└── UnlikeError          verification: devices asked for unlike collectives
+Exception                (caught inside of the compiler)
+├── UnprovableError      frontend: blocks of a model that cannot be compared
+├── UnsoundError         frontend: blocks that cannot be copied after all
+├── HiddenError          frontend: something read a tensor of a hidden block
+├── TooWide              intra_op: a problem with too large a treewidth for elimination
+└── FailedError          verification: what a device ran into
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OverfullError", "ScheduleError", "TooWide",
+    "UnlikeError", "UnprovableError", "UnsoundError",
+]  # fmt: skip
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run; the message lists what is wrong with it."""
+
+
+class CaptureError(ValueError):
+    """The model cannot be captured; the message names the line and what to change."""
+
+
+class UnprovableError(Exception):
+    """Something that cannot be compared, or that could differ at the next call."""
+
+
+class UnsoundError(Exception):
+    """Blocks that cannot be copied after all: ``kinds`` are to be traced each by itself."""
+
+    def __init__(self, kind: int, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+class HiddenError(Exception):
+    """Something read a tensor that ``Blocks.hide`` has taken away."""
+
+
+class TooWide(Exception):  # noqa: N818 — an answer about the problem's shape rather than an error of the caller
+    """A table would have more cells than allowed; use ``ilp.solve_ilp``."""
+
+
+class UnlikeError(RuntimeError):
+    """Devices asked for unlike collectives at once; every one of them raises it."""
+
+
+class InfeasibleError(ValueError):
+    """No plan fits: the message names the stage, the bytes missing and what would fit."""
+
+
+class OverfullError(InfeasibleError):
+    """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
+    holds more than its tables said. leaner: ``limits_bytes`` with which they may fit; nothing where chunks share a
+    stage."""
+
+    def __init__(
+        self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]], leaner: Sequence[float] = ()
+    ) -> None:
+        super().__init__(text)
+        self.beside, self.leaner = tuple(beside), tuple(leaner)
+
+
+class FailedError(Exception):
+    """What a device ran into at a node, or (None) in the backward of a chunk."""
+
+    def __init__(self, node: str | None, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}".splitlines()[0])
+        self.node = node

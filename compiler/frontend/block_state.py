@@ -1,0 +1,265 @@
+"""All that the Python of a block can depend on besides its arguments, as comparable values.
+
+Running a block is running Python code: what it does follows from the code, the module it runs on, its arguments and the
+state of the process. ``describe`` turns the module into a value: equal values mean equal classes (so equal code), equal
+attributes, equal shapes, dtypes and flags of tensors, equally tied, all the way down. ``Audit`` reads the bytecode of
+every function that the classes can reach and refuses what could carry state from one call to the next: assignments to
+globals, to enclosing scopes and to objects other than ``self``, and reads of global containers, tensors and unknown
+objects; every other global that is read is noted, so that it can be seen to be the same one later. The code of
+``TRUSTED`` packages is not read: it keeps its state in modules and arguments. What cannot be compared is an
+``UnprovableError``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnprovableError
+
+__all__ = ["Audit", "State", "Tensors", "canonical", "describe"]
+
+
+TRUSTED = frozenset(
+    {"torch", "transformers", "builtins", "_operator", "math", "operator", "functools", "typing", "itertools", "enum"}
+    | {"warnings", "logging", "abc", "contextlib", "dataclasses", "types", "collections"}
+)
+_REFUSED = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "delattr", "open", "input", "__import__"})
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
+_OWN = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's bookkeeping, none of which forward reads
+
+
+def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | None = None) -> Any:
+    """A hashable value that is equal for values that no code can tell apart; UnprovableError if that is not known.
+
+    seen: order of the objects met before. code: collects the functions and classes in ``value``, for ``Audit``.
+    """
+    kind = type(value)
+    if kind in _PLAIN or kind in _TORCH:
+        return kind, repr(value) if kind in (float, complex) else value
+    seen, code = {} if seen is None else seen, [] if code is None else code
+    if kind is FunctionType or kind is BuiltinFunctionType or isinstance(value, type | ModuleType | enum.Enum):
+        code.append(value)
+        return "is", id(value)
+    if id(value) in seen:
+        return "again", seen[id(value)]
+    seen[id(value)] = len(seen)
+    if kind in (tuple, list, torch.Size):
+        return kind, tuple([canonical(item, seen, code) for item in value])
+    if kind in (dict, OrderedDict):
+        return kind, tuple([(canonical(k, seen, code), canonical(item, seen, code)) for k, item in value.items()])
+    if kind in (set, frozenset):
+        return kind, frozenset([canonical(item, None, code) for item in value])
+    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__") or _root(kind) == "torch":
+        raise UnprovableError(f"a {kind.__name__}")
+    if any(getattr(base, "__slots__", ()) for base in kind.__mro__) or isinstance(value, dict | list | set | tuple):
+        raise UnprovableError(f"a {kind.__name__}")
+    code.append(kind)
+    return kind, canonical(vars(value), seen, code)
+
+
+class State:
+    """What ``describe`` found: ``core``, the values of the attributes that were left out of it, by (path, name), and
+    the classes and functions among the attributes."""
+
+    def __init__(self, core: Any, watched: dict[tuple[str, str], Any], code: list[Any]) -> None:
+        self.core, self.watched, self.code = core, watched, code
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.core == other.core and self.watched == other.watched
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and buffers of a module, by name
+
+
+def describe(
+    members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]], tensors_of: Mapping[int, Tensors]
+) -> State:
+    """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out:
+    attributes to keep apart, by class; tensors_of: by the id of a module's ``vars``.
+
+    UnprovableError where a module has hooks or its own ``forward``, or an attribute that cannot be compared.
+    """
+    tensors: dict[int, int] = {}  # tied tensors and shared modules by order of appearance
+    seen: dict[int, int] = {}
+    core: list[Any] = []
+    watched: dict[tuple[str, str], Any] = {}
+    code: list[Any] = []
+    for path, module in members:
+        table, kind = vars(module), type(module)
+        if "forward" in table or any(table.get(name) for name in _HOOKS):
+            raise UnprovableError(f"hooks of a {kind.__name__}")
+        core.append((path, kind, module.training, tensors.setdefault(id(module), len(tensors))))
+        for held in tensors_of[id(table)]:
+            for name, tensor in held.items():
+                core.append((name, None if tensor is None else _tensor(tensor, tensors)))
+        apart = left_out.get(kind, frozenset())
+        for name, value in table.items():
+            if name in apart:
+                watched[path, name] = (type(value), value)
+            elif name not in _OWN:
+                core.append((name, canonical(value, seen, code)))
+        code.append(kind)
+    return State(core, watched, code)
+
+
+def _tensor(tensor: torch.Tensor, known: dict[int, int]) -> Any:
+    order = known.setdefault(id(tensor), len(known))
+    return order, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _root(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+# ---- what code can reach
+
+
+class Audit:
+    """Reads code once per class; ``reads`` grows by (namespace, name, value) for every global that it finds. instead:
+    functions that stand for others for the moment."""
+
+    def __init__(self) -> None:
+        self.instead: dict[Any, Any] = {}
+        self.reads: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.verdicts: dict[int, str] = {}
+        self.done: set[int] = set()
+        self.kept: list[Any] = []
+
+    def require(self, code: list[Any]) -> None:
+        """UnprovableError unless none of these classes and functions can carry state between calls, but for attributes
+        of ``self``."""
+        for one in code:
+            if id(one) not in self.verdicts:
+                self.verdicts[id(one)] = ""
+                try:
+                    self._value(one)
+                except UnprovableError as refused:
+                    self.verdicts[id(one)] = str(refused)
+            if self.verdicts[id(one)]:
+                raise UnprovableError(self.verdicts[id(one)])
+
+    def unchanged(self) -> bool:
+        """Whether all globals that were read are still bound to the same values."""
+        return all(space.get(name, self) is value for space, name, value in self.reads)
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _root(base) in TRUSTED or not self._first(base):
+                continue
+            for name, value in vars(base).items():
+                if isinstance(value, property):
+                    for one in (value.fget, value.fset, value.fdel):
+                        self._value(one)
+                elif isinstance(value, staticmethod | classmethod):
+                    self._value(value.__func__)
+                elif isinstance(value, FunctionType):
+                    self._function(self.instead.get(value, value))
+                elif not name.startswith("__") and name != "_abc_impl" and not hasattr(type(value), "__get__"):
+                    self._read(vars(base), name)
+
+    def _first(self, value: Any) -> bool:
+        if id(value) in self.done:
+            return False
+        self.done.add(id(value))
+        self.kept.append(value)
+        return True
+
+    def _read(self, space: Mapping[str, Any] | MappingProxyType[str, Any], name: str) -> Any:
+        value = space[name]
+        self.reads.append((space, name, value))
+        self._value(value)
+        return value
+
+    def _value(self, value: Any) -> None:
+        """UnprovableError if reading ``value`` from outside of a block could give something else at another time."""
+        kind = type(value)
+        if kind in _PLAIN or kind in _TORCH or isinstance(value, enum.Enum | ModuleType):
+            return
+        if kind is tuple:
+            for item in value:
+                self._value(item)
+        elif kind is FunctionType:
+            self._function(value)
+        elif isinstance(value, type):
+            if _root(value) not in TRUSTED:
+                self._class(value)
+        elif kind is functools.partial:
+            self._value((value.func, *value.args, *value.keywords.values()))
+        elif hasattr(value, "__wrapped__") and kind.__module__ == "functools":  # a cache of a pure function
+            self._value(value.__wrapped__)
+        elif isinstance(value, torch.Tensor | nn.Module | torch.Generator) or not self._trusted(value):
+            raise UnprovableError(f"a global {kind.__name__}")
+
+    def _trusted(self, value: Any) -> bool:
+        if isinstance(value, dict | list | set | bytearray) or type(value).__module__ == "collections":
+            return False
+        if isinstance(value, BuiltinFunctionType):
+            owner = value.__self__
+            named = owner is None or isinstance(owner, ModuleType | type)
+            home = value.__module__ or getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
+            return named and str(home).partition(".")[0] in TRUSTED
+        return _root(type(value)) in TRUSTED and _root(type(value)) != "builtins"
+
+    def _function(self, function: Any) -> None:
+        if _root(function) in TRUSTED and function.__globals__.get("__name__", "").partition(".")[0] in TRUSTED:
+            return
+        if not self._first(function):
+            return
+        code = function.__code__
+        free = set(code.co_freevars)
+        for cell, name in zip(function.__closure__ or (), code.co_freevars, strict=True):
+            if name != "__class__":
+                self._value(cell.cell_contents)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._value(default)
+        for one in _codes(code):
+            self._code(one, function.__globals__, free)
+
+    def _code(self, code: CodeType, space: Mapping[str, Any], outer: set[str]) -> None:
+        instructions = list(dis.get_instructions(code))
+        own = code.co_varnames[0] if code.co_argcount else ""
+        for index, step in enumerate(instructions):
+            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
+                raise UnprovableError(f"{step.opname} in {code.co_qualname}")
+            if step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in outer:
+                raise UnprovableError(f"nonlocal {step.argval} in {code.co_qualname}")
+            if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                before = instructions[index - 1]
+                if before.opname != "LOAD_FAST" or before.argval != own or own != "self":
+                    raise UnprovableError(f"an assignment to .{step.argval} in {code.co_qualname}")
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                self._global(str(step.argval), space, instructions[index + 1 :])
+
+    def _global(self, name: str, space: Mapping[str, Any], after: list[Any]) -> None:
+        if name not in space:
+            if name in _REFUSED or not hasattr(builtins, name):
+                raise UnprovableError(f"the name {name}")
+            return
+        value = self._read(space, name)
+        for step in after:
+            if not isinstance(value, ModuleType) or value.__name__.partition(".")[0] in TRUSTED:
+                return
+            if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in vars(value):
+                raise UnprovableError(f"the module {value.__name__}")
+            value = self._read(vars(value), step.argval)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

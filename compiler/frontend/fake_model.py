@@ -1,0 +1,165 @@
+"""The user's model for the time of an export: fake tensors for its weights, its modes and settings, all put back
+afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import CaptureError
+from ..ir.ops.experts import EXPERTS_NAME, register_experts
+
+__all__ = ["Names", "model_settings", "modes", "quiet", "swapped", "tensor_names"]
+
+
+@contextmanager
+def modes(model: nn.Module, training: bool) -> Iterator[None]:
+    """The whole model in this mode, unless its root already is."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if model.training != training:
+            model.train(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines, graph dumps and deprecation notices of torch's own: what goes wrong is in the error.
+
+    What the model's code writes to stderr comes out at the end of a capture that succeeds.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    written = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(written):
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(written.getvalue())
+
+
+@contextmanager
+def model_settings(model: nn.Module) -> Iterator[None]:
+    """Hugging Face settings for a capture: no generation cache, recompute left to the plan, experts as one op.
+
+    Some forwards write to their configuration; all of it is as before afterwards.
+    """
+    wanted = {"use_cache": False}
+    if register_experts():
+        wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
+    configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
+    saved = [(vars(config), dict(vars(config))) for config in configs.values()]
+    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for table, before in saved:
+            table.update({key: value for key, value in wanted.items() if key in before})
+        for module in recomputed:
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for table, before in saved:
+            table.clear()
+            table.update(before)
+        for module in recomputed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@dataclass
+class Names:
+    """Qualified names of the model's tensors, grouped by identity: first name → all names, first first. first: name →
+    first name; tensors: by first name; transient: names of buffers that no state dict has."""
+
+    parameters: dict[str, list[str]]
+    buffers: dict[str, list[str]]
+    first: dict[str, str]
+    tensors: dict[str, torch.Tensor]
+    transient: frozenset[str]
+
+
+def tensor_names(model: nn.Module) -> Names:
+    """The names of all parameters and buffers of ``model``."""
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    names = Names({}, {}, {}, {}, frozenset(transient))
+    for table, named in (
+        (names.parameters, model.named_parameters(remove_duplicate=False)),
+        (names.buffers, model.named_buffers(remove_duplicate=False)),
+    ):
+        first: dict[int, str] = {}
+        for name, tensor in named:
+            names.first[name] = first.setdefault(id(tensor), name)
+            table.setdefault(first[id(tensor)], []).append(name)
+            names.tensors[first[id(tensor)]] = tensor
+    return names
+
+
+@contextmanager
+def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            with mode:
+                new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return fakes[id(tensor)]
+
+    def swap(table: dict[str, Any], key: str, value: Any) -> None:
+        undo.append((table, key, table[key]))
+        table[key] = value
+
+    try:
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for key, old in list(held.items()):
+                    if old is not None:
+                        swap(held, key, fake(old))
+        for module in (
+            model.modules()
+        ):  # plain attributes that are a parameter or a buffer under another name (RNNs keep such lists)
+            for key, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and id(value) in fakes:
+                    swap(vars(module), key, fakes[id(value)])
+                elif type(value) is list and any(id(item) in fakes for item in value):
+                    swap(vars(module), key, [fakes.get(id(item), item) for item in value])
+            _refuse_unregistered(module, fakes)
+        yield
+    finally:
+        for place, key, value in reversed(undo):
+            place[key] = value
+
+
+def _refuse_unregistered(module: nn.Module, known: Mapping[int, torch.Tensor]) -> None:
+    """Export takes a parameter in a plain container for a constant, and it would silently not be trained."""
+    ours = {id(fake) for fake in known.values()}
+    for key, value in vars(module).items():
+        if key in ("_parameters", "_buffers", "_modules"):
+            continue
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for item in items:
+            if isinstance(item, nn.Parameter) and item.requires_grad and id(item) not in ours:
+                raise CaptureError(
+                    f"every parameter is registered, but got one in {type(module).__name__}.{key}, a plain attribute; "
+                    "use an nn.Parameter attribute, nn.ParameterList or nn.ParameterDict"
+                )

@@ -1,0 +1,336 @@
+"""Where a graph may be cut: its ops clustered into layers, and equal layers into classes.
+
+1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong
+   to no layer; every
+   stage that needs them computes them itself, so that they never cross a cut. *Static* ones do not even depend on an
+   input.
+2. All other ops stand in program order. At each position some tensors are alive (made before, used after). Cuts go to
+   the local minima
+   of the bytes alive: inside a transformer block an intermediate lives beside the residual stream, between blocks only
+   the stream does.
+3. Segments without heavy work (matmul, attention, convolution, embedding, routing) join a neighbour, and if there are
+   more than
+   ``max_layers``, adjacent ones are merged so that FLOPs stay balanced (Alpa, OSDI'22, section 5.2: little crosses,
+   compute is even).
+4. A layer's *class* is a hash of its structure up to renaming: op, literals, types, how its operands connect, and which
+   tensors cross
+   its borders. Layers of one class are priced and solved once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+from torch.fx import Node
+
+from ..ir.graph import PRIME, Graph, Source, op_name, output_of, types_of
+from ..rules import rule_for
+from ..rules.prune import Pruner
+
+__all__ = ["Layer", "Layering", "cluster_layers", "differentiable"]
+
+HEAVY = frozenset({"matmul", "attention", "convolution", "embedding", "routing"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A contiguous run of non-floating ops (node names, program order, getitems included)."""
+
+    name: str
+    ops: tuple[str, ...]
+    class_key: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class Layering:
+    """The layers of a graph and what crosses between them.
+
+    crossing[i]: tensors (node names) alive between layer i-1 and layer i; [0] and [-1] are empty. floating: ops in
+    program order.
+    """
+
+    layers: tuple[Layer, ...]
+    crossing: tuple[tuple[str, ...], ...]
+    floating: tuple[str, ...]
+    static: frozenset[str]
+    needs_grad: frozenset[str]
+    pruner: Pruner  # and a cache of what it keeps
+    batch_dims: Mapping[str, tuple[int | None, ...]]  # node → which dim of each output scales with the batch
+    batch: int  # the extent at which FLOPs are given
+
+    @cached_property
+    def layer_of(self) -> dict[str, int]:
+        """Op → the layer that it is in; floating and static ops are in none."""
+        return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
+
+    def shared_weights(self, graph: Graph) -> list[tuple[Node, list[int]]]:
+        """The parameters that several layers read, and these layers."""
+        using = [(node, self._using(node)) for node in graph.placeholders("parameter")]
+        return [(node, layers) for node, layers in using if len(layers) > 1]
+
+    def _using(self, node: Node) -> list[int]:
+        """The layers that read a placeholder, itself or what floating ops make of it."""
+        found, seen, stack = set[int](), set[Node](), [node]
+        while stack:
+            for user in stack.pop().users:
+                if user.name in self.layer_of:
+                    found.add(self.layer_of[user.name])
+                elif user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+        return sorted(found)
+
+    @property
+    def total_flops(self) -> float:
+        """Forward FLOPs of all layers."""
+        return sum(layer.flops for layer in self.layers)
+
+    def ops_of(self, graph: Graph, first: int, end: int) -> list[Node]:
+        """Ops of layers [first, end) with the floating ops that they need, in program order."""
+        wanted = {name for layer in self.layers[first:end] for name in layer.ops}
+        floating = set(self.floating)
+        nodes = graph.by_name()
+        stack = list(wanted)
+        if end == len(self.layers):  # results that no parameter touches are made by the last stage
+            stack += [r.node for r in graph.results if r.node in floating]
+            wanted.update(stack)
+        while stack:
+            for operand in nodes[stack.pop()].all_input_nodes:
+                if operand.name in floating and operand.name not in wanted:
+                    wanted.add(operand.name)
+                    stack.append(operand.name)
+        return [node for node in graph.ops() if node.name in wanted]
+
+
+def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) -> Layering:
+    """Cluster ``graph`` (at any batch extent) into at most ``max_layers`` layers; sequence: as in ``Pruner``."""
+    floating, static, needs_grad = _classify(graph)
+    fixed = [node for node in graph.ops() if node.name not in floating]
+    if not fixed:
+        raise ValueError(
+            "a model to parallelize computes something from its parameters, but this one's graph uses none of them"
+        )
+    alive = _alive(graph, fixed, floating)
+    capture = graph.origin or graph
+    nbytes = {n.name: sum(t.nbytes for t in types_of(n)) for n in capture}
+    cost = [sum(nbytes.get(name, inf) for name in names) for names in alive]
+    flops = [0.0 if op_name(node) == "getitem" else rule_for(node).flops(node) for node in fixed]
+    heavy = [_is_heavy(node) for node in fixed]
+    cuts = _balance(_minima(cost, heavy), flops, max_layers)
+    names = _names(fixed, cuts)
+    layers = []
+    crossing = [tuple(alive[c]) for c in cuts]
+    for index, (first, end) in enumerate(pairwise(cuts)):
+        members = fixed[first:end]
+        key = _class_key(capture, members, floating, crossing[index], crossing[index + 1])
+        layers.append(Layer(names[index], tuple(n.name for n in members), key, float(sum(flops[first:end]))))
+    order = tuple(node.name for node in graph.ops() if node.name in floating)
+    return Layering(
+        tuple(layers),
+        tuple(crossing),
+        order,
+        static,
+        needs_grad,
+        Pruner(_small(capture), sequence),
+        _batch_dims(capture),
+        graph.batch,
+    )
+
+
+def _small(capture: Graph) -> Graph:
+    """The graph at a small batch extent: which dims are live does not depend on it."""
+    for batch in (8, 64, 1024):
+        try:
+            return capture.with_batch(batch)
+        except ValueError:
+            continue
+    return capture
+
+
+def differentiable(graph: Graph) -> frozenset[str]:
+    """The nodes through which a gradient flows from the loss to some parameter, those parameters included. Found once
+    for all batch extents of a graph."""
+    first = graph.origin or graph
+    if first._differentiable is None:
+        first._differentiable = _classify(first)[2]
+    return first._differentiable
+
+
+def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """(floating ops, static ops, nodes between a parameter that needs a gradient and the loss)."""
+    mutated = {r.name for r in graph.results if r.kind == "buffer"}
+    bound: set[str] = set()  # depends on a parameter or a changing buffer
+    moving: set[str] = set()  # depends on an input as well
+    grad: set[str] = set()
+    for node in graph:
+        if node.op == "placeholder":
+            source: Source = node.meta["source"]
+            if source.kind == "parameter" or (source.kind == "buffer" and source.name in mutated):
+                bound.add(node.name)
+            if source.kind == "input":
+                moving.add(node.name)
+            if source.kind == "parameter" and source.requires_grad:
+                grad.add(node.name)
+            continue
+        operands = {n.name for n in node.all_input_nodes}
+        if operands & bound or op_name(node) == "meshwright.dropout":
+            bound.add(node.name)
+        if operands & moving:
+            moving.add(node.name)
+        if operands & grad and any(t.is_float for t in types_of(node)) and not _blocks_gradient(node):
+            grad.add(node.name)
+    reached = {r.node for r in graph.results if r.kind == "loss"}
+    for node in reversed(list(graph)):
+        if node.name in reached and node.name in grad:
+            reached.update(operand.name for operand in node.all_input_nodes)
+    grad &= reached
+    floating = frozenset(n.name for n in graph.ops() if n.name not in bound)
+    return floating, frozenset(n for n in floating if n not in moving), frozenset(grad)
+
+
+def _blocks_gradient(node: Node) -> bool:
+    """A detach, or an output that is not differentiable: the statistics of a batch norm."""
+    if op_name(node) == "aten.detach.default":
+        return True
+    producer, index = output_of(node)
+    return index != 0 and op_name(producer) == "meshwright.batch_norm"
+
+
+def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
+    """For each position 0…len(fixed): the tensors made before it by fixed ops and used at or after it, in program
+    order."""
+    position = {node.name: index for index, node in enumerate(fixed)}
+    last: dict[str, int] = {}
+    for index, node in enumerate(fixed):
+        for operand in node.all_input_nodes:
+            if operand.name in position:
+                last[operand.name] = index
+    for result in graph.results:
+        if result.node in position and result.kind in ("loss", "output"):
+            last[result.node] = len(fixed) - 1 if result.kind == "output" else position[result.node]
+    out: list[list[str]] = [[] for _ in range(len(fixed) + 1)]
+    for node in fixed:
+        if isinstance(node.meta["type"], tuple):
+            for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
+                out[p].append(
+                    ""
+                )  # an op of several outputs is never cut from its getitems: this name costs infinitely much
+            continue
+        for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
+            out[p].append(node.name)
+    return out
+
+
+def _is_heavy(node: Node) -> bool:
+    return op_name(node) != "getitem" and rule_for(node).cost_kind in HEAVY
+
+
+def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
+    """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where
+    that is no dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a
+    position bias looked up in the middle of an attention makes a shallow minimum there)."""
+    at = [p for p, is_heavy in enumerate(heavy) if is_heavy]
+    gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in pairwise(at)]
+    price = [inf, *(cost[p] for p in gaps), inf]
+    kept = [p for k, p in enumerate(gaps, 1) if price[k] <= min(price[k - 1], price[k + 1]) and price[k] < inf]
+    while True:
+        price = [0.0, *(cost[p] for p in kept), 0.0]
+        steep = [p for k, p in enumerate(kept, 1) if price[k] >= 2 * max(price[k - 1], price[k + 1]) > 0]
+        if not steep:
+            return [0, *kept, len(heavy)]
+        kept.remove(max(steep, key=cost.__getitem__))
+
+
+def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
+    """Drop cuts, always those between the lightest neighbours, until at most ``max_layers`` segments remain. Pairs of
+    equal weight are merged together, so that repeated blocks stay alike."""
+    cuts = list(cuts)
+    while len(cuts) - 1 > max_layers:
+        weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
+        pairs = [left + right for left, right in pairwise(weight)]
+        most, kept, joined = min(pairs) * (1 + 1e-9), [cuts[0]], False
+        for cut, pair in zip(cuts[1:], [*pairs, inf]):
+            joined = pair <= most and not joined
+            if not joined:
+                kept.append(cut)
+        cuts = kept
+    return cuts
+
+
+def _names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
+    """The module path that most of a segment's heavy ops share, made unique."""
+    names: list[str] = []
+    for first, end in pairwise(cuts):
+        paths = [n.meta.get("module", "").split(".") for n in fixed[first:end] if _is_heavy(n)]
+        common: list[str] = []
+        for parts in zip(*paths):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        name = ".".join(common) or (".".join(paths[0]) if paths else "") or f"layer{len(names)}"
+        unique, count = name, 2
+        while unique in names:
+            unique, count = f"{name}#{count}", count + 1
+        names.append(unique)
+    return names
+
+
+def _class_key(
+    graph: Graph, members: Sequence[Node], floating: frozenset[str], entering: Sequence[str], leaving: Sequence[str]
+) -> str:
+    """A hash equal for layers that are the same program up to renaming, with the same borders."""
+    nodes = graph.by_name()
+    number: dict[str, int] = {}
+    lines: list[str] = []
+    results = {r.node: r.kind for r in graph.results}
+
+    def ref(node: Node) -> str:
+        if node.name in number:
+            return f"%{number[node.name]}"
+        if node.op == "placeholder":
+            source = node.meta["source"]
+            number[node.name] = len(number)
+            return f"%{number[node.name]}={source.kind}:{source.requires_grad}:{source.batch_dim}:{node.meta['type']}"
+        if node.name in floating:
+            text = emit(node)
+            number[node.name] = len(number)
+            return f"%{number[node.name]}=({text})"
+        number[node.name] = len(number)
+        return f"%{number[node.name]}=in:{node.meta['type']}"
+
+    def literal(value: Any) -> str:
+        if isinstance(value, Node):
+            return ref(value)
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(literal, value)) + "]"
+        return repr(value)
+
+    def emit(node: Node) -> str:
+        skip_last = op_name(node) == "meshwright.dropout"  # the op's running number does not change its price
+        args = node.args[:-1] if skip_last else node.args
+        kwargs = ",".join(f"{k}={literal(v)}" for k, v in node.kwargs.items() if not skip_last)
+        return f"{op_name(node)}({','.join(map(literal, args))};{kwargs})"
+
+    for node in members:
+        text = emit(nodes[node.name])
+        number[node.name] = len(number)
+        flags = f"{'>' if node.name in leaving else ''}{results.get(node.name, '')}"
+        lines.append(f"%{number[node.name]}{flags}:{' '.join(map(str, types_of(nodes[node.name])))}={text}")
+    borders = [[f"{number.get(n, 'through')}:{nodes[n].meta['type']}" for n in side] for side in (entering, leaving)]
+    text = "\n".join([*lines, f"enter {borders[0]} leave {borders[1]}"])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _batch_dims(graph: Graph) -> dict[str, tuple[int | None, ...]]:
+    """At the capture extent only the batch and what it was merged into is a multiple of the prime."""
+    return {
+        node.name: tuple(next((d for d, e in enumerate(t.shape) if e and e % PRIME == 0), None) for t in types_of(node))
+        for node in graph
+    }

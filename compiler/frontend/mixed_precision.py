@@ -1,0 +1,168 @@
+"""Mixed precision: the graph of a model as it is computed in a 16-bit type.
+
+    parameters  of float32 become of the 16-bit type, and with them what ops make of them; casts to float32 there too
+    the rest    stays as it is: scalars (the rate of a decay), integers, float64, and what inputs, buffers and constants
+                alone make (positions, angles, masks, targets); it is cast where an op reads it beside 16 bits
+    losses      are float32: ops of losses, and ops that make a scalar, get their operands in float32 (our own cross
+                entropy reads 16 bits and computes in float32)
+    statistics  of batch norm are float32, running ones too
+    fills       (of masks, bounds of clamps) beyond what the 16-bit type has become the largest finite that it has
+    gradients   are of 16 bits within a backward, and float32 from then on: summed over microbatches and over devices
+    optimizer   float32 master weights and states: 2 + 4 + 4 + states bytes per element (``costmodel.memory``)
+
+Everything else follows from the types of the graph: rates of matmuls and attention, bytes that ops and messages move,
+bytes that are kept. A model that computes in 16 bits already (no parameter is of float32) is left as it is. The graph
+keeps the fingerprint of the model that was captured, so a plan says which model it is for, and in ``Plan.precision``
+how it is computed. Norms, softmax and other reductions read and write 16 bits, with PyTorch's float32 sums inside.
+Sums of activations over devices (tensor parallelism) are of 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from ..ir.graph import Graph, Result, TensorType, op_name, tensor_operands, types_of
+from ..ir.precision import PRECISIONS, computed_type
+from ..rules import rule_for
+
+__all__ = ["check_precision", "in_precision"]
+
+
+_CAST = torch.ops.aten._to_copy.default
+_WIDE_INSIDE = ("meshwright.cross_entropy", "meshwright.batch_norm")  # these take 16 bits and compute in float32
+_FILLS = ("masked_fill", "where", "clamp", "clamp_min", "clamp_max", "fill", "full_like", "new_full")  # write a number
+_STATISTICS = ("aten.batch_norm.default", "aten._native_batch_norm_legit_no_training.default")
+
+
+def check_precision(asked: str) -> tuple[str, ...]:
+    """The precisions to plan for: one, or "model" and "bf16" for "auto". Raises ValueError for what is unknown."""
+    known = ("model", *PRECISIONS, "auto")
+    if asked not in known:
+        raise ValueError(f"precision is one of {', '.join(known)}, but got {asked!r}; use one of these")
+    return ("model", "bf16") if asked == "auto" else (asked,)
+
+
+def in_precision(graph: Graph, precision: str) -> Graph:
+    """The graph as it is computed in this precision, at the same batch extent; ``graph`` itself for "model" and for a
+    model without parameters of float32. Raises ValueError for a precision that is unknown or that another one
+    precedes."""
+    if precision == graph.precision:
+        return graph
+    if precision not in PRECISIONS or graph.precision != "model":
+        raise ValueError(
+            f"a graph of the model's own precision is computed in model, {' or '.join(PRECISIONS)}, but got "
+            f"{precision!r} for one in {graph.precision}; capture the model again"
+        )
+    if graph.origin is not None:
+        return in_precision(graph.origin, precision).with_batch(graph.batch)
+    if not any(node.meta["type"].dtype == torch.float32 for node in graph.placeholders("parameter")):
+        return graph
+    return _converted(graph, precision)
+
+
+def _converted(graph: Graph, precision: str) -> Graph:
+    made = _Conversion(precision)
+    for node in graph:
+        made.add(node)
+    results = [made.result(result, graph.by_name()[result.node]) for result in graph.results]
+    made.fx.output(tuple(node for _, node in results))
+    return Graph(
+        made.fx, tuple(result for result, _ in results), graph.batch, graph.constants, graph.output_spec,
+        graph.training, precision=precision, captured=graph.fingerprint(),
+    )  # fmt: skip
+
+
+class _Conversion:
+    """Copies nodes, in order, into a graph of this precision."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision, self.dtype, self.fx = precision, PRECISIONS[precision], torch.fx.Graph()
+        self.env: dict[Node, Node] = {}
+        self.casts: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def add(self, node: Node) -> None:
+        """The node, with casts of its operands before it."""
+        if node.op == "placeholder":
+            made = self.fx.node_copy(node)
+            if node.meta["source"].kind == "parameter":
+                made.meta["type"] = computed_type(node.meta["type"], self.precision)
+        elif op_name(node) == "getitem":
+            made = self.fx.node_copy(node, self.env.__getitem__)
+            made.meta["type"] = types_of(made.args[0])[made.args[1]]  # type: ignore[arg-type, index]
+        else:
+            made = self._op(node)
+        if made.name != node.name:
+            made.name = node.name
+        self.env[node] = made
+
+    def _op(self, node: Node) -> Node:
+        operands, kinds = [self.env[operand] for operand in tensor_operands(node)], types_of(node)
+        half = any(self._is_half(operand) for operand in operands)
+        wide = rule_for(node).cost_kind == "loss" or _is_wide(kinds[0], scalar=True)
+        takes: dict[Node, Node] = {}
+        for place, operand in enumerate(dict.fromkeys(operands) if half else ()):
+            statistic = op_name(node) in _STATISTICS and place > 0
+            if op_name(node) in _WIDE_INSIDE:
+                continue
+            if wide or statistic:
+                takes[operand] = self._as(operand, torch.float32, node) if self._is_half(operand) else operand
+            elif _is_wide(operand.meta["type"]):
+                takes[operand] = self._as(operand, self.dtype, node)
+        made = self.fx.node_copy(node, lambda operand: takes.get(self.env[operand], self.env[operand]))
+        if half and not wide:
+            first, *rest = kinds
+            rest = rest if op_name(node) in _WIDE_INSIDE else [self._typed(kind) for kind in rest]
+            several = isinstance(node.meta["type"], tuple)
+            made.meta["type"] = (self._typed(first), *rest) if several else self._typed(first)
+            if made.meta["type"] != node.meta["type"]:  # a cast says which type it makes
+                made.args, made.kwargs = _cast(made.args, self.dtype), _cast(made.kwargs, self.dtype)
+            if op_name(node).split(".")[1] in _FILLS:
+                made.args, made.kwargs = _within(made.args, self.dtype), _within(made.kwargs, self.dtype)
+        return made
+
+    def result(self, result: Result, node: Node) -> tuple[Result, Node]:
+        """A result of the model; buffers keep their type."""
+        made, kind = self.env[node], node.meta["type"]
+        if result.kind == "buffer" and self._is_half(made) and kind.dtype == torch.float32:
+            made = self._as(made, torch.float32, node)
+        return Result(result.kind, result.name, made.name), made
+
+    def _as(self, operand: Node, dtype: torch.dtype, reader: Node) -> Node:
+        if (operand, dtype) not in self.casts:
+            name = f"{operand.name}_{'wide' if dtype == torch.float32 else self.precision}"
+            made = self.fx.create_node("call_function", _CAST, (operand,), {"dtype": dtype}, name)
+            place = operand if "module" in operand.meta else reader
+            made.meta = {key: place.meta[key] for key in ("module", "line")}
+            made.meta["type"] = TensorType(operand.meta["type"].shape, dtype)
+            self.casts[operand, dtype] = made
+        return self.casts[operand, dtype]
+
+    def _typed(self, kind: TensorType) -> TensorType:
+        return TensorType(kind.shape, self.dtype) if _is_wide(kind) else kind
+
+    def _is_half(self, operand: Node) -> bool:
+        return types_of(operand)[0].dtype == self.dtype
+
+
+def _is_wide(kind: TensorType, scalar: bool = False) -> bool:
+    return kind.dtype == torch.float32 and bool(kind.shape) != scalar
+
+
+def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+    return map_aggregate(arguments, lambda value: dtype if value is torch.float32 else value)
+
+
+def _within(arguments: Any, dtype: torch.dtype) -> Any:
+    """Finite numbers that ``dtype`` does not have become its largest: PyTorch refuses to write others."""
+    most = torch.finfo(dtype).max
+
+    def bounded(value: Any) -> Any:
+        too_large = isinstance(value, float | int) and not isinstance(value, bool) and most < abs(value) < math.inf
+        return math.copysign(most, value) if too_large else value
+
+    return map_aggregate(arguments, bounded)

@@ -1,0 +1,373 @@
+"""The passes over a freshly captured graph: what no plan needs goes away, what plans cut differently becomes an op of
+ours.
+
+Each pass takes the graph and changes it in place; ``PASSES`` is their order. New nodes get their types by running the
+op on meta tensors, and the module and line of the node they stand for.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from ..errors import CaptureError
+from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
+from ..ir.ops import local_ops
+
+__all__ = ["PASSES", "rewrite"]
+
+aten = torch.ops.aten
+
+
+def rewrite(graph: Graph) -> Graph:
+    """``graph`` after all ``PASSES`` (changed in place), its results pointing at the nodes that now make them."""
+    for one in PASSES:
+        one(graph)
+    (made,) = next(node for node in graph.fx.nodes if node.op == "output").args
+    return replace(
+        graph, results=tuple(replace(r, node=node.name) for r, node in zip(graph.results, made, strict=True))
+    )
+
+
+# ---- making nodes
+
+
+class _At:
+    """Makes ops in front of ``node`` that inherit its module and line; calling it gives the new node."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.fx, self.node = graph.fx, node
+
+    def __call__(self, target: Callable[..., Any], *args: Any, type: Any = None, **kwargs: Any) -> Node:
+        with self.fx.inserting_before(self.node):
+            new = self.fx.call_function(target, args, kwargs)
+        new.meta = {
+            "type": type or _infer(target, args, kwargs),
+            "module": self.node.meta["module"],
+            "line": self.node.meta["line"],
+        }
+        return new
+
+    def items(self, producer: Node) -> list[Node]:
+        """One getitem per output of ``producer``."""
+        return [self(operator.getitem, producer, i, type=t) for i, t in enumerate(types_of(producer))]
+
+
+def _infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
+    def meta(node: Node) -> torch.Tensor:
+        kind = node.meta["type"]
+        return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+    args, kwargs = torch.fx.map_arg((args, kwargs), meta)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "meta"}
+    out = target(*args, **kwargs)
+    return TensorType(tuple(out.shape), out.dtype)
+
+
+def _replace(graph: Graph, old: Node, new: Node) -> None:
+    old.replace_all_uses_with(new)
+    graph.fx.erase_node(old)
+
+
+def _find(graph: Graph, *targets: Any) -> list[Node]:
+    return [node for node in graph.fx.nodes if node.op == "call_function" and node.target in targets]
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an aten op by name, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in zip(schema, node.args)} | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _outputs(node: Node) -> dict[int, Node]:
+    """The getitems of a multi-output op by index."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+# ---- passes
+
+
+def drop_unused(graph: Graph) -> None:
+    """Ops that no result needs. (Every op is functional, so nothing else can need them.)"""
+    for node in reversed(list(graph.fx.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.fx.erase_node(node)
+
+
+def drop_copies(graph: Graph) -> None:
+    """Copies that change neither values nor dtype: clone, alias, contiguous, lift, casts to the same dtype. Views
+    then need ``reshape``."""
+    same = (
+        aten.clone.default,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.lift_fresh_copy.default,
+        aten._to_copy.default,
+    )
+    for node in _find(graph, *same):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if node.meta["type"] == source.meta["type"]:
+            _replace(graph, node, source)
+
+
+def spell_out_broadcasts(graph: Graph) -> None:
+    """``broadcast_tensors`` (the losses begin with it) as one expand per tensor that changes."""
+    for node in _find(graph, aten.broadcast_tensors.default):
+        operands: Any = node.args[0]
+        for index, getitem in _outputs(node).items():
+            kind, source = getitem.meta["type"], operands[index]
+            same = source.meta["type"] == kind
+            _replace(
+                graph, getitem, source if same else _At(graph, node)(aten.expand.default, source, list(kind.shape))
+            )
+        graph.fx.erase_node(node)
+
+
+def drop_idle_ops(graph: Graph) -> None:
+    """Views to the same shape, expands to the same shape, detach of what has no gradient anyway."""
+    for node in _find(graph, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if node.meta["type"] == source.meta["type"]:
+            _replace(graph, node, source)
+    for node in _find(graph, aten.detach.default):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if not graph.training or not _may_have_gradient(source):
+            _replace(graph, node, source)
+
+
+def _may_have_gradient(node: Node) -> bool:
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        here = stack.pop()
+        if here in seen or here.target is aten.detach.default or not any(t.is_float for t in types_of(here)):
+            continue
+        seen.add(here)
+        if here.op == "placeholder" and here.meta["source"].requires_grad:
+            return True
+        stack += here.all_input_nodes
+    return False
+
+
+def normalize_arguments(graph: Graph) -> None:
+    """One spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without
+    operands."""
+    for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
+        node.target = aten.view.default
+    for node in _find(graph, aten.view.default, aten.expand.default):
+        node.args = (node.args[0], list(node.meta["type"].shape))
+        node.kwargs = {}
+    for node in graph.fx.nodes:
+        if node.op != "call_function" or not node.kwargs:
+            continue
+        drop = {"layout", "pin_memory", "memory_format", "non_blocking"} | (
+            {"device"} if tensor_operands(node) else set()
+        )
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key not in drop}
+
+
+def expand_attention_dropout(graph: Graph) -> None:
+    """Attention with dropout as matmul, mask, softmax, dropout, matmul: the fused op would draw from a generator of
+    its own."""
+    for node in _find(graph, aten.scaled_dot_product_attention.default):
+        arguments = _arguments(node)
+        if not arguments["dropout_p"]:
+            continue
+        if not graph.training:  # a functional call without training=... : eager drops out in eval too
+            raise CaptureError(
+                f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; "
+                "pass 0.0 in eval"
+            )
+        at = _At(graph, node)
+        query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
+        *_, length, width = query.meta["type"].shape
+        if arguments["enable_gqa"]:
+            key, value = (_repeat_heads(at, t, query.meta["type"].shape[-3]) for t in (key, value))
+        total = key.meta["type"].shape[-2]
+        scale = arguments["scale"] if arguments["scale"] is not None else 1 / math.sqrt(width)
+        scores = at(aten.matmul.default, at(aten.mul.Tensor, query, scale), at(aten.transpose.int, key, -2, -1))
+        lowest = torch.finfo(
+            scores.meta["type"].dtype
+        ).min  # not -inf: a row that is masked throughout must not become NaN
+        if arguments["is_causal"]:
+            rows = at(aten.unsqueeze.default, at(aten.arange.default, length, device=torch.device("cpu")), 1)
+            hidden = at(aten.lt.Tensor, rows, at(aten.arange.default, total, device=torch.device("cpu")))
+            scores = at(aten.masked_fill.Scalar, scores, hidden, lowest)
+        if mask is not None and mask.meta["type"].dtype == torch.bool:
+            scores = at(aten.masked_fill.Scalar, scores, at(aten.logical_not.default, mask), lowest)
+        elif mask is not None:
+            scores = at(aten.add.Tensor, scores, mask)
+        weights = at(aten.softmax.int, scores, -1)
+        dropped = at(aten.dropout.default, weights, arguments["dropout_p"], True, type=weights.meta["type"])
+        _replace(graph, node, at(aten.matmul.default, dropped, value, type=node.meta["type"]))
+
+
+def _repeat_heads(at: _At, x: Node, heads: int) -> Node:
+    """[..., K, S, D] → [..., heads, S, D], each head ``heads // K`` times in a row."""
+    *lead, groups, length, width = x.meta["type"].shape
+    if groups == heads:
+        return x
+    wide = at(aten.expand.default, at(aten.unsqueeze.default, x, -3), [*lead, groups, heads // groups, length, width])
+    return at(aten.view.default, wide, [*lead, heads, length, width])
+
+
+def number_dropouts(graph: Graph) -> None:
+    """Dropout as ``local_ops.dropout`` with a running number; gone where p is 0 or the module is not in training."""
+    index = 0
+    for node in _find(graph, aten.native_dropout.default, aten.dropout.default):
+        operands: Any = (*node.args, True)
+        x, p, train = operands[:3]
+        single = node.target is aten.dropout.default
+        outputs = {0: node} if single else _outputs(node)
+        if 1 in outputs and outputs[1].users:
+            raise CaptureError(
+                f"{node.meta['line']}: dropout gives a tensor, but its mask is used too; "
+                "make the mask an input of the model"
+            )
+        if train is False or p == 0:
+            new = x
+        else:
+            new = _At(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
+            index += 1
+        outputs[0].replace_all_uses_with(new)
+        for dead in [*outputs.values(), node] if not single else [node]:
+            graph.fx.erase_node(dead)
+
+
+def refuse_generators(graph: Graph) -> None:
+    """Every other random op draws from PyTorch's generator, whose numbers depend on how the tensor is cut."""
+    for node in graph.fx.nodes:
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        arguments = _arguments(node)  # attention and recurrent nets are tagged random for the dropout in them
+        probability = arguments.get("dropout_p", arguments.get("dropout"))
+        if probability is None or (probability and arguments.get("train", True)):
+            raise CaptureError(
+                f"{node.meta['line'] or node.name}: the only random op is dropout, but got {op_name(node)}; "
+                "draw the numbers outside of forward and pass them in"
+            )
+
+
+def split_cross_entropy(graph: Graph) -> None:
+    """Cross entropy over class indices as sum and count, so that parts of a batch add up; with class weights it stays
+    as it is."""
+    for node in _find(graph, aten.cross_entropy_loss.default):
+        arguments = _arguments(node)
+        logits, target = arguments["self"], arguments["target"]
+        kind, rank = logits.meta["type"], len(logits.meta["type"].shape)
+        mean, total = arguments["reduction"] == 1, arguments["reduction"] == 2
+        if arguments["weight"] is not None or target.meta["type"].is_float or rank < 2 or not (mean or total):
+            continue
+        at = _At(graph, node)
+        if rank > 2:  # [N, C, d...] → [N, d..., C]
+            logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
+            logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
+            target = at(aten.view.default, target, [target.meta["type"].numel])
+        number = TensorType((), torch.promote_types(kind.dtype, torch.float32))
+        both = at(
+            local_ops.cross_entropy,
+            logits,
+            target,
+            arguments["ignore_index"],
+            arguments["label_smoothing"],
+            type=(number, TensorType((), torch.int64)),
+        )
+        loss, count = at.items(both)
+        if mean:
+            loss = at(aten.div.Tensor, loss, count)
+        else:
+            graph.fx.erase_node(count)
+        if kind.dtype != number.dtype and any(
+            user.op != "output" for user in node.users
+        ):  # the loss itself stays in fp32
+            loss = at(aten._to_copy.default, loss, dtype=kind.dtype)
+        _replace(graph, node, loss)
+
+
+def keep_loss_dims(graph: Graph) -> None:
+    """Cross entropy over [..., C] as the model had it before it merged the leading dims into one, of which only the
+    first could be cut; the sum is the same."""
+    for node in _find(graph, local_ops.cross_entropy):
+        operands = tensor_operands(node)[:2]
+        merged = [operand.meta["type"].shape for operand in operands]
+        logits, target = map(_before_views, operands)
+        shape = logits.meta["type"].shape
+        if shape[-1] == merged[0][-1] and shape[:-1] == target.meta["type"].shape and len(shape) > len(merged[0]):
+            node.args = (logits, target, *node.args[2:])
+
+
+def _before_views(node: Node) -> Node:
+    """What a chain of reshapes began with."""
+    while node.op == "call_function" and node.target in (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+    ):
+        (node,) = node.all_input_nodes
+    return node
+
+
+def split_batch_norm(graph: Graph) -> None:
+    """Training batch norm as ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
+    norm stays."""
+    for node in _find(graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
+        arguments, outputs = _arguments(node), _outputs(node)
+        if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):
+            continue
+        at = _At(graph, node)
+        x, momentum = arguments["input"], arguments["momentum"]
+        stats = TensorType((x.meta["type"].shape[1],), types_of(node)[1].dtype)
+        made = at(
+            local_ops.batch_norm,
+            x,
+            arguments["weight"],
+            arguments["bias"],
+            arguments["eps"],
+            type=(x.meta["type"], stats, stats),
+        )
+        y, mean, var = at.items(made)
+        outputs[0].replace_all_uses_with(y)
+        for index, old, new in ((3, arguments.get("running_mean"), mean), (4, arguments.get("running_var"), var)):
+            if index in outputs:
+                kept, added = at(aten.mul.Tensor, old, 1 - momentum), at(aten.mul.Tensor, new, momentum)
+                outputs[index].replace_all_uses_with(at(aten.add.Tensor, kept, added))
+        for dead in (*outputs.values(), node):
+            graph.fx.erase_node(dead)
+
+
+def localize_experts(graph: Graph) -> None:
+    """``meshwright::experts`` as ``local_ops.experts``; ``gated`` is given only where it is False."""
+    for node in _find(graph, torch.ops.meshwright.experts.default):
+        *args, gated = (*node.args, True)[:7]
+        kwargs = {} if node.kwargs.get("gated", gated) else {"gated": False}
+        _replace(graph, node, _At(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
+
+
+#: in this order
+PASSES: tuple[Callable[[Graph], None], ...] = (
+    drop_unused,
+    drop_copies,
+    localize_experts,
+    expand_attention_dropout,
+    number_dropouts,
+    split_cross_entropy,
+    keep_loss_dims,
+    split_batch_norm,
+    refuse_generators,
+    spell_out_broadcasts,
+    drop_idle_ops,
+    normalize_arguments,
+    drop_unused,
+)

@@ -1,0 +1,266 @@
+"""How tensors lie in memory when the graph runs on one device: which views copy, which operands are strided.
+
+Found by running the graph once, forward and backward, on fake tensors; a kernel's seconds depend on it (attention on
+transposed heads, a product with slices of one wide projection), and so does whether a reshape moves bytes at all.
+Noted on every op node as ``meta["layout"]``; without it everything counts as contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from ..ir.comm import Context, Here, use
+from ..ir.graph import Graph, op_name, types_of
+from ..ir.ops import local_ops
+from ..rules import rule_for
+
+__all__ = ["Layout", "NodeLayout", "OneDevice", "layout_of", "made", "note_layouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor's dims in the order of memory, the widest step first, with each step as a multiple of what packed dims
+    need (1: packed). Dims that neither list names have one element or repeat one (step 0)."""
+
+    order: tuple[int, ...]
+    gaps: tuple[float, ...]
+    repeated: tuple[int, ...]
+
+    def __str__(self) -> str:
+        dims = ".".join(f"{dim}x{gap:g}" if gap != 1 else str(dim) for dim, gap in zip(self.order, self.gaps))
+        return "@" + dims + "".join(f"~{dim}" for dim in self.repeated)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """How an op's outputs and their cotangents lie (None: contiguous), which outputs get a cotangent, and whether the
+    forward and the backward of a view move its bytes."""
+
+    outputs: tuple[Layout | None, ...]
+    cotangents: tuple[Layout | None, ...]
+    flows: tuple[bool, ...]
+    copies_forward: bool
+    copies_backward: bool
+
+
+class OneDevice:
+    """A mesh of the given shape seen from its first device, with collectives that return results of the right shape
+    without any communication."""
+
+    def __init__(self, mesh_shape: Sequence[int] = ()) -> None:
+        self.mesh_shape = tuple(mesh_shape)
+        self.phase = "forward"
+
+    def size(self, axis: int) -> int:
+        """Number of devices along ``axis``."""
+        return self.mesh_shape[axis]
+
+    def index(self, axis: int) -> int:
+        """0: the first."""
+        return 0
+
+    def all_reduce(self, x: Tensor, axis: int, op: str = "sum") -> Tensor:
+        """``x`` itself, in new memory only if it was not contiguous."""
+        return x.contiguous()
+
+    def all_gather(self, x: Tensor, axis: int, dim: int) -> Tensor:
+        """``x`` repeated."""
+        return torch.cat([x] * self.size(axis), dim)
+
+    def reduce_scatter(self, x: Tensor, axis: int, dim: int) -> Tensor:
+        """The first block of ``x``."""
+        return x.chunk(self.size(axis), dim)[0].contiguous()
+
+    def all_to_all(self, x: Tensor, axis: int, split_dim: int, concat_dim: int) -> Tensor:
+        """The first block along ``split_dim``, repeated along ``concat_dim``."""
+        return torch.cat([x.chunk(self.size(axis), split_dim)[0]] * self.size(axis), concat_dim)
+
+    def all_to_all_uneven(self, x: Tensor, axis: int, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Ones, as many rows as arrive."""
+        return x.new_ones((sum(received), *x.shape[1:]))
+
+    def exchange(
+        self, before: Tensor | None, after: Tensor | None, axis: int, cyclic: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What is sent comes back from the other side."""
+        return (None if after is None else after.clone()), (None if before is None else before.clone())
+
+    def start_send(self, x: Tensor, axis: int, to: int, source: int) -> Callable[[], Tensor]:
+        """What is sent comes back."""
+        return x.contiguous().clone
+
+    def start_sum(self, x: Tensor, axes: Sequence[int]) -> Here:
+        """``x`` itself."""
+        return Here(x)
+
+    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
+        """``x`` repeated."""
+        return Here(x.expand(prod(map(self.size, axes)), -1).contiguous())
+
+    def start_reduce_scatter(
+        self, x: Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
+    ) -> Here:
+        """This device's row."""
+        return Here(x[0])
+
+
+# ---- layouts as values
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
+    """The layout of a tensor with these strides; None if it is contiguous."""
+    dims = [dim for dim, extent in enumerate(shape) if extent != 1]
+    repeated = tuple(dim for dim in dims if strides[dim] == 0)
+    order = sorted((dim for dim in dims if strides[dim]), key=lambda dim: -strides[dim])
+    gaps, packed = [], 1
+    for dim in reversed(order):
+        gaps.append(strides[dim] / packed)
+        packed = strides[dim] * shape[dim]
+    if not repeated and order == sorted(order) and all(gap == 1 for gap in gaps):
+        return None
+    return Layout(tuple(order), tuple(round(gap, 4) for gap in reversed(gaps)), repeated)
+
+
+def made(values: Tensor, layout: Layout | None) -> Tensor:
+    """A copy of ``values`` in new memory that lies as ``layout`` says."""
+    if layout is None:
+        return values.clone(memory_format=torch.contiguous_format)
+    shape, strides, packed = list(values.shape), [0] * values.dim(), 1.0
+    for dim, gap in reversed(list(zip(layout.order, layout.gaps))):
+        strides[dim] = max(1, round(gap * packed))
+        packed = strides[dim] * shape[dim]
+    core = [1 if dim in layout.repeated else extent for dim, extent in enumerate(shape)]
+    base = torch.empty_strided(core, strides, dtype=values.dtype, device=values.device)
+    base.copy_(values[tuple(slice(extent) for extent in core)])
+    return base.expand(shape)
+
+
+# ---- finding them
+
+
+def note_layouts(graph: Graph) -> None:
+    """Put ``meta["layout"]`` on every op node of ``graph``; a graph that has them is left as it is.
+
+    Batch extents share them. Ops that cannot run on fake tensors leave those after them contiguous.
+    """
+    ops = [node for node in graph.ops() if op_name(node) != "getitem"]
+    if not ops or "layout" in ops[0].meta:
+        return
+    if graph.origin is not None:
+        note_layouts(graph.origin)
+        known = graph.origin.by_name()
+        for node in ops:
+            node.meta["layout"] = known[node.name].meta["layout"]
+        return
+    for node, layout in zip(ops, _run(graph, ops)):
+        node.meta["layout"] = layout
+
+
+def _run(graph: Graph, ops: Sequence[Node]) -> list[NodeLayout]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    values: dict[Node, Any] = {}
+    cotangents: dict[tuple[str, int], Tensor] = {}
+    strides: dict[tuple[str, int], tuple[int, ...]] = {}
+    storages: dict[Node, tuple[Any, ...]] = {}
+    copied_back: set[str] = set()
+    with mode, use(Context(OneDevice())), torch.enable_grad():
+        try:
+            for node in graph:
+                if node.op == "placeholder":
+                    kind, source = node.meta["type"], node.meta["source"]
+                    value = torch.empty(kind.shape, dtype=kind.dtype)
+                    values[node] = value.requires_grad_(kind.is_float and source.requires_grad)
+                    _watch(node, 0, values[node], cotangents)
+                    storages[node] = (value.untyped_storage()._cdata,)
+                    continue
+                args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+                values[node] = made_ = _target(node)(*args, **kwargs)
+                if op_name(node) == "getitem":
+                    storages[node] = (made_.untyped_storage()._cdata,)
+                    continue
+                outputs = [made_] if isinstance(made_, Tensor) else list(made_)
+                storages[node] = tuple(x.untyped_storage()._cdata for x in outputs if x is not None)
+                for k, x in enumerate(outputs):
+                    if x is not None:
+                        strides[node.name, k] = x.stride()
+                        _watch(node, k, x, cotangents)
+            roots = [values[graph.node(r.node)] for r in graph.results]
+            roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
+            if roots:
+                torch.autograd.backward(roots, [torch.empty_like(x, requires_grad=False) for x in roots])
+            for node in ops:
+                if rule_for(node).cost_kind in ("view", "free") and _copies_back(node, values, cotangents):
+                    copied_back.add(node.name)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            pass  # what was found until here stands
+    return [_layout(node, strides, cotangents, storages, node.name in copied_back) for node in ops]
+
+
+def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tuple[str, int], Tensor]) -> bool:
+    """Whether the backward of a view makes a new tensor: tried on this op alone, whoever else uses its operand."""
+    arriving = {k: g for (name, k), g in cotangents.items() if name == node.name}
+    if not arriving:
+        return False
+    leaves: list[Tensor] = []
+
+    def leaf(operand: Node) -> Any:
+        x = values[operand].detach()
+        if x.is_floating_point():
+            leaves.append(x.requires_grad_())
+        return x
+
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), leaf)
+    outputs = _target(node)(*args, **kwargs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    roots = [outputs[k] for k in arriving]
+    grads = torch.autograd.grad(roots, leaves, list(arriving.values()), allow_unused=True)
+    passed = {g.untyped_storage()._cdata for g in arriving.values()}
+    return any(g is not None and g.untyped_storage()._cdata not in passed for g in grads)
+
+
+def _watch(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tensor]) -> None:
+    if x.requires_grad:
+
+        def hook(grad: Tensor) -> None:
+            cotangents[node.name, k] = grad
+
+        x.register_hook(hook)
+
+
+def _target(node: Node) -> Callable[..., Any]:
+    if node.target is torch.ops.aten.view.default:  # as in ``lower``
+        return torch.ops.aten.reshape.default
+    return _routed if node.target is local_ops.experts else node.target  # type: ignore[return-value]
+
+
+def _routed(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any) -> Tensor:
+    """In place of experts, whose row counts depend on data."""
+    return x.clone() + (weight.sum() + gate_up.sum() + down.sum())
+
+
+def _layout(
+    node: Node,
+    strides: dict[tuple[str, int], tuple[int, ...]],
+    cotangents: dict[tuple[str, int], Tensor],
+    storages: dict[Node, tuple[Any, ...]],
+    copies_backward: bool,
+) -> NodeLayout:
+    kinds = types_of(node)
+    outputs = tuple(
+        layout_of(kind.shape, strides[node.name, k]) if (node.name, k) in strides else None
+        for k, kind in enumerate(kinds)
+    )
+    grads = [cotangents.get((node.name, k)) for k in range(len(kinds))]
+    before = {address for operand in node.all_input_nodes for address in storages.get(operand, ())}
+    copies_forward = bool(storages.get(node)) and not before.issuperset(storages[node])
+    lies = tuple(None if g is None else layout_of(g.shape, g.stride()) for g in grads)
+    flows = tuple(g is not None for g in grads) if any(g is not None for g in grads) else (True,) * len(kinds)
+    return NodeLayout(outputs, lies, flows, copies_forward, copies_backward)

@@ -1,0 +1,1 @@
+"""Layers on a mesh as one numeric problem: sections, stages, and their costs."""

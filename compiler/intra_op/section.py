@@ -1,0 +1,564 @@
+"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state
+costs.
+
+Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, each with every
+residency that is allowed, priced with the reduction of its gradient and the optimizer's traffic), every input, buffer
+and constant (free: the data is on every rank), every *entry* (a tensor that arrives from an earlier layer, in a
+boundary state) and every *exit* (a tensor that must leave in one).
+
+A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
+
+What several layers use together, and a stage that holds them pays for once.
+
+A *floating* op (``layers``) that more than one layer needs is computed once per stage, so a layer alone is sure to pay
+nothing for it. A parameter that n layers use is updated, and its gradient reduced, once per stage that holds some of
+them: each pays at least the n-th part. A class of layers is priced by one of them, so what holds for any layer of the
+class is taken for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch.fx import Node
+
+from ..cost.layer_gathers import LayerReads
+from ..cost.parameter_sharding import (
+    accumulate_seconds,
+    gathered_bytes,
+    parameter_residencies,
+    residency_bytes,
+    residency_seconds,
+    residency_text,
+)
+from ..cost.pricing import MeshPricer
+from ..cost.saved_tensors import saved_bytes, saved_tensors
+from ..frontend.layers import Layering
+from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
+from ..ir.ops.loss import ONCE, leaving, lone_losses
+from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
+from ..plan.independent_axes import converts_over, lies_loosely, sends_over
+from ..plan.plan import Residency
+from ..plan.recompute import NOTHING, Recompute
+from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
+from .solver.problem import Edge, Operator, Problem
+
+__all__ = ["FREE", "Restriction", "Section", "Sharing", "State", "boundary_states", "build_section", "cuts_weights"]
+
+
+# ---- What a search may not do, as the problems of stages read it
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
+    no batch, but the work of every heavy op that it can, by its weights where it has any) or None.
+
+    pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
+    parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
+    residencies: patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned; "replicated"
+    it may where it can take none of them. loose: replicas along the "data" axes send each other nothing but gradients
+    and the loss (``independent_axes``). replicated: parameter nodes that are whole on every device. split: op node →
+    labels each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the
+    recompute modes that its layers may take, where these are not all that the search has.
+    """
+
+    roles: tuple[str | None, ...] = ()
+    pinned: Mapping[str, str] | None = None
+    executable_only: bool = False
+    residencies: tuple[str, ...] = ("replicated",)
+    replicated: frozenset[str] = frozenset()
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    loose: bool = False
+
+    @property
+    def loose_axes(self) -> tuple[int, ...]:
+        """The axes over which replicas are to step by themselves."""
+        return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
+
+    def splits(self, op: str, labels: Sequence[str]) -> bool:
+        """Whether a choice with these labels keeps to ``split``."""
+        return set(self.split.get(op, ())) <= set(labels)
+
+
+FREE = Restriction()
+
+
+SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
+
+
+def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
+    """Whether a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
+    weights = [
+        pair.value[axis]
+        for operand, pair in zip(tensor_operands(node), choice.inputs)
+        if operand.op == "placeholder"
+        and operand.meta["source"].kind == "parameter"
+        and len(operand.meta["type"].shape) > 1
+    ]
+    return all(placement.is_shard for placement in weights)
+
+
+Choice = MeshChoice | Residency | Pair
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The numeric problem with the way back to the graph. Parallel arrays over operators.
+
+    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are
+    summed once per step: ``loss``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest;
+    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight). transient
+    and edge_transient, empty where nothing needs them: where layers are recomputed, what autograd saves, beside the
+    bytes kept, while the op's layer is; and ``gathered_bytes`` of a parameter that is stored in parts.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    choices: tuple[tuple[Choice, ...], ...]
+    seconds: tuple[np.ndarray, ...]
+    resident: tuple[np.ndarray, ...]
+    saved: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...]
+    edge_states: tuple[
+        tuple[tuple[Pair, ...], tuple[Pair, ...]], ...
+    ]  # per edge: the pairs behind its source and target states
+    transient: tuple[np.ndarray, ...] = ()
+    edge_transient: tuple[np.ndarray, ...] = ()
+
+    def problem(self, in_flight: float) -> Problem:
+        """The problem whose bytes count ``in_flight`` microbatches."""
+        operators = tuple(
+            Operator(f"{kind}:{name}", tuple(label(c) for c in choices), s, r + in_flight * k)
+            for name, kind, choices, s, r, k in zip(
+                self.names, self.kinds, self.choices, self.seconds, self.resident, self.saved
+            )
+        )
+        edges = tuple(
+            Edge(e.name, e.producer, e.source, e.consumers, e.seconds, e.bytes * in_flight) for e in self.edges
+        )
+        return Problem(operators, edges)
+
+    def index(self, kind: str) -> dict[str, int]:
+        """Name → operator index of all operators of one kind."""
+        return {name: i for i, (name, k) in enumerate(zip(self.names, self.kinds)) if k == kind}
+
+
+def label(choice: Choice) -> str:
+    """The text by which a plan names a choice."""
+    if isinstance(choice, MeshChoice):
+        return ",".join(choice.labels)
+    return residency_text(choice) if isinstance(choice, Residency) else str(choice)
+
+
+def boundary_states(
+    kind: TensorType, batch_dim: int | None, mesh_shape: Sequence[int], roles: Sequence[str | None] = ()
+) -> list[Pair]:
+    """Every pair of equal S/R placements that cuts ``kind`` evenly and that the axes' roles allow."""
+    options = []
+    for axis in range(len(mesh_shape)):
+        role = roles[axis] if axis < len(roles) else None
+        placements = [R, *(S(d) for d in range(len(kind.shape)))]
+        if role == "data" and batch_dim is not None:
+            placements = [S(batch_dim)]
+        elif role == "tensor" and batch_dim is not None:
+            placements = [p for p in placements if p != S(batch_dim)]
+        options.append(placements)
+    states = []
+    for spec in itertools.product(*options):
+        if divides(kind, spec, mesh_shape):
+            states.append(Pair(spec, spec))
+    return states
+
+
+def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
+    """Whether every dim that ``spec`` cuts comes out even."""
+    shape = list(kind.shape)
+    for placement, size in zip(spec, mesh_shape):
+        if placement.is_shard:
+            if shape[placement.dim] % size:
+                return False
+            shape[placement.dim] //= size
+    return True
+
+
+def normalized(pair: Pair, grad: bool) -> Pair:
+    """The pair with a cotangent of R for a tensor that gets none, so that equal states are one."""
+    return pair if grad else Pair(pair.value, (R,) * len(pair.value))
+
+
+def build_section(
+    graph: Graph,
+    layering: Layering,
+    ops: Sequence[Node],
+    pricer: MeshPricer,
+    microbatches: int,
+    entries: Mapping[str, Sequence[Pair]],
+    exits: Mapping[str, Sequence[Pair]],
+    restriction: Restriction = FREE,
+    recompute: Recompute = NOTHING,
+) -> Section:
+    """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
+    states."""
+    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction, recompute).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: Graph,
+        layering: Layering,
+        ops: list[Node],
+        pricer: MeshPricer,
+        microbatches: int,
+        entries: Mapping[str, Sequence[Pair]],
+        exits: Mapping[str, Sequence[Pair]],
+        restriction: Restriction,
+        recompute: Recompute,
+    ) -> None:
+        self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
+        self.m, self.entries, self.exits, self.restriction = microbatches, entries, exits, restriction
+        self.recompute = recompute
+        self.held: list[np.ndarray] = []  # per row, bytes beside those kept while its layer is recomputed
+        self.mesh = pricer.mesh_shape
+        self.grad = layering.needs_grad
+        self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.nodes = graph.by_name()
+        self.members, self.late = {node.name for node in ops}, lone_losses(graph)
+        self.reads = LayerReads(ops, layering.layer_of, self.grad)
+        self.saved = saved_tensors(ops, self.grad)
+        self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
+
+    def build(self) -> Section:
+        # Consumers first decide which pairs a parameter or source may usefully take, so ops come before placeholders.
+        index: dict[str, int] = {}
+        wants: dict[str, list[tuple[int, list[Pair], bool]]] = {}  # tensor → (operator, wanted pair per choice, saved?)
+        gives: dict[str, tuple[int, list[Pair]]] = {}
+        for name, states in self.entries.items():
+            kind = self.nodes[name].meta["type"]
+            stays = name in self.plain or self._recomputed_from(self.nodes[name])
+            held = [self.pricer.local_bytes(kind, s.value) if stays else 0.0 for s in states]
+            index[name] = self._add(
+                name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
+            )
+            gives[name] = (index[name], [normalized(s, name in self.grad) for s in states])
+        for node in self.ops:
+            if op_name(node) == "getitem":
+                continue
+            choices = self._choices(node)
+            i = index[node.name] = self._add_op(node, choices)
+            saves = (
+                {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
+            )
+            for k, operand in enumerate(tensor_operands(node)):
+                pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
+                wants.setdefault(operand.name, []).append((i, pairs, k in saves))
+            if isinstance(node.meta["type"], tuple):
+                for user in node.users:
+                    if user.name in self.members:
+                        _, k = output_of(user)
+                        gives[user.name] = (i, [normalized(c.outputs[k], user.name in self.grad) for c in choices])
+            else:
+                gives[node.name] = (i, [normalized(c.outputs[0], node.name in self.grad) for c in choices])
+        for name, states in self.exits.items():
+            zero = np.zeros(len(states))
+            i = self._add(name, "exit", tuple(states), zero, zero, zero)
+            wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
+        for result in self.graph.results:
+            if result.node in gives and result.node not in self.entries:
+                i, pairs = self._add_result(result.node, gives[result.node][1])
+                wants.setdefault(result.node, []).append((i, pairs, False))
+        for name in list(wants):
+            node = self.nodes[name]
+            if name not in gives and node.op == "placeholder":
+                gives[name] = self._add_placeholder(node, [pair for _, pairs, _ in wants[name] for pair in pairs])
+            assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
+        edges: list[Edge] = []
+        pairs_of_edge = []
+        for name, consumers in wants.items():
+            edge, pair_states = self._edge(name, gives[name], consumers)
+            edges.append(edge)
+            pairs_of_edge.append(pair_states)
+        names, kinds, choices_, seconds, resident, saved = zip(*self.rows)
+        section = Section(names, kinds, choices_, seconds, resident, saved, tuple(edges), tuple(pairs_of_edge))
+        if not self.recompute:
+            return replace(section, transient=tuple(self.held)) if any(held.any() for held in self.held) else section
+        keeps = [self._keeps_copies(edge) for edge in edges]
+        return replace(
+            section,
+            edges=tuple(e if k else replace(e, bytes=np.zeros_like(e.bytes)) for e, k in zip(edges, keeps)),
+            transient=tuple(self.held),
+            edge_transient=tuple(np.zeros_like(e.bytes) if k else e.bytes for e, k in zip(edges, keeps)),
+        )
+
+    # ---- recompute
+
+    def _keeps(self, op: str) -> bool:
+        """Whether what this op saves is kept from the forward to the backward: its layer is not recomputed."""
+        return not self.recompute or op in self.recompute.plain
+
+    def _recomputed_from(self, entry: Node) -> bool:
+        """Whether a layer of this section is recomputed that begins with this tensor."""
+        users = [user.name for user in entry.users if user.name in self.members]
+        return entry.name in self.recompute.kept and not all(map(self._keeps, users))
+
+    def _keeps_copies(self, edge: Edge) -> bool:
+        """Whether the conversions of a tensor are kept, where layers are recomputed: nobody repeats them, or some
+        reader's layer is not recomputed."""
+        readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
+        return not self.recompute.converts_again(edge.name) or any(map(self._keeps, readers))
+
+    # ---- operators
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        choices: tuple,
+        seconds: np.ndarray,
+        resident: np.ndarray,
+        saved: np.ndarray,
+        held: np.ndarray | None = None,
+    ) -> int:
+        held = np.zeros(len(choices)) if held is None else held
+        pinned = (self.restriction.pinned or {}).get(name) if kind not in ("entry", "exit", "result") else None
+        if pinned is not None:
+            keep = [i for i, c in enumerate(choices) if label(c) == pinned]
+            if not keep:
+                offered = ", ".join(sorted({label(c) for c in choices}))
+                raise ValueError(f"{name} is pinned to {pinned!r}, but may be {offered}")
+            choices = tuple(choices[i] for i in keep)
+            seconds, resident, saved, held = seconds[keep], resident[keep], saved[keep], held[keep]
+        self.rows.append((name, kind, choices, seconds, resident, saved))
+        self.held.append(held)
+        return len(self.rows) - 1
+
+    def _choices(self, node: Node) -> list[MeshChoice]:
+        pinned = (self.restriction.pinned or {}).get(node.name)
+        if pinned is not None:
+            labels = tuple(pinned.split(",")) if pinned else ()
+            return [pairs_choice(node, labels, self.mesh)]
+        if node.name in self.layering.static:
+            return mesh_choices(node, self.mesh, 1)
+        kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
+        if self.restriction.executable_only:
+            kept = [c for c in kept if c.executable] or mesh_choices(node, self.mesh, 1)
+        kept = [c for c in kept if self.restriction.splits(node.name, c.labels)] or kept[:1]
+        allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
+        # repeating heavy work on several devices is worse than leaving them idle
+        if rule_for(node).cost_kind in SPLIT_WORK:
+            for axis in range(len(self.mesh)):
+                if self.restriction.roles[axis : axis + 1] != ("data",):
+                    allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
+                if self.restriction.roles[axis : axis + 1] == ("tensor",):
+                    allowed = [c for c in allowed if cuts_weights(node, c, axis)] or allowed
+        return allowed
+
+    def _allowed(self, node: Node, choice: MeshChoice) -> bool:
+        for axis, role in enumerate(self.restriction.roles):
+            if role is None:
+                continue
+            for tensor, pair in self._placed(node, choice):
+                batch = self.layering.batch_dims[tensor[0]][tensor[1]]
+                if batch is None or tensor[0] in self.layering.static:
+                    continue
+                cut = pair.value[axis] == S(batch)
+                if cut != (role == "data"):
+                    return False
+        return True
+
+    @staticmethod
+    def _placed(node: Node, choice: MeshChoice) -> list[tuple[tuple[str, int], Pair]]:
+        tensors: list[tuple[tuple[str, int], Pair]] = []
+        for operand, pair in zip(tensor_operands(node), choice.inputs):
+            tensors.append(((operand.name, 0), pair))
+        tensors += [((node.name, k), pair) for k, pair in enumerate(choice.outputs)]
+        return tensors
+
+    def _add_op(self, node: Node, choices: list[MeshChoice]) -> int:
+        # a static op runs once per stage however many layers use it, so no layer pays for it; ``stage`` does, once
+        static = node.name in self.layering.static
+        prices = [self.pricer.op(node, c, self.grad) for c in choices]
+        seconds = np.array([0.0 if static else price.seconds for price in prices])
+        if node.name in self.recompute.repeated:
+            seconds += np.array([price.forward_s + price.internal_forward_s for price in prices])
+        if not self.restriction.roles and self.restriction.pinned is None:
+            # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
+            allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
+            seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
+        if node.name in self.restriction.split:
+            fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
+            seconds[~np.array(fits)] = np.inf
+        if loose := self.restriction.loose_axes:
+            seconds[[sends_over(node, c, loose, self.grad) for c in choices]] = np.inf
+        kept, held = saved_bytes(
+            node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
+        )
+        return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
+
+    def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
+        """given: the pairs in which it may be made."""
+        whole = replicated(len(self.mesh))
+        pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
+        kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
+        seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m * ONCE
+        return self._add(name, "result", tuple(pairs), seconds, zero, zero), pairs
+
+    def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
+        source, kind = node.meta["source"], node.meta["type"]
+        pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
+        pairs = {parse_pair(pinned)} if pinned else self._pairs(node, wanted)
+        if not pinned and node.name in self.restriction.replicated:
+            pairs = {pair for pair in pairs if not any(value.is_shard for value in pair.value)}
+        if source.kind in ("parameter", "buffer") and not pinned:
+            loose, trained = self.restriction.loose_axes, self._trainable(node)
+            pairs = {pair for pair in pairs if lies_loosely(pair, loose, trained)}
+        ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
+        if source.kind == "parameter":
+            i = self._add_parameter(node, ordered, pattern)
+            return i, [normalized(r.compute, node.name in self.grad) for r in self.rows[i][2]]
+        seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
+        if source.kind == "buffer":
+            resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
+        i = self._add(node.name, "source", tuple(ordered), seconds, resident, np.zeros(len(ordered)))
+        return i, [normalized(p, node.name in self.grad) for p in self.rows[i][2]]
+
+    def _pairs(self, node: Node, wanted: list[Pair]) -> set[Pair]:
+        """The pairs in which a placeholder may lie, given those that its consumers want."""
+        source, axes = node.meta["source"], len(self.mesh)
+        if self._trainable(node):
+            # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
+            # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
+            pairs = {p for p in wanted if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
+        if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
+            return {Pair((R,) * axes, (R,) * axes)}
+        # a frozen parameter lies as a trained one may, so that a plan outlives its thawing
+        frozen = source.kind == "parameter"
+        values = {p.value for p in wanted if not any(v.is_partial for v in p.value)} | {(R,) * axes}
+        pairs = {Pair(value, value if frozen else (R,) * axes) for value in values}
+        if source.kind == "input" and source.batch_dim is not None:
+            pairs = {p for p in pairs if self._role_allows(p, source.batch_dim)} or pairs
+        return pairs
+
+    def _trainable(self, node: Node) -> bool:
+        source = node.meta["source"]
+        return source.kind == "parameter" and source.requires_grad and node.name in self.grad
+
+    def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
+        """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
+        kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
+        allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
+        choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
+        seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
+        uses = self.reads.of(node)
+        for i, residency in enumerate(choices):
+            bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
+            price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
+            once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
+            seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
+            held[i] = gathered_bytes(pricer, kind, residency, trainable and any(use.again for use in uses))
+        return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
+
+    def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
+        return all(
+            role is None or (placement == S(batch_dim)) == (role == "data")
+            for role, placement in zip(self.restriction.roles, pair.value)
+        )
+
+    # ---- edges
+
+    def _edge(
+        self, name: str, given: tuple[int, list[Pair]], consumers: list[tuple[int, list[Pair], bool]]
+    ) -> tuple[Edge, tuple[tuple[Pair, ...], tuple[Pair, ...]]]:
+        producer, offered = given
+        kind: TensorType = self.nodes[name].meta["type"]
+        sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
+        targets = {pair: i for i, pair in enumerate(dict.fromkeys(p for _, pairs, _ in consumers for p in pairs))}
+        seconds = np.zeros((len(sources), len(targets)))
+        nbytes = np.zeros((len(sources), len(targets)))
+        # slices of a static tensor are few and small: layers, microbatches and ops that want one may share it
+        copied = name not in self.layering.static and any(saved for *_, saved in consumers)
+        grad = name in self.grad
+        is_placeholder = self.nodes[name].op == "placeholder" and not grad
+        again = self.recompute.converts_again(name)
+        for source, s in sources.items():
+            for target, t in targets.items():
+                if source == target:
+                    continue
+                free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
+                ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
+                seconds[s, t] = (2 if again else 1) * ahead + back
+                late = name in self.late and leaving(source).value != target.value
+                if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.loose_axes):
+                    seconds[s, t] = np.inf
+                if copied and source.value != target.value and np.isfinite(seconds[s, t]):
+                    nbytes[s, t] = self.pricer.local_bytes(kind, target.value)
+        edge = Edge(
+            name,
+            producer,
+            np.array([sources[p] for p in offered]),
+            tuple((i, np.array([targets[p] for p in pairs])) for i, pairs, _ in consumers),
+            seconds,
+            nbytes,
+        )
+        return edge, (tuple(sources), tuple(targets))
+
+
+def residencies_of(parameter: str, restriction: Restriction) -> tuple[str, ...]:
+    """The patterns that a parameter node may take."""
+    return ("replicated",) if parameter in restriction.replicated else restriction.residencies
+
+
+def steady(value: object, cotangent: object) -> bool:
+    """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
+    return (value == cotangent) or (value == R and cotangent == P)
+
+
+class Sharing:
+    """How many layers use each tensor of ``graph`` that belongs to none."""
+
+    def __init__(self, graph: Graph, layering: Layering) -> None:
+        nodes, floating = graph.by_name(), set(layering.floating)
+        uses: Counter[str] = Counter()
+        by_class: dict[str, list[list[str]]] = {}
+        for layer in layering.layers:
+            names: dict[str, None] = {}  # in order of use, which is the same in all layers of a class
+            stack = [nodes[name] for name in reversed(layer.ops)]
+            while stack:
+                for operand in stack.pop().all_input_nodes:
+                    if operand.op == "placeholder" or operand.name in floating:
+                        if operand.name not in names and operand.op != "placeholder":
+                            stack.append(operand)
+                        names.setdefault(operand.name)
+            uses.update(names.keys())
+            by_class.setdefault(layer.class_key, []).append(list(names))
+        self._uses = dict(uses)
+        for members in by_class.values():
+            for alike in zip(*members):
+                most = max(uses[name] for name in alike)
+                for name in alike:
+                    self._uses[name] = max(self._uses[name], most)
+        self._floating = floating
+
+    def uses(self, name: str) -> int:
+        """How many layers use a tensor, or one in the same place of an equal layer."""
+        return self._uses.get(name, 1)
+
+    def floats(self, name: str) -> bool:
+        """Whether this is a floating op that several layers need."""
+        return name in self._floating and self.uses(name) > 1
+
+    def floor_of(self, node: Node) -> float:
+        """The part of the conversions of a tensor that a layer is sure to pay."""
+        if node.op == "placeholder":
+            return 1.0 / self.uses(node.name)
+        return 0.0 if self.floats(node.name) else 1.0
+
+
+State = tuple[Pair, ...]  # one pair per tensor of a border

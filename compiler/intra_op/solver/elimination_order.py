@@ -1,0 +1,413 @@
+"""The order of an elimination, from sizes alone: a recipe that any number of problems of one shape then follow.
+
+The mathematics is that of ``elimination``: operators, state variables (functions of one operator's choice) and set
+variables (which targets of a tensor are paid); a variable leaves by a minimum over the tables that mention it, a state
+whose operator is still there by substitution, an operator whose states are still there by scattering. Here nothing is
+computed: tables are numbers (ids) with a scope, and each instruction says which tables it takes and which it leaves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ...errors import TooWide
+from .vectorised_presolve import Link
+
+__all__ = ["Fixed", "Instruction", "Joined", "Minimum", "Part", "Recipe", "Scatter", "Substitute", "plan_elimination"]
+
+_JOINT_CELLS = (
+    2**18
+)  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
+_PAID_SETS = 4096  # up to this many subsets of targets are listed
+_HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
+_ORDERS = ((True, False), (False, False), (True, True), (False, True))  # by growth, and whether states are held
+_FEW = 4  # times fewer values than its operator has a state that may stay for longer
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Table ``out`` from link ``link``: over (source, states of the consumers) the sum of the wanted targets' costs.
+
+    rows: [S] original source states; members: [unions, R] original targets of each set, -1 = none; index: an int array
+    with one axis per consumer (or one for a set variable), into the unions; None where it is 0, 1, 2, ….
+    """
+
+    out: int
+    link: int
+    rows: np.ndarray
+    members: np.ndarray
+    index: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """Table ``out`` is the same in every row."""
+
+    out: int
+    table: np.ndarray
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operand of a sum: its axes are put in this order, then new ones go where ``index`` says None."""
+
+    table: int
+    order: tuple[int, ...]
+    index: tuple[slice | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Substitute:
+    """Table ``out`` from ``table``: axis ``axis`` (a state) by its map over the operator, whose axis is ``onto`` if the
+    table has it already."""
+
+    out: int
+    table: int
+    axis: int
+    onto: int | None
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Minimum:
+    """Table ``out`` over ``shape``: the minimum over the leading axis (``size``) of the sum of ``parts``; the first
+    ``before`` of them are summed before the joint axes are complete. The argmin is that of step ``step``."""
+
+    out: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    before: int
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """As ``Minimum``, but the choices are grouped by their states: choice c goes to ``cells[c]`` of the table and is
+    read at ``reads[c]`` of the sum of parts."""
+
+    out: int
+    step: int
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    before: int
+    cells: tuple[tuple[int | slice, ...], ...]
+    reads: tuple[tuple[int | slice, ...], ...]
+
+
+Instruction = Joined | Fixed | Substitute | Minimum | Scatter
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Variable ``variable`` follows from those of ``scope``: by ``values`` where they are given, else by the argmin."""
+
+    variable: int
+    scope: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What to do with the tables of operators (ids 0, 1, …: the costs of ``alive`` choices) and links.
+
+    result: the tables that are left, over ``keep``. most_cells: of the widest table, without the axis that leaves.
+    work: the cells that all minima are taken over.
+    """
+
+    keep: tuple[int, ...]
+    alive: tuple[np.ndarray, ...]
+    kept_shape: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    steps: tuple[Step, ...]
+    result: tuple[Part, ...]
+    most_cells: int
+    work: int
+
+
+def plan_elimination(alive: Sequence[np.ndarray], links: Sequence[Link], keep: Sequence[int], max_cells: int) -> Recipe:
+    """The recipe for operators with these choices and the links of ``simplify_links``. Raises TooWide where a table
+    would have more than ``max_cells`` cells per row."""
+    if math.prod(len(alive[i]) for i in keep) > max_cells:
+        raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
+    found: list[Recipe] = []
+    wide: TooWide | None = None
+    for by_growth, holds in _ORDERS:
+        try:
+            found.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
+        except TooWide as error:
+            wide = wide or error
+        if found and min(one.work for one in found) < _HEAVY:
+            break
+    if not found:
+        assert wide is not None
+        raise wide
+    return min(found, key=lambda one: one.work)
+
+
+class _Planner:
+    """The scopes of the tables that are left, and the instructions so far."""
+
+    def __init__(
+        self,
+        alive: Sequence[np.ndarray],
+        links: Sequence[Link],
+        keep: tuple[int, ...],
+        max_cells: int,
+        by_growth: bool,
+        holds: bool,
+    ) -> None:
+        self.alive, self.keep, self.max_cells, self.by_growth, self.holds = alive, keep, max_cells, by_growth, holds
+        self.size = [len(choices) for choices in alive]
+        self.scopes: dict[int, tuple[int, ...]] = {}  # table → its variables
+        self.at: list[set[int]] = [set() for _ in alive]  # variable → tables that mention it
+        self.owner: dict[int, tuple[int, np.ndarray]] = {}  # state variable → (operator, its map)
+        self.states: list[set[int]] = [set() for _ in alive]  # variable → state variables it still owns
+        self.instructions: list[Instruction] = []
+        self.steps: list[Step] = []
+        self.next_table = 0
+        self.most_cells = 1
+        for i in range(len(alive)):
+            self._table((i,))
+        for number, link in enumerate(links):
+            if link.consumers and not link.free().all():
+                self._add_link(number, link)
+
+    # ---- tables and variables
+
+    def _variable(self, size: int) -> int:
+        self.size.append(size)
+        self.at.append(set())
+        self.states.append(set())
+        return len(self.size) - 1
+
+    def _state(self, operator: int, values: np.ndarray) -> tuple[int, np.ndarray]:
+        """A variable for the states in ``values``, and these states; the operator itself where that is as small."""
+        used, index = np.unique(values, return_inverse=True)
+        if len(used) == len(values):
+            return operator, values
+        variable = self._variable(len(used))
+        self.owner[variable] = operator, index.reshape(-1)
+        self.states[operator].add(variable)
+        return variable, used
+
+    def _table(self, scope: tuple[int, ...]) -> int:
+        number = self.next_table
+        self.scopes[number] = scope
+        for v in scope:
+            self.at[v].add(number)
+        self.next_table += 1
+        return number
+
+    def _prod(self, variables: Sequence[int] | set[int]) -> int:
+        return math.prod(self.size[u] for u in variables)
+
+    # ---- links
+
+    def _add_link(self, number: int, link: Link) -> None:
+        source, used = self._state(link.producer, link.source)
+        rows = link.rows[used]
+        free = link.free()
+        wants: dict[int, list[np.ndarray]] = {}
+        for k, target in link.consumers:
+            wants.setdefault(k, []).append(target)
+        # per consuming operator its variable and, for each value of that, the set of targets it wants
+        ends: list[tuple[int, list[frozenset[int]]]] = []
+        for k, targets in wants.items():
+            sets = [frozenset(column) for column in zip(*(t.tolist() for t in targets))]
+            kinds = {s: j for j, s in enumerate(dict.fromkeys(sets))}
+            variable, values = self._state(k, np.array([kinds[s] for s in sets]))
+            by_kind = list(kinds)
+            ends.append((variable, [by_kind[j] for j in values.tolist()]))
+        paid = [g for g in range(len(free)) if not free[g]]
+        most = min(len(paid), sum(max(len(s & set(paid)) for s in sets) for _, sets in ends))
+        num_sets = sum(math.comb(len(paid), r) for r in range(most + 1))
+        cells = len(rows) * math.prod(len(sets) for _, sets in ends)
+        widest = max(len(rows), *(len(sets) for _, sets in ends))
+        if cells > _JOINT_CELLS and num_sets <= _PAID_SETS and num_sets * widest < cells:
+            self._add_paid_set(number, link, rows, source, ends, paid, most)
+            return
+        if cells > self.max_cells:
+            raise TooWide(f"the table of a tensor would have {cells} cells, more than {self.max_cells}")
+        unions, index = _unions([[s & frozenset(paid) for s in sets] for _, sets in ends])
+        out = self._table((source, *(v for v, _ in ends)))
+        self._join(out, number, link, rows, unions, index)
+
+    def _join(
+        self,
+        out: int,
+        number: int,
+        link: Link,
+        rows: np.ndarray,
+        unions: Sequence[frozenset[int]],
+        index: np.ndarray | None,
+    ) -> None:
+        members = np.full((len(unions), max(1, *(len(u) for u in unions))), -1)
+        for line, union in zip(members, unions):
+            line[: len(union)] = link.columns[sorted(union)]
+        self.instructions.append(Joined(out, number, rows, members, index))
+
+    def _add_paid_set(
+        self,
+        number: int,
+        link: Link,
+        rows: np.ndarray,
+        source: int,
+        ends: Sequence[tuple[int, list[frozenset[int]]]],
+        paid: list[int],
+        most: int,
+    ) -> None:
+        sets = [frozenset(c) for r in range(most + 1) for c in combinations(paid, r)]
+        bought = self._variable(len(sets))
+        self._join(self._table((source, bought)), number, link, rows, sets, None)
+        for variable, wanted in ends:
+            lacking = np.array([[bool((w & set(paid)) - s) for w in wanted] for s in sets])
+            self.instructions.append(Fixed(self._table((bought, variable)), np.where(lacking, np.inf, 0.0)))
+
+    # ---- order
+
+    def _cells(self, v: int) -> int:
+        """The largest table that v's elimination touches."""
+        if v in self.owner:
+            x = self.owner[v][0]
+            return max((self._prod({u for u in self.scopes[f] if u != v} | {x}) for f in self.at[v]), default=0)
+        others = {u for f in self.at[v] for u in self.scopes[f]} - {v}
+        return self._prod(others) * max(self.size[v], self._prod(self.states[v] - others))
+
+    def _rank(self, v: int) -> float:
+        """The order of elimination, least first: by the cells touched per cell that goes, or by the cells touched. A
+        state that ``holds`` much fewer values than its operator stays until that leaves."""
+        if self.holds and v in self.owner:
+            x = self.owner[v][0]
+            if x not in self.keep and _FEW * self.size[v] <= self.size[x]:
+                return math.inf
+        gone = sum(self._prod(self.scopes[f]) for f in self.at[v]) if self.by_growth else 1
+        return self._cells(v) / max(gone, 1)
+
+    def run(self) -> Recipe:
+        """Eliminate every variable that is not kept, in greedy order."""
+        kept = set(self.keep)
+        todo = {v for v in range(len(self.size)) if v not in kept}
+        # a kept operator with one state takes its place at the end; several would be a product until then
+        last = {v for v in todo if v in self.owner and self.owner[v][0] in kept}
+        last = {v for v in last if len(self.states[self.owner[v][0]]) == 1}
+        for group in (todo - last, last):
+            self._run(group)
+        assert all(set(scope) <= kept for scope in self.scopes.values())
+        shape = tuple(self.size[v] for v in self.keep)
+        result = tuple(self._part(f, self.keep) for f in self.scopes)
+        return Recipe(
+            self.keep,
+            tuple(self.alive),
+            shape,
+            tuple(self.instructions),
+            tuple(self.steps),
+            result,
+            max(self.most_cells, math.prod(shape)),
+            sum(one.size * math.prod(one.shape) for one in self.instructions if isinstance(one, Minimum | Scatter)),
+        )
+
+    def _run(self, todo: set[int]) -> None:
+        ranks = {v: self._rank(v) for v in todo}
+        heap = [(rank, v) for v, rank in ranks.items()]
+        heapq.heapify(heap)
+        while heap:
+            rank, v = heapq.heappop(heap)
+            if v not in todo or ranks[v] != rank:
+                continue
+            if (cells := self._cells(v)) > self.max_cells:
+                raise TooWide(f"eliminating the next variable takes a table of {cells} cells, over {self.max_cells}")
+            todo.discard(v)
+            touched = {u for f in self.at[v] for u in self.scopes[f]} | self.states[v] | {v}
+            if v in self.owner:
+                touched.add(self.owner[v][0])
+            self._eliminate(v)
+            touched |= {s for u in touched for s in self.states[u]}
+            touched |= {self.owner[u][0] for u in touched if u in self.owner}
+            for u in touched & todo:
+                new = self._rank(u)
+                if new != ranks[u]:
+                    ranks[u] = new
+                    heapq.heappush(heap, (new, u))
+
+    # ---- one elimination
+
+    def _eliminate(self, v: int) -> None:
+        tables = sorted(self.at[v])
+        scopes = {f: self.scopes.pop(f) for f in tables}
+        for f, scope in scopes.items():
+            for u in scope:
+                self.at[u].discard(f)
+        if v in self.owner:
+            self._substitute(v, scopes)
+            return
+        others = tuple(sorted({u for scope in scopes.values() for u in scope} - {v}))
+        self.most_cells = max(self.most_cells, self._prod(others))
+        tables.sort(key=lambda f: self._prod(scopes[f]))
+        parts = tuple(self._part(f, (v, *others), scopes[f]) for f in tables)
+        seen: set[int] = set()
+        before = 0
+        for f in tables:
+            seen |= set(scopes[f])
+            before += len(seen) < len(others) + 1
+        owned = sorted(self.states[v])
+        if owned:
+            self._scatter(v, owned, others, parts, before)
+            return
+        shape = tuple(self.size[u] for u in others)
+        out, step = self._table(others), len(self.steps)
+        self.instructions.append(Minimum(out, step, self.size[v], shape, parts, before))
+        self.steps.append(Step(v, others, shape))
+
+    def _substitute(self, v: int, scopes: dict[int, tuple[int, ...]]) -> None:
+        x, values = self.owner.pop(v)
+        self.states[x].discard(v)
+        self.steps.append(Step(v, (x,), (self.size[x],), values))
+        for f, scope in scopes.items():
+            axis = scope.index(v)
+            if x in scope:
+                new, onto = (x, *(u for u in scope if u not in (v, x))), scope.index(x)
+            else:
+                new, onto = tuple(x if u == v else u for u in scope), None
+            self.most_cells = max(self.most_cells, self._prod(new))
+            self.instructions.append(Substitute(self._table(new), f, axis, onto, values))
+
+    def _scatter(self, v: int, owned: list[int], others: tuple[int, ...], parts: tuple[Part, ...], before: int) -> None:
+        values = {s: self.owner.pop(s)[1].tolist() for s in owned}
+        self.states[v].clear()
+        scope = (*(s for s in owned if s not in others), *others)
+        shape = tuple(self.size[u] for u in scope)
+        self.most_cells = max(self.most_cells, math.prod(shape))
+        cells = tuple(tuple(values[u][c] if u in values else slice(None) for u in scope) for c in range(self.size[v]))
+        reads = tuple((c, *(values[u][c] if u in values else slice(None) for u in others)) for c in range(self.size[v]))
+        step = len(self.steps)
+        self.steps.append(Step(v, scope, shape))
+        self.instructions.append(Scatter(self._table(scope), step, self.size[v], shape, parts, before, cells, reads))
+
+    def _part(self, table: int, scope: tuple[int, ...], own: tuple[int, ...] | None = None) -> Part:
+        """How ``table`` enters a sum over ``scope``."""
+        own = self.scopes[table] if own is None else own
+        order = tuple(sorted(range(len(own)), key=lambda a: scope.index(own[a])))
+        return Part(table, order, tuple(slice(None) if u in own else None for u in scope))
+
+
+def _unions(ends: Sequence[Sequence[frozenset[int]]]) -> tuple[list[frozenset[int]], np.ndarray | None]:
+    """(distinct unions of one set per end, their index over all combinations; None where that is 0, 1, 2, …)."""
+    codes = np.zeros((), dtype=object)
+    for sets in ends:
+        bits = np.array([sum(1 << g for g in s) for s in sets], dtype=object)
+        codes = codes[..., None] | bits
+    flat = codes.reshape(-1).tolist()
+    kinds = {code: j for j, code in enumerate(dict.fromkeys(flat))}
+    unions = [frozenset(g for g in range(code.bit_length()) if code >> g & 1) for code in kinds]
+    index = np.array([kinds[code] for code in flat]).reshape(codes.shape)
+    plain = index.ndim == 1 and np.array_equal(index, np.arange(len(unions)))
+    return unions, None if plain else index

@@ -1,0 +1,340 @@
+"""The intra-op problem: one choice per operator, reshards paid once per tensor and target, bytes under a limit.
+
+It is purely numeric; who builds it from a graph is none of its business. Indices: operators i with choices c, edges
+(tensors) t with a producer p(t), consumers k of t, source states s that p's choices produce, target states g that
+consumers' choices want.
+
+**The problem.** Choose x so that seconds(x) is minimal and bytes(x) ≤ limit, where for w = seconds or bytes
+
+    w(x) = Σ_i w_i[x_i] + Σ_t Σ_{g ∈ {target_k(x_k) : k consumes t}} w_t[source_t(x_p(t)), g]                   (1)
+
+The inner sum runs over a *set*: two consumers that want one target share its copy. An entry seconds_t = inf forbids
+the pair.
+
+**Who solves it.** ``problem`` makes it smaller and keeps the optimum. ``elimination`` solves it by tables where the
+graph is narrow and there is no limit, ``lagrange`` puts a limit on top of that, ``ilp`` solves any of them as an
+integer program. All three agree with the tests' brute force.
+
+Problems made from an intra-op problem: smaller ones with the same optimum, and ones with other prices.
+
+``simplify``: choices that can reach no finite entry go; states that no entry tells apart merge; of the choices that
+agree in all their states only those stay that are best in seconds and bytes. ``restrict`` keeps given choices.
+``weighted`` puts a price on bytes, and ``minimum_bytes_problem`` asks for the leanest assignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+__all__ = [
+    "TOLERANCE", "Edge", "Infeasible", "Operator", "Problem", "Solution", "evaluate", "improve",
+    "minimum_bytes_problem", "restrict", "simplify", "weighted",
+]  # fmt: skip
+
+
+#: relative difference below which two costs count as equal: the accuracy of every solver of this problem
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A decision. labels: one per choice; seconds, bytes: [num_choices] ≥ 0 (bytes: kept on each device)."""
+
+    name: str
+    labels: tuple[str, ...]
+    seconds: np.ndarray
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One tensor from its producer to all its consumers.
+
+    producer: operator index; source: [num_choices(producer)] int, the source state that each choice produces.
+    consumers: (operator index, [num_choices(consumer)] int: the target state each choice wants); an operator may
+    appear twice. seconds: [num_sources, num_targets], inf = impossible, 0 where nothing is to do; bytes: the same
+    shape, the resharded copy.
+    """
+
+    name: str
+    producer: int
+    source: np.ndarray
+    consumers: tuple[tuple[int, np.ndarray], ...]
+    seconds: np.ndarray
+    bytes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Operators and the edges between them."""
+
+    operators: tuple[Operator, ...]
+    edges: tuple[Edge, ...]
+
+    def check(self) -> None:
+        """Assert shapes, index ranges and signs."""
+        for op in self.operators:
+            assert op.labels, f"{op.name} has no choice"
+            assert op.seconds.shape == op.bytes.shape == (len(op.labels),), op.name
+            assert min(op.seconds.min(), op.bytes.min()) >= 0, op.name
+        for edge in self.edges:
+            assert edge.seconds.shape == edge.bytes.shape, edge.name
+            assert edge.seconds.ndim == 2, edge.name
+            assert min(edge.seconds.min(), edge.bytes.min()) >= 0, edge.name
+            assert all(k != edge.producer for k, _ in edge.consumers), f"{edge.name} is consumed by its producer"
+            ends = [(edge.producer, edge.source, 0), *((k, target, 1) for k, target in edge.consumers)]
+            for i, states, dim in ends:
+                assert states.shape == (len(self.operators[i].labels),), (edge.name, self.operators[i].name)
+                assert 0 <= states.min() <= states.max() < edge.seconds.shape[dim], (edge.name, self.operators[i].name)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An assignment that fits. bound: a proven lower bound of the optimum's seconds;
+
+    stop_reason: "optimal", "near" (as near to the bound as was asked for), "time limit", or "numerical trouble" where
+    the solver's tolerances left the bound open.
+    """
+
+    choice: tuple[int, ...]
+    seconds: float
+    bytes: float
+    bound: float
+    stop_reason: str
+    elapsed_s: float
+
+    @property
+    def gap(self) -> float:
+        """How far the seconds may be from the optimum, as a fraction of them: 0 is proven optimal."""
+        return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """No assignment fits.
+
+    minimum_bytes: what the leanest one needs, inf where every assignment is impossible even without a limit.
+    choice, seconds: that leanest assignment, if there is one. proven: False where the time limit cut the search for a
+    leaner one short.
+    """
+
+    limit_bytes: float
+    minimum_bytes: float
+    choice: tuple[int, ...] | None
+    seconds: float
+    elapsed_s: float
+    proven: bool = True
+
+    @property
+    def missing_bytes(self) -> float:
+        """How much larger the limit must be."""
+        return self.minimum_bytes - self.limit_bytes
+
+
+def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
+    """(seconds, bytes) of an assignment by (1); (inf, inf) if it is impossible."""
+    assert len(choice) == len(problem.operators), (len(choice), len(problem.operators))
+    seconds = [float(op.seconds[c]) for op, c in zip(problem.operators, choice)]
+    num_bytes = [float(op.bytes[c]) for op, c in zip(problem.operators, choice)]
+    for edge in problem.edges:
+        source = edge.source[choice[edge.producer]]
+        for target in {int(wanted[choice[k]]) for k, wanted in edge.consumers}:
+            seconds.append(float(edge.seconds[source, target]))
+            num_bytes.append(float(edge.bytes[source, target]))
+    total = math.fsum(seconds), math.fsum(num_bytes)
+    return total if math.isfinite(total[0]) and math.isfinite(total[1]) else (math.inf, math.inf)
+
+
+def improve(problem: Problem, choice: Sequence[int], limit_bytes: float = math.inf) -> tuple[int, ...]:
+    """A local optimum under single changes: never worse in (impossible entries, bytes over the limit, seconds)."""
+    at: list[list[Edge]] = [[] for _ in problem.operators]
+    for edge in problem.edges:
+        for i in {edge.producer, *(k for k, _ in edge.consumers)}:
+            at[i].append(edge)
+    current = list(choice)
+
+    def cost(indices: Collection[int], edges: Sequence[Edge]) -> tuple[int, float, float]:
+        """(impossible entries, bytes, seconds) of these operators and edges."""
+        ops = [(problem.operators[i], current[i]) for i in indices]
+        parts = [(float(op.seconds[c]), float(op.bytes[c])) for op, c in ops]
+        for e in edges:
+            source = e.source[current[e.producer]]
+            for target in {int(wanted[current[k]]) for k, wanted in e.consumers}:
+                parts.append((float(e.seconds[source, target]), float(e.bytes[source, target])))
+        possible = [part for part in parts if math.isfinite(part[0] + part[1])]
+        return len(parts) - len(possible), sum(b for _, b in possible), sum(s for s, _ in possible)
+
+    used = cost(range(len(current)), problem.edges)[1]
+    for _ in range(20):
+        moved = False
+        for i, op in enumerate(problem.operators):
+            here, before = current[i], cost([i], at[i])
+            best = (before[0], max(used - limit_bytes, 0.0), before[2]), here, before[1]
+            for c in range(len(op.labels)):
+                if c != here:
+                    current[i] = c
+                    bad, num_bytes, seconds = cost([i], at[i])
+                    best = min(
+                        best, ((bad, max(used - before[1] + num_bytes - limit_bytes, 0.0), seconds), c, num_bytes)
+                    )
+            current[i] = best[1]
+            used += best[2] - before[1]
+            moved |= best[1] != here
+        if not moved:
+            break
+    return tuple(current)
+
+
+def minimum_bytes_problem(problem: Problem) -> Problem:
+    """The same decisions with bytes in the place of seconds and no bytes: its optimum is the leanest assignment."""
+    operators = tuple(
+        replace(
+            op, seconds=np.where(np.isfinite(op.seconds), op.bytes, np.inf), bytes=np.zeros_like(op.bytes, dtype=float)
+        )
+        for op in problem.operators
+    )
+    edges = tuple(
+        replace(e, seconds=np.where(np.isfinite(e.seconds), e.bytes, np.inf), bytes=np.zeros_like(e.bytes, dtype=float))
+        for e in problem.edges
+    )
+    return Problem(operators, edges)
+
+
+def weighted(problem: Problem, byte_weight: float) -> Problem:
+    """The problem with seconds + byte_weight · bytes in the place of seconds, and no bytes."""
+
+    def mix(seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+        possible = np.isfinite(seconds) & np.isfinite(num_bytes)
+        return np.where(possible, seconds + byte_weight * np.where(possible, num_bytes, 0.0), np.inf)
+
+    operators = tuple(
+        Operator(op.name, op.labels, mix(op.seconds, op.bytes), np.zeros(len(op.labels))) for op in problem.operators
+    )
+    edges = tuple(replace(e, seconds=mix(e.seconds, e.bytes), bytes=np.zeros(e.seconds.shape)) for e in problem.edges)
+    return Problem(operators, edges)
+
+
+def simplify(problem: Problem, frozen: Collection[int] = ()) -> tuple[Problem, list[np.ndarray]]:
+    """A smaller problem with the same optimum for every limit, and per operator the original indices of its choices.
+
+    Choices of ``frozen`` operators all stay, in order. An operator none of whose choices is possible keeps one, at
+    inf seconds.
+    """
+    seconds = [np.where(np.isfinite(op.bytes), op.seconds, np.inf).astype(float) for op in problem.operators]
+    num_bytes = [np.where(np.isfinite(s), op.bytes, 0.0).astype(float) for op, s in zip(problem.operators, seconds)]
+    alive = [np.arange(len(s)) for s in seconds]
+    open_edges = [
+        replace(e, seconds=s, bytes=np.where(np.isfinite(s), e.bytes, 0.0).astype(float))
+        for e in problem.edges
+        if e.consumers
+        for s in (np.where(np.isfinite(e.bytes), e.seconds, np.inf).astype(float),)
+    ]
+
+    def keep(i: int, mask: np.ndarray) -> bool:
+        """Restrict operator i to the choices of ``mask`` (over those alive); whether anything went."""
+        if i in frozen or mask.all():
+            return False
+        if not mask.any():
+            if len(alive[i]) == 1 and np.isinf(seconds[i][alive[i][0]]):
+                return False
+            seconds[i][alive[i][0]] = np.inf
+            mask = np.arange(len(mask)) == 0
+        alive[i] = alive[i][mask]
+        return True
+
+    for i, s in enumerate(seconds):
+        keep(i, np.isfinite(s))
+    changed = True
+    while changed:
+        changed = False
+        for e in open_edges:
+            changed |= _drop_impossible(e, alive, keep)
+        open_edges = [_merge_states(e, alive) for e in open_edges]
+        states: list[list[np.ndarray]] = [[] for _ in alive]
+        for e in open_edges:
+            states[e.producer].append(e.source)
+            for k, target in e.consumers:
+                states[k].append(target)
+        for i, idx in enumerate(alive):
+            if len(idx) > 1 and i not in frozen:
+                mask = _undominated([state[idx] for state in states[i]], seconds[i][idx], num_bytes[i][idx])
+                changed |= keep(i, mask)
+    operators = tuple(replace(op, seconds=s, bytes=b) for op, s, b in zip(problem.operators, seconds, num_bytes))
+    edges = tuple(e for e in open_edges if e.seconds.any() or e.bytes.any())
+    return restrict(Problem(operators, edges), alive), alive
+
+
+def restrict(problem: Problem, alive: Sequence[np.ndarray]) -> Problem:
+    """The problem with only these choices of each operator: int indices or a mask."""
+    operators = tuple(
+        Operator(op.name, tuple(np.array(op.labels, dtype=object)[idx]), op.seconds[idx], op.bytes[idx])
+        for op, idx in zip(problem.operators, alive)
+    )
+    edges = tuple(
+        replace(e, source=e.source[alive[e.producer]], consumers=tuple((k, t[alive[k]]) for k, t in e.consumers))
+        for e in problem.edges
+    )
+    return Problem(operators, edges)
+
+
+def _drop_impossible(e: Edge, alive: list[np.ndarray], keep: Callable[[int, np.ndarray], bool]) -> bool:
+    """Drop choices that meet no finite entry of the edge; whether any went."""
+    finite = np.isfinite(e.seconds)
+    if finite.all():
+        return False
+    changed = False
+    sources = np.zeros(len(finite), dtype=bool)
+    sources[e.source[alive[e.producer]]] = True
+    for k, target in e.consumers:
+        wanted = target[alive[k]]
+        changed |= keep(k, finite[sources].any(axis=0)[wanted])
+        reachable = finite[:, target[alive[k]]].any(axis=1)
+        changed |= keep(e.producer, reachable[e.source[alive[e.producer]]])
+    return changed
+
+
+def _merge_states(e: Edge, alive: list[np.ndarray]) -> Edge:
+    """Only states in use, equal rows merged; equal columns too where nobody shares, else just those that are free."""
+    used_source = np.unique(e.source[alive[e.producer]])
+    used_target = np.unique(np.concatenate([target[alive[k]] for k, target in e.consumers]))
+    both = np.stack([e.seconds, e.bytes])[:, used_source][:, :, used_target]
+    columns: dict[bytes, int] = {}
+    target_of = np.zeros(e.seconds.shape[1], dtype=np.int64)
+    first_columns = []
+    for j, g in enumerate(used_target):
+        column = both[:, :, j]
+        shared = len(e.consumers) > 1 and column.any()
+        key = column.tobytes() + (int(g).to_bytes(8, "little") if shared else b"")
+        if key not in columns:
+            columns[key] = len(columns)
+            first_columns.append(j)
+        target_of[g] = columns[key]
+    both = both[:, :, first_columns]
+    rows: dict[bytes, int] = {}
+    source_of = np.zeros(e.seconds.shape[0], dtype=np.int64)
+    first_rows = []
+    for j, s in enumerate(used_source):
+        key = both[:, j].tobytes()
+        if key not in rows:
+            rows[key] = len(rows)
+            first_rows.append(j)
+        source_of[s] = rows[key]
+    both = both[:, first_rows]
+    consumers = tuple((k, target_of[target]) for k, target in e.consumers)
+    return replace(e, source=source_of[e.source], consumers=consumers, seconds=both[0], bytes=both[1])
+
+
+def _undominated(states: list[np.ndarray], seconds: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+    """Among choices of equal states, those that no other one equals or beats in seconds and in bytes: a mask."""
+    profiles = [*zip(*(s.tolist() for s in states))] if states else [()] * len(seconds)
+    leanest: dict[tuple[int, ...], float] = {}
+    mask = np.zeros(len(seconds), dtype=bool)
+    for c in np.lexsort((num_bytes, seconds)).tolist():
+        if num_bytes[c] < leanest.get(profiles[c], math.inf):
+            leanest[profiles[c]] = num_bytes[c]
+            mask[c] = True
+    return mask

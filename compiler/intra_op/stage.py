@@ -1,0 +1,383 @@
+"""One stage of a plan as one problem, what its choices hold while they run, and the stage that they make: the prices of
+what was chosen, summed by cause. ``stage`` chooses.
+
+One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory
+as a constraint.
+
+Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops
+are seen at once. First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around
+it. Then, where it may help, the stage is solved freely under the memory limit.
+
+**Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
+layer by layer its share of the layer's largest message: seconds that add up, and no more than they really take. Small
+stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where the real price
+(``price_stage``) is above the problem's, the stage is solved again without one kind of message that its choice has,
+over one group of axes, as long as this helps. Of all choices that fit, the one with the least real price stands. Larger
+stages whose layers gather weights keep the labels of their ops meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cost.parameter_sharding import residency_bytes
+from ..cost.pricing import MeshPricer, partial_axes
+from ..errors import TooWide
+from ..frontend.layers import Layering
+from ..ir.graph import Graph, tensor_operands, types_of
+from ..ir.reshard import FREE, steps_between
+from ..ir.spec import Pair, Spec
+from ..plan.plan import Chunk, Residency, Stage, StagePrediction, Wire
+from ..plan.recompute import NOTHING, Recompute
+from ..rules import MeshChoice
+from .section import Restriction, Section, State, build_section
+from .solver.elimination import eliminate
+from .solver.lagrange import solve
+from .solver.problem import TOLERANCE, Infeasible, Problem, evaluate, restrict
+from .stage_cost import price_stage
+
+__all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section", "stage_section", "transient_bytes"]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A stage with its prediction, and what only ``predict`` needs: seconds per step by where the price comes from,
+    FLOPs done by several."""
+
+    stage: Stage
+    prediction: StagePrediction
+    sources: Mapping[str, float]
+    wasted_flops: float
+
+
+def stage_section(
+    graph: Graph,
+    layering: Layering,
+    pricer: MeshPricer,
+    microbatches: int,
+    layers: tuple[int, int],
+    states: tuple[State, State],
+    restriction: Restriction,
+    recompute: Recompute,
+) -> Section:
+    """Layers [first, end) as one section whose borders are in these states."""
+    first, end = layers
+    ops = layering.ops_of(graph, first, end)
+    used = {operand.name for node in ops for operand in node.all_input_nodes}
+    entering, leaving = layering.crossing[first], layering.crossing[end]
+    results = {result.node for result in graph.results if result.kind in ("loss", "output")}
+    entries = {
+        name: [pair]
+        for name, pair in zip(entering, states[0])
+        if name in used or (name in results and name not in leaving)
+    }
+    exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
+    return build_section(graph, layering, ops, pricer, microbatches, entries, exits, restriction, recompute)
+
+
+def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:
+    """The most that any one layer holds, while it runs, beside the bytes kept: what is recomputed, gathered values."""
+    if not section.transient:
+        return 0.0
+    layer_of = layering.layer_of
+    held: defaultdict[int | None, float] = defaultdict(float)
+    read_in = {section.names[edge.producer]: section.names[edge.consumers[0][0]] for edge in section.edges}
+    for name, size, pick in zip(section.names, section.transient, chosen):
+        held[layer_of.get(name, layer_of.get(read_in.get(name, "")))] += float(size[pick])
+    for edge, size in zip(section.edges, section.edge_transient):
+        given = edge.source[chosen[edge.producer]]
+        at = layer_of.get(edge.name, layer_of.get(section.names[edge.consumers[0][0]]))
+        for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+            held[at] += float(size[given, target])
+    return max(held.values(), default=0.0)
+
+
+def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
+    """The fastest choice per operator; of equally fast ones the leanest."""
+    problem: Problem = section.problem(in_flight)
+    try:
+        return eliminate(problem, byte_weight=1e-30).assignment()
+    except TooWide:
+        found = solve(problem)
+        assert not isinstance(found, Infeasible)
+        return found.choice
+
+
+def describe_stage(
+    graph: Graph,
+    pricer: MeshPricer,
+    layering: Layering,
+    layers: tuple[int, int],
+    section: Section,
+    chosen: Sequence[int],
+    in_flight: int,
+    framework: float,
+    microbatches: int,
+    recompute: Recompute = NOTHING,
+    wire: Sequence[Wire] = (),
+) -> Assembled:
+    """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
+    nodes, grad = graph.by_name(), layering.needs_grad
+    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute, wire)
+    memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
+    memory["framework"] = framework
+    collectives: Counter[str] = Counter()
+    ops: dict[str, tuple[str, ...]] = {}
+    parameters: dict[str, Residency] = {}
+    sources: dict[str, Pair] = {}
+    receives: dict[str, Pair] = {}
+    sends: dict[str, Spec] = {}
+    largest = 0.0
+    for name, kind, choices, saved, pick in zip(section.names, section.kinds, section.choices, section.saved, chosen):
+        choice, node = choices[pick], nodes[name]
+        memory["activations"] += in_flight * float(saved[pick])
+        if isinstance(choice, MeshChoice):
+            ops[name] = choice.labels
+            for _, message in choice.internal:
+                if message.is_sent(node, grad):
+                    collectives[f"{message.phase} {message.kind}"] += message.count
+                if message.phase == "forward" and name in recompute.repeated:
+                    collectives[f"backward {message.kind}"] += message.count
+            touched = sum(pricer.local_bytes(t, p.value) for t, p in zip(types_of(node), choice.outputs))
+            touched += sum(
+                pricer.operand_bytes(o, p.value)
+                for o, p in zip(tensor_operands(node), choice.inputs)
+                if o.op != "placeholder"
+            )
+            largest = max(largest, touched)
+        elif isinstance(choice, Residency):
+            source, tensor = node.meta["source"], node.meta["type"]
+            for cause, size in residency_bytes(pricer, tensor, choice, source.requires_grad).items():
+                memory[cause] += size
+            parameters[source.name] = choice
+        elif kind == "source":
+            sources[name] = choice
+            if node.meta["source"].kind == "buffer":
+                memory["parameters"] += pricer.local_bytes(node.meta["type"], choice.value)
+        elif kind == "entry":
+            receives[name] = choice
+        elif kind == "exit":
+            sends[name] = choice.value
+    for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
+        given = edge.source[chosen[edge.producer]]
+        needs = edge.name in grad
+        for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+            pair, want = source_pairs[given], target_pairs[target]
+            memory["activations"] += in_flight * float(edge.bytes[given, target])
+            if pair == want:
+                continue
+            steps = [("forward", steps_between(pair.value, want.value))]
+            if recompute.converts_again(edge.name):
+                steps.append(("backward", steps[0][1]))
+            if needs:
+                steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
+            for phase, path in steps:
+                for step in path:
+                    if step.kind not in FREE:
+                        collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
+    for one in price.gathers:
+        collectives["forward all_gather"] += 1
+        collectives["backward all_gather"] += one.again
+        collectives["backward reduce_scatter"] += bool(one.sums)
+    memory["activations"] += transient_bytes(section, chosen, layering)
+    memory["temporary"] = 2 * largest
+    order = {node.name: i for i, node in enumerate(graph)}
+    chunk = Chunk(
+        layers=layers,
+        ops={name: ops[name] for name in sorted(ops, key=order.__getitem__)},
+        parameters=parameters,
+        sources={name: sources[name] for name in sorted(sources, key=order.__getitem__)},
+        receives={name: receives[name] for name in sorted(receives, key=order.__getitem__)},
+        sends={name: sends[name] for name in sorted(sends, key=order.__getitem__)},
+        recompute=recompute.modes_of(layers),
+    )
+    first_device = pricer.offset
+    devices = tuple(range(first_device, first_device + pricer.num_devices))
+    wires = _wires(section, chosen, graph, pricer, grad, price.ways)
+    stage = Stage(devices, pricer.mesh_shape, (chunk,), wires)
+    prediction = StagePrediction(
+        price.forward_s,
+        price.backward_s,
+        price.step_s,
+        dict(price.seconds),
+        dict(memory),
+        dict(sorted((+collectives).items())),
+    )
+    return Assembled(stage, prediction, price.sources, price.wasted_flops)
+
+
+def _wires(
+    section: Section,
+    chosen: Sequence[int],
+    graph: Graph,
+    pricer: MeshPricer,
+    grad: frozenset[str],
+    ways: Mapping[tuple[int, ...], tuple[str, str]],
+) -> tuple[Wire, ...]:
+    """How the gradients travel, by the axes over which they are sums; where ``ways`` does not say, as the backend does
+    it by itself, exactly."""
+    nodes, sizes = graph.by_name(), defaultdict[tuple[int, ...], float](float)
+    for name, choices, pick in zip(section.names, section.choices, chosen):
+        choice, node = choices[pick], nodes[name]
+        if not isinstance(choice, Residency) or not node.meta["source"].requires_grad or name not in grad:
+            continue
+        if axes := partial_axes(choice.compute, pricer.mesh_shape):
+            sizes[axes] += pricer.local_bytes(node.meta["type"], choice.compute.value)
+    return tuple(Wire(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))
+
+
+FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
+FREE_SOLVE_S = 10.0
+MANY_OPERATORS = 600  # beyond this many a choice that is proven to be near the best is good enough
+NEAR = 0.01
+ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
+_Sent = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
+_Chosen = tuple[Section, tuple[int, ...]]
+
+
+def assemble_stage(
+    graph: Graph,
+    layering: Layering,
+    pricer: MeshPricer,
+    microbatches: int,
+    layers: tuple[int, int],
+    labels: Mapping[str, str],
+    restriction: Restriction,
+    recompute: Recompute,
+    states: tuple[State, State],
+    in_flight: int,
+    limit_bytes: float,
+    framework: float,
+    wire: Sequence[Wire] = (),
+) -> Assembled:
+    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
+    wire: ways of gradients that stand."""
+
+    def section(pinned: Mapping[str, str] | None) -> Section:
+        mine = replace(restriction, pinned=pinned)
+        return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
+
+    stage = _Stage(graph, layering, pricer, microbatches, recompute, wire, in_flight, limit_bytes)
+    nodes = graph.by_name()
+    composed = section(_but_sharing(labels, graph, layering, layers))
+    best = composed, stage.within(composed)
+    if len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
+        best = stage.improved(best, section(None))
+    elif any(what == "layers" for what, _ in _sends(pricer, *best)):
+        ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
+        best = stage.improved(best, section(ops))
+    return describe_stage(graph, pricer, layering, layers, *best, in_flight, framework, microbatches, recompute, wire)
+
+
+def _but_sharing(
+    labels: Mapping[str, str], graph: Graph, layering: Layering, layers: tuple[int, int]
+) -> Mapping[str, str]:
+    """The labels that stand: not those of layers that share a weight with others, nor of their neighbours. Tables price
+    a part of it in each of them, in a state of its own; here it is in one, and what does not suit all of them is
+    converted once per microbatch."""
+    free, (first, end) = set[str](), layers
+    for node, using in layering.shared_weights(graph):
+        free.add(node.name)
+        near = {k for layer in using if first <= layer < end for k in (layer - 1, layer, layer + 1)}
+        free.update(op for k in near if first <= k < end for op in layering.layers[k].ops)
+    return labels if len(free) > FREE_SOLVE_OPERATORS else {k: v for k, v in labels.items() if k not in free}
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """What choices of a stage are judged by."""
+
+    graph: Graph
+    layering: Layering
+    pricer: MeshPricer
+    microbatches: int
+    recompute: Recompute
+    wire: Sequence[Wire]
+    in_flight: int
+    limit_bytes: float
+
+    def within(self, section: Section) -> tuple[int, ...]:
+        """The fastest choice per operator that fits; the fastest of all where none does."""
+        chosen = solve_section(section, self.in_flight)
+        if self._over((section, chosen)) <= 0.0 or len(section.names) > FREE_SOLVE_OPERATORS:
+            return chosen
+        return self._solved(section, (), self._held(section, chosen)) or chosen
+
+    def improved(self, first: _Chosen, free: Section) -> _Chosen:
+        """The best of ``first`` and the choices of the same stage with its labels left open."""
+        found, priced = [first], [self._price(first)]
+
+        def offer(without: Sequence[_Sent]) -> bool:
+            """Whether a choice without these messages is better than all there are."""
+            best = min(priced)
+            chosen = self._solved(free, without, self._held(*first))
+            if chosen is None:
+                return False
+            found.append((free, chosen))
+            priced.append(self._price(found[-1]))
+            return priced[-1] < best
+
+        offer(())
+        banned: list[_Sent] = []
+        while True:
+            best = found[priced.index(min(priced))]
+            seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
+            if min(priced)[1] <= seconds * (1 + ALIKE):
+                return best
+            better = [sent for sent in dict.fromkeys(_sends(self.pricer, *best)) if offer([*banned, sent])]
+            if not better:
+                return found[priced.index(min(priced))]
+            banned.append(better[-1])
+
+    def _solved(self, section: Section, without: Sequence[_Sent], held: float) -> tuple[int, ...] | None:
+        """The fastest choice by the problem that sends none of this; None if none fits. held: bytes beside those of the
+        problem."""
+        alive = [
+            np.array([k for k, one in enumerate(choices) if _sent(self.pricer, one) not in without])
+            for choices in section.choices
+        ]
+        if not all(map(len, alive)):
+            return None
+        problem = section.problem(self.in_flight)
+        near = NEAR if len(section.names) > MANY_OPERATORS else TOLERANCE
+        mine = restrict(problem, alive) if without else problem
+        found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
+        if isinstance(found, Infeasible):
+            return None
+        return tuple(int(some[k]) for some, k in zip(alive, found.choice))
+
+    def _price(self, one: _Chosen) -> tuple[float, float]:
+        """(bytes over the limit, seconds per microbatch, those of the end of the step in even parts)."""
+        m, (section, chosen) = self.microbatches, one
+        price = price_stage(self.graph, self.pricer, self.layering, section, chosen, m, self.recompute, self.wire)
+        host_s = price.seconds["host"]
+        return max(0.0, self._over(one)), price.forward_s + price.backward_s - host_s + price.step_s / m
+
+    def _over(self, one: _Chosen) -> float:
+        """Bytes above the limit."""
+        section, chosen = one
+        return evaluate(section.problem(self.in_flight), chosen)[1] + self._held(section, chosen) - self.limit_bytes
+
+    def _held(self, section: Section, chosen: Sequence[int]) -> float:
+        return transient_bytes(section, chosen, self.layering)
+
+
+def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:
+    """What is sent of a parameter: its gradient whole, blocks of it and of its value in buckets, or both with its
+    layer; None if nothing is."""
+    if not isinstance(choice, Residency):
+        return None
+    if axes := choice.scattered_axes:
+        return "layers" if choice.gather == "microbatch" else "blocks", axes
+    axes = partial_axes(choice.compute, pricer.mesh_shape)
+    return ("gradients", axes) if axes else None
+
+
+def _sends(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Sent]:
+    for choices, pick in zip(section.choices, chosen):
+        if (sent := _sent(pricer, choices[pick])) is not None:
+            yield sent

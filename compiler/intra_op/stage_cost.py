@@ -1,0 +1,316 @@
+"""What one stage's choices cost, by cause and by where the price comes from.
+
+    per microbatch   forward, backward_input, backward_weight   the ops, with the additions of cotangents and gradients
+                     recompute                                  what the backward runs once more
+                     reshard, internal                          collectives between ops and inside them
+                     host                                       the library around the two actions
+    per step         gradient, overlapped                       the reduction that is exposed, and what hides
+                     gather                                     of values that are cut further than ops read them
+                     optimizer
+                     loss                                       its sum over devices (``loss``)
+    added later      transfer, sends; loss, tied (per step)     what several stages do together (``predict``)
+
+``forward_s`` and ``backward_s`` are how long the two actions keep the stage busy. "overlapped" is in no sum. "gradient"
+and "gather" are of the whole step, also where each microbatch reduces or gathers (``parameter_sharding``): these parts
+are in ``forward_s`` and ``backward_s``, the rest is in ``step_s``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch.fx import Node
+
+from ..cost.gradient_reduction import (
+    Bucket,
+    Gradient,
+    bucket_seconds,
+    bucketed,
+    choose_ways,
+    coding_source,
+    hidden_seconds,
+    way_source,
+)
+from ..cost.layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
+from ..cost.parameter_sharding import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled
+from ..cost.pricing import MeshPricer, gradient_type, partial_axes
+from ..frontend.layers import Layering
+from ..ir.graph import Graph, TensorType, output_of, tensor_operands
+from ..ir.reshard import FREE, steps_between
+from ..ir.spec import Pair, without_partials
+from ..plan.plan import Residency, Wire
+from ..plan.recompute import NOTHING, Recompute
+from ..rules import MeshChoice
+from .section import Section
+
+__all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
+
+STEP_CAUSES = (
+    "gradient",
+    "overlapped",
+    "gather",
+    "optimizer",
+    "loss",
+    "tied",
+)  # once per step; the others per microbatch
+CAUSES = (
+    "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "sends", "host",
+    *STEP_CAUSES,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StagePrice:
+    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by where the price comes from."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+    seconds: Mapping[str, float]
+    sources: Mapping[str, float]
+    wasted_flops: float
+    # (algorithm, compressor) by which gradients are summed, per group of axes
+    ways: Mapping[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
+    gathers: Sequence[LayerGather] = ()  # of weights that are gathered in every microbatch
+
+
+def price_stage(
+    graph: Graph,
+    pricer: MeshPricer,
+    layering: Layering,
+    section: Section,
+    chosen: Sequence[int],
+    microbatches: int,
+    recompute: Recompute = NOTHING,
+    wire: Sequence[Wire] = (),
+) -> StagePrice:
+    """The price of ``chosen`` (an index per operator of ``section``) on one stage. Gradients travel as ``wire`` says,
+    those that it does not name in the best way that ``pricer.communication`` allows."""
+    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute, wire).run()
+
+
+class _Pricing:
+    def __init__(
+        self,
+        graph: Graph,
+        pricer: MeshPricer,
+        layering: Layering,
+        section: Section,
+        chosen: Sequence[int],
+        microbatches: int,
+        recompute: Recompute,
+        wire: Sequence[Wire],
+    ) -> None:
+        self.layer_of, self.gathers = layering.layer_of, list[LayerGather]()
+        self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
+        self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
+        self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
+        self.nodes = graph.by_name()
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self.sources: defaultdict[str, float] = defaultdict(float)
+        self.forward = self.backward = self.wasted = 0.0
+        self.once = 0.0  # per step, beside the optimizer
+        self.spans: dict[str, float] = {}  # op → seconds of its backward
+
+    def run(self) -> StagePrice:
+        trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
+        blocks: dict[str, tuple[TensorType, Residency]] = {}  # those whose blocks are, and are gathered once per step
+        layerwise: dict[str, Residency] = {}  # those that are gathered in every microbatch
+        section = self.section
+        for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
+            choice, node = choices[pick], self.nodes[name]
+            if isinstance(choice, MeshChoice):
+                self._op(node, choice)
+            elif isinstance(choice, Residency):
+                trainable = node.meta["source"].requires_grad and name in self.grad
+                self._parameter(node, choice, trainable)
+                if trainable and not choice.scattered_axes:
+                    trained[name] = (node, choice.compute)
+                elif trainable and choice.gather != "microbatch":
+                    blocks[name] = (node.meta["type"], choice)
+                if choice.scattered_axes and choice.gather == "microbatch":
+                    layerwise[name] = choice
+            elif role == "result":
+                self._loss(node.meta["type"], choice)
+        self._reshards()
+        self._host()
+        self._blocks(blocks)
+        self._layerwise(layerwise)
+        self._gradients(trained)
+        step_s = self.once + self.seconds["optimizer"]
+        return StagePrice(
+            self.forward, self.backward, step_s, self.seconds, dict(self.sources), self.wasted, self.ways, self.gathers
+        )
+
+    def _op(self, node: Node, choice: MeshChoice) -> None:
+        price, seconds = self.pricer.op(node, choice, self.grad), self.seconds
+        again = 1.0 if node.name in self.recompute.repeated else 0.0
+        seconds["forward"] += price.forward_s
+        seconds["backward_input"] += price.backward_input_s
+        seconds["backward_weight"] += price.backward_weight_s
+        seconds["internal"] += price.internal_forward_s + price.internal_backward_s
+        seconds["recompute"] += again * (price.forward_s + price.internal_forward_s)
+        span = price.backward_s + price.internal_backward_s + again * (price.forward_s + price.internal_forward_s)
+        self.forward += price.forward_s + price.internal_forward_s
+        self.backward += span
+        self.spans[node.name] = span
+        self.wasted += price.wasted_flops
+        self.sources[price.source] += self.m * ((1 + again) * price.forward_s + price.backward_s)
+        for direction, inside in (
+            ("forward", (1 + again) * price.internal_forward_s),
+            ("backward", price.internal_backward_s),
+        ):
+            kinds = [self.pricer.axes[axis].source(one.kind) for axis, one in choice.internal if one.phase == direction]
+            for kind in kinds:
+                self.sources[kind] += self.m * inside / len(kinds)
+
+    def _parameter(self, node: Node, residency: Residency, trainable: bool) -> None:
+        kind, pricer = node.meta["type"], self.pricer
+        price = residency_seconds(pricer, kind, residency, self.m, trainable)
+        axes = residency.scattered_axes
+        if axes:
+            self._scattered(price, axes)
+        if not trainable:
+            return
+        self.seconds["optimizer"] += price.update_s
+        self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += price.update_s
+        added_s = accumulate_seconds(pricer, kind, residency, self.m)
+        self.seconds["backward_weight"] += added_s / self.m
+        self.backward += added_s / self.m
+        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), residency.compute.value)] += added_s
+
+    def _loss(self, kind: TensorType, pair: Pair) -> None:
+        """The sum of the addends that the microbatches have left."""
+        once = self.pricer.convert(pair.value, without_partials(pair.value), kind)
+        self.seconds["loss"] += once
+        self.once += once
+        axes = [axis for axis, placement in enumerate(pair.value) if placement.is_partial]
+        for axis in axes:
+            self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
+
+    def _scattered(self, price: ResidencyPrice, axes: tuple[int, ...]) -> None:
+        """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
+        self.backward += price.reduce_microbatch_s
+        self.once += price.gather_step_s + price.reduce_step_s
+        self._sent("gather", "all_gather", axes, price.gather_step_s)
+        self._sent("gradient", "reduce_scatter", axes, self.m * price.reduce_microbatch_s + price.reduce_step_s)
+
+    def _sent(self, cause: str, collective: str, axes: tuple[int, ...], seconds: float) -> None:
+        """Seconds per step of messages over these axes, by cause and source."""
+        self.seconds[cause] += seconds
+        self.sources[self.pricer.message_source(collective, axes)] += seconds
+
+    def _layerwise(self, homes: Mapping[str, Residency]) -> None:
+        """Weights that are gathered in every microbatch, in a message per layer and kind."""
+        if not homes:
+            return
+        members = [node for node in self.graph if output_of(node)[0].name in self.spans]
+        self.gathers = layer_gathers(members, self.layer_of, homes, self.grad, self.recompute)
+        for one in self.gathers:
+            ahead = gather_seconds(self.pricer, one)
+            back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
+            self.forward += ahead
+            self.backward += back + reduce
+            self._sent("gather", "all_gather", one.axes, self.m * (ahead + back))
+            self._sent("gradient", "reduce_scatter", one.axes, self.m * reduce)
+
+    def _reshards(self) -> None:
+        section, chosen = self.section, self.chosen
+        for edge, (source_pairs, target_pairs) in zip(section.edges, section.edge_states):
+            given = edge.source[chosen[edge.producer]]
+            kind, needs = self.nodes[edge.name].meta["type"], edge.name in self.grad
+            for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
+                pair, want = source_pairs[given], target_pairs[target]
+                if pair == want or not float(edge.seconds[given, target]) > 0:
+                    continue
+                ahead, back = self.pricer.reshard(pair, want, kind, needs)
+                again = ahead if self.recompute.converts_again(edge.name) else 0.0
+                self.seconds["reshard"] += ahead + back
+                self.seconds["recompute"] += again
+                self.forward += ahead
+                self.backward += back + again
+                steps = [*steps_between(pair.value, want.value)]
+                steps += steps_between(want.cotangent, pair.cotangent) if needs else ()
+                found = {
+                    self.pricer.axes[s.axis].source(s.kind.removesuffix("_max")) for s in steps if s.kind not in FREE
+                }
+                for source in found or {"analytic"}:
+                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(found))
+
+    def _host(self) -> None:
+        each = self.pricer.device.action_s
+        self.seconds["host"] = 2 * each
+        self.forward += each
+        self.backward += each
+        self.sources["measured"] += 2 * each * self.m
+
+    # ---- the end of the step
+
+    @cached_property
+    def _order(self) -> tuple[list[Node], dict[str, int]]:
+        """The ops, and parameters in program order, each with its first op."""
+        order: dict[str, int] = {}
+        ops = [node for node in self.graph if node.name in self.spans]
+        for index, node in enumerate(ops):
+            for operand in tensor_operands(node):
+                order.setdefault(operand.name, index)
+        return ops, order
+
+    def _blocks(self, found: Mapping[str, tuple[TensorType, Residency]]) -> None:
+        """What messages of blocks take beyond their share of full ones."""
+        if not found:
+            return
+        _, order = self._order
+        inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
+        for more in unfilled(self.pricer, inside):
+            if more.often:
+                self.backward += more.seconds
+            else:
+                self.once += more.seconds
+            cause = "gather" if more.collective == "all_gather" else "gradient"
+            self._sent(cause, more.collective, more.axes, (self.m if more.often else 1) * more.seconds)
+
+    def _gradients(self, trained: Mapping[str, tuple[Node, Pair]]) -> None:
+        """The reduction in buckets, what hides of it, and the copies into buckets of several gradients."""
+        pricer = self.pricer
+        ops, order = self._order
+        done, total = [0.0] * len(ops), 0.0
+        for index in range(len(ops) - 1, -1, -1):
+            total += self.spans[ops[index].name]
+            done[index] = total
+        gradients, ready = [], {}
+        stretch = self.backward / total if total else 1.0  # reshards and the like, evenly
+        for name in sorted((name for name in trained if name in order), key=order.__getitem__):
+            node, pair = trained[name]
+            kind = gradient_type(node.meta["type"], pricer.mixed)
+            nbytes = pricer.local_bytes(kind, pair.value)
+            gradients.append(Gradient(name, partial_axes(pair, pricer.mesh_shape), nbytes, kind.dtype))
+            ready[name] = done[order[name]] * stretch
+        buckets = bucketed(gradients)
+        if not buckets:
+            return
+
+        def reduced(seconds: Callable[[Bucket], float]) -> tuple[float, float]:
+            return hidden_seconds(buckets, seconds, ready, self.backward, pricer.device.overlap)
+
+        def exposed(seconds: Callable[[Bucket], float]) -> float:
+            total, hidden = reduced(seconds)
+            return total - hidden
+
+        self.ways = choose_ways(pricer, buckets, exposed, self.wire)
+        prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
+        total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
+        copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
+        copied_s = copied / pricer.device.memory_bytes_per_s
+        beside_s = copied_s + sum(coding for coding, _ in prices.values())
+        self.once += total_s - hidden + beside_s
+        self.seconds["gradient"] += total_s - hidden + beside_s
+        self.seconds["overlapped"] = hidden
+        self.sources["analytic"] += copied_s
+        for bucket in buckets:
+            share = prices[id(bucket)][1] / total_s if total_s else 0.0
+            self.sources[way_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
+            self.sources[coding_source(pricer, self.ways[bucket.axes])] += prices[id(bucket)][0]

@@ -1,0 +1,564 @@
+"""Stage costs for every run of layers, of many rows at once: (mesh, microbatches) cases under levels of weights.
+
+A run of layers costs the min-plus product of its layers' tables (``layer_tables``) between entering a border in some
+state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so equal sequences are
+one run (``interval_tables``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals. All runs of one
+length are extended together.
+
+**What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
+the transfer x of what crosses its borders, forward and back,
+
+    cost = min over border states of   objective(p + s, bytes) + a + x
+    floor_s = min over border states of   objective(p + s, bytes) + a            (its own minimum: nothing follows x)
+
+so with no weights on bytes, floor_s is the least seconds of a microbatch, and with weights the value of the Lagrangian.
+pace_s (actions included), step_s, transfer_s and the bytes are those of the choices behind cost.
+
+Runs of layers, and the min-plus products of all of them at once (``interval_tables``).
+
+A run depends on its sequence of layer classes and on its borders alone: id(i, j + 1) = cons(id(i, j), class of layer j,
+border j + 1), and equal sequences are one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...ir.graph import op_name, tensor_operands, types_of
+from ...plan.tensor_codecs import wire_share
+from ..section import Restriction, State
+from ..solver.vectorised_elimination import Running, in_chunks
+from .cases import Variants
+from .layer_tables import LayerTables, Level, Template, Weights
+from .problem import BatchSection
+from .row_cache import KeptRows, column_digests, row_key
+from .section import build_batch_section
+
+__all__ = ["BatchComposer", "BatchIntervals", "Composition", "Row", "Run", "Taken", "floors_of", "runs_of"]
+
+
+Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
+_SLICE = 256  # rows that one thread composes at a time
+
+
+@dataclass(frozen=True, eq=False)
+class BatchIntervals:
+    """All intervals [i, j) of layers, for some rows: arrays [runs, rows], and which run an interval is.
+
+    run: int [L, L + 1], −1 below the diagonal. Impossible runs have inf cost and floor_s, and 0 otherwise.
+    """
+
+    rows: tuple[Row, ...]
+    run: np.ndarray
+    cost: np.ndarray
+    floor_s: np.ndarray
+    pace_s: np.ndarray
+    step_s: np.ndarray
+    transfer_s: np.ndarray
+    resident: np.ndarray
+    saved: np.ndarray
+    transient: np.ndarray
+    entry_s: np.ndarray  # the part of transfer_s that is received at the first border
+
+    @staticmethod
+    def joined(parts: Sequence[BatchIntervals], order: Sequence[int]) -> BatchIntervals:
+        """The rows of all parts; order: where each of them belongs."""
+        back = np.argsort(order)
+        names = [one.name for one in fields(BatchIntervals)][2:]
+        arrays = [np.concatenate([getattr(part, name) for part in parts], axis=1).take(back, axis=1) for name in names]
+        rows = [row for part in parts for row in part.rows]
+        return BatchIntervals(tuple(rows[k] for k in back), parts[0].run, *arrays)
+
+    def of(self, name: str, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
+        """The array of this name as [rows, L, L + 1], for some rows (positions in ``rows``) or all of them."""
+        values = getattr(self, name).T[rows]
+        below = np.inf if name in ("cost", "floor_s") else 0.0
+        padded = np.concatenate([values, np.full((len(values), 1), below)], axis=1)
+        return np.asarray(padded.take(self.run, axis=1, mode="wrap"))  # −1 is the padding
+
+
+@dataclass(eq=False)
+class BatchComposer:
+    """Tables and intervals of one model for the cases of ``cases``, at any of ``levels``.
+
+    modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
+    case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
+    """
+
+    variants: Variants
+    restriction: Restriction
+    levels: Sequence[Level]
+    modes: Sequence[str]
+    build: Build = build_batch_section
+    alike: Sequence[int] = ()
+    kept: KeptRows | None = None
+    _templates: dict[str, Template] = field(default_factory=dict)
+    _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
+    _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _peaks: dict[str, np.ndarray] = field(default_factory=dict)
+
+    # ---- tables
+
+    def states(self, boundary: int) -> tuple[tuple[State, ...], np.ndarray]:
+        """The states of a border in any case, and bool [cases, states] in which."""
+        return self.variants.states(boundary, self.restriction.roles)
+
+    def template(self, layer: int) -> Template:
+        """The template of a layer's class."""
+        key = self.variants.layering.layers[layer].class_key
+        if key not in self._templates:
+            self._templates[key] = self._template(layer)
+        return self._templates[key]
+
+    def _template(self, layer: int) -> Template:
+        (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
+        modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)
+        section = self.build(self.variants, layer, into, out, self.restriction, modes)
+        crossing = self.variants.layering.crossing
+        entering, leaving = crossing[layer], crossing[layer + 1]
+        possible = np.ones((len(into), len(out)), dtype=bool)
+        for t, name in enumerate(entering):
+            if name in leaving:
+                u = leaving.index(name)
+                possible &= np.array([[a[t] == b[u] for b in out] for a in into]).reshape(possible.shape)
+        entry, leave = section.index("entry"), section.index("exit")
+        arriving = {
+            entry[name]: _positions(section, entry[name], into, t) for t, name in enumerate(entering) if name in entry
+        }
+        going = {
+            leave[name]: _positions(section, leave[name], out, t)
+            for t, name in enumerate(leaving)
+            if name in leave and name not in entering
+        }
+        mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
+        return Template.of(section, layer, modes, arriving, going, mask)
+
+    def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
+        """Per layer class the tables of these rows."""
+        own = list(dict.fromkeys(map(self._own, rows)))
+        return {self._alike[0][k]: self._made(k, own) for k in self._distinct[0]}
+
+    def _made(self, layer: int, rows: Sequence[Row]) -> LayerTables:
+        """The tables of a layer's class for these rows of cases that stand for themselves; ``choices`` knows them."""
+        made, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
+        self._found.update({(key, row): (made, place) for place, row in enumerate(rows)})
+        return made
+
+    def _weights(self, rows: Sequence[Row]) -> Weights:
+        return Weights.of([(variant, self.levels[level]) for variant, level in rows])
+
+    def _own(self, row: Row) -> Row:
+        """The row whose tables stand for a row's own."""
+        return (self.alike[row[0]] if len(self.alike) else row[0]), row[1]
+
+    # ---- borders
+
+    def border_seconds(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
+        """(entry, exit) seconds [states, cases]: receiving the tensors that cross here in each state, and getting their
+        cotangents back. Without a stage's actions."""
+        key = self.variants.border_key(boundary)
+        if key not in self._borders:
+            self._borders[key] = self._price_border(boundary)
+        return self._borders[key]
+
+    def _price_border(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
+        variants = self.variants
+        states, _ = self.states(boundary)
+        entry, leave = (np.zeros((len(states), variants.num)) for _ in range(2))
+        nodes, grad = variants.source.by_name(), variants.layering.needs_grad
+        for t, name in enumerate(variants.layering.crossing[boundary]):
+            kind = nodes[name].meta["type"]
+            whole = variants.shapes(kind).prod(axis=1)[variants.extent_of] * float(kind.dtype.itemsize)
+            whole *= wire_share(variants.communication.activations, kind)
+            for i, state in enumerate(states):
+                entry[i] += self._transfer(whole, state[t].value, True)
+                if name in grad:
+                    leave[i] += self._transfer(whole, state[t].cotangent, False)
+        return entry, leave
+
+    def _transfer(self, whole: np.ndarray, spec: Any, before: bool) -> np.ndarray:
+        """[cases] seconds to send a tensor of these whole bytes to each device, cut as ``spec`` says."""
+        mask = sum(1 << axis for axis, placement in enumerate(spec) if placement.is_shard)
+        key = "transfer", mask, before, whole.tobytes()
+        cache = self.variants.cache
+        if key not in cache:
+            sizes = whole / self.variants.divisor[:, mask]
+            pricers = [self.variants.pricer(v) for v in range(self.variants.num)]
+            cache[key] = np.array([p.transfer_seconds(size, before) for p, size in zip(pricers, sizes.tolist())])
+        return np.asarray(cache[key])
+
+    @cached_property
+    def actions(self) -> np.ndarray:
+        """[cases] seconds of a stage's two actions, beside their ops."""
+        return np.array([2 * self.variants.pricer(v).device.action_s for v in range(self.variants.num)])
+
+    def peak_bytes(self, layer: int) -> np.ndarray:
+        """[cases] the gradients of the operands and outputs of the largest op, cut evenly over the mesh: an estimate
+        of the peak beside what is kept."""
+        key = self.variants.layering.layers[layer].class_key
+        if key not in self._peaks:
+            nodes = self.variants.source.by_name()
+            sizes = []
+            for node in map(nodes.__getitem__, self.variants.layering.layers[layer].ops):
+                if op_name(node) == "getitem":
+                    continue
+                kinds = [*types_of(node)]
+                kinds += [types_of(o)[0] for o in node.all_input_nodes if o.op != "placeholder"]
+                sizes.append(
+                    sum(self.variants.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds)
+                )
+            most = np.max(sizes, axis=0)[self.variants.extent_of]
+            self._peaks[key] = most / self.variants.num_devices
+        return self._peaks[key]
+
+    # ---- intervals
+
+    def floors(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """(floor_s [runs, rows], the run of every interval): what ``intervals`` has under that name, alone."""
+        runs, index = self._runs
+        return self._recalled(rows, lambda row: self._key(row, False), (len(runs),), self._floors), index
+
+    def _floors(self, rows: Sequence[Row]) -> np.ndarray:
+        """[runs, rows]."""
+        runs, _ = self._runs
+        actions = self.actions[[variant for variant, _ in rows]]
+        tables = {self._alike[0][k]: self._layer_floors(k, rows) for k in self._distinct[0]}
+
+        def work(part: slice) -> np.ndarray:
+            return floors_of(runs, {key: table[..., part] for key, table in tables.items()}, actions[part])
+
+        parts = in_chunks(work, len(rows), _SLICE)
+        return np.concatenate(parts, axis=1)
+
+    def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
+        """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
+        free = [self.levels[level].unpriced for _, level in rows]  # these need one mode only
+        if len(set(free)) > 1:
+            order = sorted(range(len(rows)), key=free.__getitem__)
+            parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
+            return BatchIntervals.joined(parts, order)
+        runs, index = self._runs
+        found = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
+        return BatchIntervals(tuple(rows), index, *found)
+
+    def _composed(self, rows: Sequence[Row]) -> np.ndarray:
+        """[9, runs, rows]: the arrays of ``BatchIntervals`` for rows that are all free, or none."""
+        own = {row: place for place, row in enumerate(dict.fromkeys(map(self._own, rows)))}
+        tables = {self._alike[0][k]: self._layer_values(k, list(own)) for k in self._distinct[0]}
+        at = np.array([own[self._own(row)] for row in rows], dtype=np.intp)
+
+        def layers(part: slice) -> dict[str, Taken]:
+            taken = {key: values.take(at[part], axis=-1) for key, values in tables.items()}
+            return {key: (values[0], values[1:]) for key, values in taken.items()}
+
+        runs, _ = self._runs
+        variant = np.array([row[0] for row in rows], dtype=np.intp)
+        borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
+        actions = self.actions
+        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
+
+        def work(part: slice) -> np.ndarray:
+            return Composition(runs, layers(part), borders, actions, peaks, variant[part]).run()
+
+        parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
+        return np.concatenate(parts, axis=2)
+
+    def _layer_floors(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
+        """[in states, out states, rows] ``Template.floors`` of a layer's class."""
+        template = self.template(layer)
+        return self._recalled(
+            rows,
+            lambda row: self._layer_key(b"floors", layer, row),
+            template.possible.shape[:2],
+            lambda some: template.floors(self._weights(some)),
+        )
+
+    def _layer_values(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
+        """[6, in states, out states, rows] ``LayerTables.values`` of a layer's class."""
+        return self._recalled(
+            rows,
+            lambda row: self._layer_key(b"tables", layer, row),
+            (6, *self.template(layer).possible.shape[:2]),
+            lambda some: self._made(layer, some).values,
+        )
+
+    # ---- rows of other searches
+
+    def _recalled(
+        self,
+        rows: Sequence[Row],
+        key: Callable[[Row], bytes],
+        shape: tuple[int, ...],
+        make: Callable[[Sequence[Row]], np.ndarray],
+    ) -> np.ndarray:
+        """[*shape, rows]: what ``make`` makes of rows, or made of equal ones before."""
+        if self.kept is None:
+            return make(rows)
+        return self.kept.recall([key(row) for row in rows], shape, lambda some: make([rows[k] for k in some]))
+
+    def _layer_key(self, what: bytes, layer: int, row: Row) -> bytes:
+        return row_key(what, [self._columns[layer][row[0]]], self.levels[row[1]], 0.0, [])
+
+    def _key(self, row: Row, whole: bool) -> bytes:
+        """The key of a row. whole: of its intervals, with messages and peaks; else of its floors."""
+        variant, level = row
+        source = self._own(row)[0] if whole else variant
+        layers, borders = self._distinct
+        others: list[np.ndarray] = []
+        if whole:
+            others += [seconds[:, variant] for b in borders for seconds in self.border_seconds(b)]
+            others += [self.peak_bytes(k)[[variant]] for k in layers]
+        columns = [column[source] for column in self._columns.values()]
+        return row_key(self._sequence, columns, self.levels[level], float(self.actions[variant]), others)
+
+    @cached_property
+    def _columns(self) -> dict[int, list[bytes]]:
+        """By the first layer of a class the digests of all cases."""
+        return {k: column_digests(self.template(k)) for k in self._distinct[0]}
+
+    @cached_property
+    def _sequence(self) -> bytes:
+        """Which layers, and which borders, are alike."""
+        return repr([[found.index(one) for one in found] for found in self._alike]).encode()
+
+    @cached_property
+    def _distinct(self) -> list[list[int]]:
+        """The first layer of every class, and the first border of every kind."""
+        return [[k for k, one in enumerate(found) if found.index(one) == k] for found in self._alike]
+
+    @cached_property
+    def _alike(self) -> tuple[list[str], list[Any]]:
+        """The classes of the layers, and what the borders depend on."""
+        layers = self.variants.layering.layers
+        return [layer.class_key for layer in layers], [self.variants.border_key(b) for b in range(len(layers) + 1)]
+
+    @cached_property
+    def _runs(self) -> tuple[list[Run], np.ndarray]:
+        """The distinct runs, and the run of every interval."""
+        return runs_of(*self._alike)
+
+    def _by_layer(self, row: Row, first: int, end: int) -> list[tuple[LayerTables, int]]:
+        """The tables of layers [first, end), and the position of this row in them."""
+        own, classes = self._own(row), self._alike[0]
+        for key in dict.fromkeys(classes[first:end]):
+            if (key, own) not in self._found:
+                self._made(classes.index(key), [own])
+        return [self._found[key, own] for key in classes[first:end]]
+
+    # ---- the way back
+
+    def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
+        """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
+        [first, end). A parameter that several of these layers use has the label of the first. ValueError where there
+        is no way."""
+        by_layer = self._by_layer(row, first, end)
+        path = self._path(row, first, end, by_layer)
+        labels: dict[str, str] = {}
+        modes = []
+        for layer, (table, position), into, out in zip(range(first, end), by_layer, path, path[1:]):
+            chosen, mode = table.choices(position, into, out)
+            modes.append(table.template.modes[mode])
+            section, names = table.template.section, self._names(table.template.layer, layer)
+            for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
+                if kind in ("op", "parameter") and name in names:
+                    labels.setdefault(names[name], section.label(operator, choice, row[0]))
+        states = tuple(self.states(first + k)[0][s] for k, s in enumerate(path))
+        return labels, tuple(modes), states
+
+    def _path(self, row: Row, first: int, end: int, by_layer: Sequence[tuple[LayerTables, int]]) -> list[int]:
+        """The border states (indices) of the best way through layers [first, end)."""
+        cost = self.border_seconds(first)[0][:, row[0]] + self.actions[row[0]]
+        back = []
+        for table, position in by_layer:
+            total = cost[:, None] + table.cost[..., position]
+            back.append(total.argmin(axis=0))
+            cost = total.min(axis=0)
+        cost = cost + self.border_seconds(end)[1][:, row[0]]
+        state = int(cost.argmin())
+        if not np.isfinite(cost[state]):
+            raise ValueError(f"an interval must be possible, but got layers [{first}, {end}) in row {row}")
+        states = [state]
+        for best in reversed(back):
+            state = int(best[state])
+            states.append(state)
+        return states[::-1]
+
+    def _names(self, source: int, layer: int) -> dict[str, str]:
+        """Ops and parameters of layer ``source`` → those in the same place of ``layer``, of the same class."""
+        layers, nodes = self.variants.layering.layers, self.variants.source.by_name()
+        names = dict(zip(layers[source].ops, layers[layer].ops, strict=True))
+        for ours, theirs in list(names.items()):
+            for one, other in zip(tensor_operands(nodes[ours]), tensor_operands(nodes[theirs]), strict=True):
+                if one.op == "placeholder":
+                    names.setdefault(one.name, other.name)
+        return names
+
+
+def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
+    """[states] which choice of a kept operator each border state is."""
+    position = {pair: i for i, pair in enumerate(section.choices[operator])}
+    return np.array([position[state[tensor]] for state in states], dtype=np.intp)
+
+
+Row = tuple[int, int]  # (variant, level)
+Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of layers: the one that it extends by a layer (−1: none), that layer's class, and the first interval
+    that it is."""
+
+    before: int
+    layer: str
+    first: int
+    last: int
+    length: int
+
+
+def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[Run], np.ndarray]:
+    """The distinct runs, a run after the one that it extends; and int [L, L + 1], the run of every interval."""
+    numbers: dict[Hashable, int] = {}
+    borders_at = [numbers.setdefault(key, len(numbers)) for key in borders]
+    ids: dict[tuple[int, int, str, int], int] = {}
+    runs: list[Run] = []
+    index = np.full((len(classes), len(classes) + 1), -1)
+    for first in range(len(classes)):
+        before, start = -1, borders_at[first]
+        for last in range(first, len(classes)):
+            layer = classes[last]
+            key = before, start, layer, borders_at[last + 1]
+            if key not in ids:
+                ids[key] = len(runs)
+                runs.append(Run(before, layer, first, last, last - first + 1))
+            before = index[first, last + 1] = ids[key]
+            start = -1  # the runs before say where they start
+    return runs, index
+
+
+def floors_of(runs: Sequence[Run], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
+    """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
+    tables: by class, [in states, out states, rows]."""
+    found = np.empty((len(runs), len(actions)))
+    by_length: dict[int, dict[str, list[int]]] = {}
+    for number, run in enumerate(runs):
+        by_length.setdefault(run.length, {}).setdefault(run.layer, []).append(number)
+    before: dict[int, np.ndarray] = {}
+    for _, groups in sorted(by_length.items()):
+        now: dict[int, np.ndarray] = {}
+        for layer, members in groups.items():
+            table = tables[layer]
+            ahead = [before[runs[n].before] if runs[n].before >= 0 else np.zeros(table.shape[::2]) for n in members]
+            start = np.stack(ahead, axis=1)  # [in states, runs, rows]
+            least = start[0][:, None] + table[0]
+            total = np.empty_like(least)
+            for state in range(1, len(table)):
+                np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
+            found[members] = least.min(axis=1) + actions
+            now |= {number: least[place] for place, number in enumerate(members)}
+        before = now
+    return found
+
+
+class Composition:
+    """The min-plus products of all runs, for some rows: arrays [runs, states, rows].
+
+    tables: by class; borders: by border, entry and exit seconds [states, cases];
+    actions [cases]; peaks: by class, [cases]; variant [rows]: which case each row is of.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        tables: Mapping[str, Taken],
+        borders: Mapping[int, tuple[np.ndarray, np.ndarray]],
+        actions: np.ndarray,
+        peaks: Mapping[str, np.ndarray],
+        variant: np.ndarray,
+    ) -> None:
+        self.runs, self.tables, self.borders, self.variant = runs, tables, borders, variant
+        self.actions, self.peaks = actions[variant], {key: peak[variant] for key, peak in peaks.items()}
+        self.results = np.empty((9, len(runs), len(variant)))
+
+    def run(self) -> np.ndarray:
+        """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
+        by_length: dict[int, list[int]] = {}
+        for number, run in enumerate(self.runs):
+            by_length.setdefault(run.length, []).append(number)
+        before: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for _, numbers in sorted(by_length.items()):
+            groups: dict[str, list[int]] = {}
+            for number in numbers:
+                groups.setdefault(self.runs[number].layer, []).append(number)
+            now: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+            for key, members in groups.items():
+                starts = [self._start(number, before) for number in members]
+                vectors = self._extended(key, np.stack([start for start, _ in starts], axis=1))
+                peak = np.maximum(np.stack([peak for _, peak in starts]), self.peaks[key])
+                for place, number in enumerate(members):
+                    now[number] = vectors[:, place], peak[place]
+                self._leave(members, vectors, peak)
+            before = now
+        return self.results
+
+    def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """What came before the last layer of a run: [8, in states, rows], and the peak [rows]."""
+        run = self.runs[number]
+        if run.before >= 0:
+            return before[run.before]
+        entry = self.borders[run.first][0][:, self.variant]
+        start = np.zeros((8, *entry.shape))
+        start[0] = entry + self.actions
+        start[1] = start[2] = self.actions
+        start[4] = entry
+        return start, np.zeros(len(self.variant))
+
+    def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
+        """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
+        table, quantities = self.tables[key]
+        num_into, num_out, num_rows = table.shape
+        shape = start.shape[1], num_out, num_rows
+        found = np.empty((8, *shape))
+        least, lowest = found[0], found[1]
+        running = Running(least, num_into)
+        total, better = np.empty(shape), np.empty(shape, dtype=bool)
+        for state, line in enumerate(table):
+            if state == 0:
+                np.add(start[0][:, 0, None], line, out=least)
+                np.add(start[1][:, 0, None], line, out=lowest)
+                continue
+            running.offer(np.add(start[0][:, state, None], line, out=total), state, None, better)
+            np.minimum(lowest, np.add(start[1][:, state, None], line, out=total), out=lowest)
+        rows = np.arange(num_rows)
+        best = running.best.astype(np.intp)
+        old = best * num_rows
+        old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
+        best *= num_out * num_rows
+        best += np.arange(num_out)[:, None] * num_rows + rows
+        start.reshape(8, -1)[2:].take(old, axis=1, out=found[2:], mode="clip")
+        taken = quantities.reshape(5, -1).take(best, axis=1, mode="clip")
+        found[2:4] += taken[:2]
+        found[5:7] += taken[2:4]
+        np.maximum(found[7], taken[4], out=found[7])
+        return found
+
+    def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
+        """The best state to leave in, for the runs ``members``."""
+        _, num_runs, num_out, num_rows = vectors.shape
+        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.variant] for n in members])
+        state = (vectors[0] + back).argmin(axis=1)
+        at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
+        chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")
+        possible = np.isfinite(chosen[0])
+        self.results[8, members] = chosen[4] * possible
+        chosen[0] += back.reshape(-1).take(at, mode="clip")
+        chosen[1] = vectors[1].min(axis=1)
+        chosen[4] += back.reshape(-1).take(at, mode="clip")
+        chosen[7] += peak
+        chosen[2:] *= possible
+        self.results[:8, members] = chosen

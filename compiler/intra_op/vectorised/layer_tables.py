@@ -1,0 +1,500 @@
+"""Tables of one layer class for many rows at once: what the layer costs between two borders, per row.
+
+A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* (weights of bytes, and what of the
+seconds counts). Its objective is, for the recompute mode that is best in each cell,
+
+    seconds + again[mode]
+        − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds) · floor_seconds / seconds
+        + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
+
+where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
+that layers share): so that no stage undercuts the sum of its layers' floors.
+
+Modes are rows of the elimination and minimised over afterwards. Then choices are walked back for the cells that are
+left, and what they take is added up, each resharded copy once per (tensor, target state). Rows are arrays' last axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from ..solver.elimination_order import Recipe, plan_elimination
+from ..solver.vectorised_elimination import MAX_CELLS, Chunk, Running, chunk_rows, follow, in_chunks
+from ..solver.vectorised_presolve import Link, simplify_links
+from .problem import BatchEdge, BatchSection
+
+__all__ = ["TIE", "LayerTables", "Level", "Template", "Weights"]
+
+TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
+
+
+@dataclass(frozen=True)
+class Level:
+    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts, and of the
+    gradients of weights: all, unless per-step work counts nothing (``_corners``)."""
+
+    byte: float = 0.0
+    saved_byte: float = 0.0
+    step_share: float = 1.0
+    weight_share: float = 1.0
+
+    @property
+    def unpriced(self) -> bool:
+        """Whether bytes count nothing but for ties."""
+        return not self.byte and not self.saved_byte
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The levels of some rows, as arrays [rows]; variant: which case each is of."""
+
+    variant: np.ndarray
+    byte: np.ndarray
+    saved_byte: np.ndarray
+    step_off: np.ndarray
+    weight_off: np.ndarray
+
+    @staticmethod
+    def of(rows: Sequence[tuple[int, Level]]) -> Weights:
+        """(case, level) per row."""
+        levels = [level for _, level in rows]
+        assert all(level.weight_share == 1.0 or level.step_share == 0.0 for level in levels), levels
+        return Weights(
+            np.array([variant for variant, _ in rows], dtype=np.intp),
+            np.array([level.byte for level in levels]) + TIE,
+            np.array([level.saved_byte for level in levels]) + TIE,
+            1.0 - np.array([level.step_share for level in levels]),
+            1.0 - np.array([level.weight_share for level in levels]),
+        )
+
+    def part(self, rows: slice) -> Weights:
+        """These rows alone."""
+        return Weights(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What an operator or a tensor adds, [*choice axes, variants], in the last three by mode; None where that is
+    nothing at all."""
+
+    seconds: np.ndarray  # inf where impossible
+    sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
+    step_s: np.ndarray | None
+    weight_s: np.ndarray | None
+    resident: np.ndarray | None
+    again: tuple[np.ndarray | None, ...]
+    saved: tuple[np.ndarray | None, ...]
+    transient: tuple[np.ndarray | None, ...]
+
+    @property
+    def idle(self) -> bool:
+        """Whether all of it is 0."""
+        return not (self.seconds.any() or _any(self.again) or _any(self.saved) or _any(self.transient))
+
+    def counted(self, seconds: np.ndarray) -> np.ndarray:
+        """What the objective counts of some seconds."""
+        return seconds if self.sure is None else self.sure * seconds
+
+    def objective(self, weights: Weights, cases: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
+        """[*choice axes, modes · rows] of rows of these cases; modes: None for one in which everything has the mode
+        that is best for it alone: no mode of a whole layer is less."""
+        base = self.seconds[..., cases]
+        if self.step_s is not None and weights.step_off.any():
+            base = base - self.step_s[..., cases] * weights.step_off
+        if self.weight_s is not None and weights.weight_off.any():
+            base = base - self.weight_s[..., cases] * weights.weight_off
+        sure = None if self.sure is None else self.sure[..., cases]
+        base = base if sure is None else base * sure
+        if self.resident is not None:
+            base = base + self.resident[..., cases] * weights.byte
+        if modes is None:
+            return self._with_own_modes(base, sure, weights, cases)
+        cost = np.empty((*base.shape[:-1], len(modes), base.shape[-1]))
+        for place, mode in enumerate(modes):
+            again, saved, part = self.again[mode], self.saved[mode], cost[..., place, :]
+            part[...] = base
+            if again is not None:
+                part += again[..., cases] if sure is None else again[..., cases] * sure
+            if saved is not None:
+                part += saved[..., cases] * weights.saved_byte
+        return cost.reshape(*cost.shape[:-2], -1)
+
+    def _with_own_modes(
+        self, base: np.ndarray, sure: np.ndarray | None, weights: Weights, cases: slice | np.ndarray
+    ) -> np.ndarray:
+        """``base`` with the least that any mode adds to it."""
+        modes = {(id(again), id(saved)): (again, saved) for again, saved in zip(self.again, self.saved)}
+        if (id(None), id(None)) in modes:
+            return base
+        least: np.ndarray | None = None
+        for again, saved in modes.values():
+            added: np.ndarray | float = 0.0
+            if again is not None:
+                added = again[..., cases] if sure is None else again[..., cases] * sure
+            if saved is not None:
+                added = added + saved[..., cases] * weights.saved_byte
+            least = np.asarray(added) if least is None else np.minimum(least, added)
+        return base if least is None else base + least
+
+
+@dataclass(frozen=True, eq=False)
+class Border:
+    """The operators of one border (entries, or exits) as one: a choice for every combination of theirs that some border
+    state has.
+
+    operators: which these are; choices: [combinations, operators]; of_state: [border states] which combination.
+    """
+
+    operators: tuple[int, ...]
+    choices: np.ndarray
+    of_state: np.ndarray
+
+    @staticmethod
+    def of(positions: Mapping[int, np.ndarray], num_states: int) -> Border:
+        """positions: operator → [border states], its choice in each."""
+        if not positions:
+            return Border((), np.zeros((1, 0), dtype=np.intp), np.zeros(num_states, dtype=np.intp))
+        choices, of_state = np.unique(np.stack([*positions.values()], axis=1), axis=0, return_inverse=True)
+        return Border(tuple(positions), choices, of_state.reshape(-1))
+
+    def joined(self, costs: Sequence[np.ndarray]) -> np.ndarray:
+        """[combinations, N] from [choices, N] per operator of the section: their sum, and 0 in the place of theirs."""
+        return np.asarray(sum((costs[i][c] for i, c in zip(self.operators, self.choices.T)), np.zeros(1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """One layer class, ready for any rows: its terms, and the recipe of its elimination.
+
+    layer: whose names the section uses. The recipe has two operators after those of the section, one per border, which
+    it keeps; those of the section that they stand for are left with one choice and no cost. possible: [in states, out
+    states, variants].
+    """
+
+    section: BatchSection
+    layer: int
+    modes: tuple[str, ...]
+    operators: tuple[Terms, ...]
+    tensors: tuple[Terms, ...]
+    links: tuple[int, ...]  # which edges the recipe's links are
+    recipe: Recipe
+    borders: tuple[Border, Border]
+    possible: np.ndarray
+
+    @staticmethod
+    def of(
+        section: BatchSection,
+        layer: int,
+        modes: Sequence[str],
+        into: Mapping[int, np.ndarray],
+        out: Mapping[int, np.ndarray],
+        possible: np.ndarray,
+    ) -> Template:
+        """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border.
+        Raises TooWide."""
+        operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
+        borders = Border.of(into, possible.shape[0]), Border.of(out, possible.shape[1])
+        numbers = tuple(i for i, e in enumerate(section.edges) if e.consumers)
+        links = [_link(section.edges[i], tensors[i], borders, len(operators)) for i in numbers]
+        keep = len(operators), len(operators) + 1
+        corners = [np.zeros((1, 1)) if i in into or i in out else _corners(terms) for i, terms in enumerate(operators)]
+        corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
+        alive, reduced = simplify_links(corners, links, frozenset(keep))
+        recipe = plan_elimination(alive, reduced, keep, MAX_CELLS)
+        return Template(section, layer, tuple(modes), operators, tensors, numbers, recipe, borders, possible)
+
+    def tables(self, weights: Weights) -> LayerTables:
+        """The class's tables for these rows."""
+        shape = (*self.possible.shape[:2], len(weights.variant))
+        values, mode = np.zeros((6, *shape)), np.zeros(shape, np.uint8)
+        values[0] = np.inf
+        modes = tuple(range(len(self.modes)))
+        if "none" in self.modes and weights.byte.max() <= TIE and weights.saved_byte.max() <= TIE:
+            modes = (self.modes.index("none"),)  # to run something again takes longer
+        tables = LayerTables(self, values, mode, weights.variant, modes, ())
+        most = max(1, chunk_rows(self.recipe) // len(modes))
+        cells = np.nonzero(self.possible.any(axis=2))
+        chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
+        return replace(tables, chunks=tuple(chunks))
+
+    def floors(self, weights: Weights) -> np.ndarray:
+        """[in states, out states, rows] what no objective undercuts: the least where each op and each copy may have a
+        mode of its own (the least itself where bytes have no price and a mode runs nothing again), rounded down."""
+        cost = np.full((*self.possible.shape[:2], len(weights.variant)), np.inf)
+        into, out = np.nonzero(self.possible.any(axis=2))
+        terms = len(self.operators) + len(self.tensors) + 8
+        lower = 1.0 - terms * float(np.finfo(np.float32).eps)  # which their sum does not lose, as none is negative
+
+        def fill(rows: slice) -> None:
+            part = weights.part(rows)
+            _, values = self._eliminated(part, None, (into, out))
+            allowed = self.possible[into, out][:, _as_slice(part.variant)]
+            cost[into, out, rows] = np.where(allowed, values[:, 0] * lower, np.inf)
+
+        in_chunks(fill, len(weights.variant), chunk_rows(self.recipe))
+        return cost
+
+    def _eliminated(
+        self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
+    ) -> tuple[Chunk, np.ndarray]:
+        """The elimination of these rows, and [cells, modes, rows] its values. modes: None for that of ``floors``."""
+        cases, kind = _as_slice(weights.variant), np.float32 if modes is None else np.float64
+        costs = [terms.objective(weights, cases, modes) for terms in self.operators]
+        costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
+        for operator in (i for border in self.borders for i in border.operators):
+            costs[operator] = np.zeros((1, costs[0].shape[1]))
+        costs = [cost.astype(kind, copy=False) for cost in costs]
+        links = [self.tensors[i].objective(weights, cases, modes).astype(kind, copy=False) for i in self.links]
+        chunk = follow(self.recipe, costs, links, walkable=modes is not None)
+        by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
+        return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))
+
+    def _chunk(self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables) -> Chunk:
+        """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
+        variant, (into, out) = weights.variant, cells
+        cases = _as_slice(variant)
+        chunk, by_mode = self._eliminated(weights, tables.modes, cells)
+        running = Running(np.array(by_mode[:, 0]), len(tables.modes))
+        better = np.empty(running.cost.shape, dtype=bool)
+        for k in range(1, len(tables.modes)):
+            running.offer(by_mode[:, k], k, None, better)
+        cost = np.where(self.possible[into, out][:, cases], running.cost, np.inf)
+        tables.cost[into, out, rows] = cost
+        numbers = np.array(tables.modes)
+        tables.mode[into, out, rows] = numbers[running.best]
+        cell, row = np.nonzero(np.isfinite(cost))
+        place = running.best[cell, row].astype(np.intp)
+        modes = numbers[place]
+        chosen = self.walk(chunk, into.take(cell), out.take(cell), place * len(variant) + row)
+        sums = self.add_up(chosen, modes, variant.take(row))
+        for array, quantity in zip(tables.values[1:], sums):
+            part = np.zeros(cost.shape)
+            part[cell, row] = quantity
+            array[into, out, rows] = part
+        return chunk
+
+    def walk(self, chunk: Chunk, into: np.ndarray, out: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+        """Choices per operator of the section behind cells, given by border states and rows of the chunk."""
+        kept = [border.of_state.take(states) for border, states in zip(self.borders, (into, out))]
+        chosen = chunk.walk(kept, rows)[: len(self.operators)]
+        for border, combination in zip(self.borders, kept):
+            for operator, choices in zip(border.operators, border.choices.T):
+                chosen[operator] = choices.take(combination)
+        return chosen
+
+    def add_up(self, chosen: Sequence[np.ndarray], modes: np.ndarray, variant: np.ndarray) -> list[np.ndarray]:
+        """pace_s, step_s, resident, saved, transient of assignments: choices per operator, modes and cases, all flat.
+
+        A tensor's copy counts once per target state that someone wants."""
+        num_cases = self.possible.shape[2]
+        sums = _Sums(modes, len(self.modes))
+        for terms, choice in zip(self.operators, chosen):
+            sums.add(terms, np.multiply(choice, num_cases, dtype=np.intp) + variant, None)
+        for edge, terms in zip(self.section.edges, self.tensors):
+            if terms.idle:
+                continue
+            lines = (edge.source * (terms.seconds.shape[1] * num_cases)).take(chosen[edge.producer]) + variant
+            wanted: list[np.ndarray] = []
+            for k, target in edge.consumers:
+                state = target.take(chosen[k])
+                fresh = np.all([state != other for other in wanted], axis=0) if wanted else None
+                sums.add(terms, lines + state * num_cases, fresh)
+                wanted.append(state)
+        return sums.total
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTables:
+    """One layer class for some rows: arrays [in states, out states, rows]; the bytes and seconds are those of the
+    choices behind ``cost``, and 0 where that is inf. modes: indices of the recompute modes that were looked at.
+
+    cost: the objective; mode: index of the best recompute mode; pace_s: seconds per microbatch; step_s: what a step
+    costs once, divided by the microbatches; resident: bytes; saved: bytes per microbatch in flight; transient: bytes
+    that live only while this layer runs (or runs again).
+    """
+
+    template: Template
+    values: np.ndarray  # [6, in states, out states, rows]: cost, pace_s, step_s, resident, saved, transient
+    mode: np.ndarray
+    variant: np.ndarray
+    modes: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    cost = property(lambda self: self.values[0])
+    pace_s = property(lambda self: self.values[1])
+    step_s = property(lambda self: self.values[2])
+    resident = property(lambda self: self.values[3])
+    saved = property(lambda self: self.values[4])
+    transient = property(lambda self: self.values[5])
+
+    def choices(self, row: int, into: int, out: int) -> tuple[list[int], int]:
+        """(choice per operator, mode) behind one cell; ValueError where it is impossible."""
+        if not np.isfinite(self.cost[into, out, row]):
+            raise ValueError(
+                f"border states must be possible together, but got {(into, out)} in row {row}; see where cost is finite"
+            )
+        mode = int(self.mode[into, out, row])
+        num_modes = len(self.modes)
+        for chunk in self.chunks:
+            rows = chunk.cost.shape[-1] // num_modes
+            if row < rows:
+                break
+            row -= rows
+        cell = (np.array([index]) for index in (into, out, self.modes.index(mode) * rows + row))
+        return [int(c[0]) for c in self.template.walk(chunk, *cell)], mode
+
+
+# ---- terms of a section
+
+
+def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Terms:
+    seconds = section.seconds[i]
+    possible = np.isfinite(seconds)
+
+    def only(array: np.ndarray | None) -> np.ndarray | None:
+        if array is None or _is_nothing(array):
+            return None
+        return np.ascontiguousarray(np.where(possible, array, 0.0).T)
+
+    def by_mode(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
+        made = {id(array): only(array) for array in arrays.values()}
+        return tuple(made[id(arrays[mode])] if mode in arrays else None for mode in modes)
+
+    floor = section.floor_seconds[i]
+    sure = None
+    if not np.array_equal(floor, seconds):
+        spends = possible & (seconds > 0)
+        sure = np.ascontiguousarray(np.where(spends, floor, 1.0).T) / np.where(spends, seconds, 1.0).T
+    return Terms(
+        np.ascontiguousarray(seconds.T, dtype=float),
+        sure,
+        only(section.step_seconds[i]),
+        only(section.weight_seconds[i]),
+        only(section.resident[i]),
+        by_mode(section.again[i]),
+        by_mode(section.saved[i]),
+        by_mode(section.transient[i]),
+    )
+
+
+def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, ...], np.ndarray]) -> Terms:
+    """known: arrays that tensors share, by identity, with the rows last."""
+    seconds = edge.seconds
+    possible: list[np.ndarray] = []  # made when first needed
+
+    def turned(array: np.ndarray) -> np.ndarray | None:
+        if _is_nothing(array):
+            return None
+        key = id(array), id(seconds)
+        if key not in known:
+            if array is not seconds:
+                possible[:] = possible or [np.isfinite(seconds)]
+                array = np.where(possible[0], array, 0.0)
+            known[key] = np.ascontiguousarray(np.moveaxis(array, 0, -1), dtype=float)
+        return known[key]
+
+    def by_mode(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray | None, ...]:
+        return tuple(turned(arrays[mode]) if mode in arrays else None for mode in modes)
+
+    total = turned(seconds)
+    if total is None:
+        total = np.zeros((*seconds.shape[1:], len(seconds)))
+    sure = None if edge.floor == 1.0 else np.where(np.isfinite(total), edge.floor, 1.0)
+    return Terms(total, sure, None, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
+
+
+def _link(edge: BatchEdge, terms: Terms, borders: Sequence[Border], number: int) -> Link:
+    """The edge between operators of the recipe: those of the borders are ``number`` and the one after."""
+    place = {i: (number + k, c) for k, border in enumerate(borders) for i, c in zip(border.operators, border.choices.T)}
+
+    def at(operator: int, states: np.ndarray) -> tuple[int, np.ndarray]:
+        if operator not in place:
+            return operator, states
+        new, choices = place[operator]
+        return new, states[choices]
+
+    source = at(edge.producer, edge.source)
+    consumers = tuple(at(k, target) for k, target in edge.consumers)
+    return Link.of(*source, consumers, _different([terms.seconds, *terms.again, *terms.saved]))
+
+
+def _is_nothing(array: np.ndarray) -> bool:
+    """Whether all of it is 0: by one cell where that stands for all of them."""
+    return not (array.any() if any(array.strides) else array.size and array.flat[0])
+
+
+def _any(arrays: Sequence[np.ndarray | None]) -> bool:
+    return any(array is not None for array in arrays)
+
+
+def _different(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    """Each array once."""
+    return list({id(array): array for array in arrays if array is not None}.values())
+
+
+def _corners(terms: Terms) -> np.ndarray:
+    """[choices, N]: columns of which every objective is a sum with weights ≥ 0, so that less in all of them is less."""
+    columns = [terms.counted(terms.seconds)]
+    if terms.step_s is not None:
+        columns.append(terms.counted(terms.seconds - terms.step_s))
+    if terms.weight_s is not None:
+        step_s = 0.0 if terms.step_s is None else terms.step_s
+        columns.append(terms.counted(terms.seconds - step_s - terms.weight_s))
+    columns += [terms.counted(again) for again in _different(terms.again)]
+    columns += _different([terms.resident, *terms.saved])
+    return np.concatenate(columns, axis=1)
+
+
+class _Sums:
+    """Sums of (pace_s, step_s, resident, saved, transient) over flat cells whose modes are known."""
+
+    def __init__(self, modes: np.ndarray, num_modes: int) -> None:
+        self.total = [np.zeros(len(modes)) for _ in range(5)]
+        # the cells of each mode; all of them without a list
+        self.cells: list[np.ndarray | None] = [np.flatnonzero(modes == m) for m in range(num_modes)]
+        self.cells = [None if cells is not None and len(cells) == len(modes) else cells for cells in self.cells]
+
+    def add(self, terms: Terms, at: np.ndarray, where: np.ndarray | None) -> None:
+        """Add what ``terms`` has at flat indices; where: bool, which of the cells."""
+        pace, step, resident, saved, transient = self.total
+        seconds = terms.seconds.reshape(-1).take(at, mode="clip")
+        if terms.step_s is not None:
+            once = terms.step_s.reshape(-1).take(at, mode="clip")
+            step += once
+            seconds -= once
+        pace += seconds if where is None else seconds * where
+        if terms.resident is not None:
+            resident += terms.resident.reshape(-1).take(at, mode="clip")
+        for by_mode, sums in ((terms.again, pace), (terms.saved, saved), (terms.transient, transient)):
+            if len(_different(by_mode)) == 1 and all(quantity is not None for quantity in by_mode):
+                assert by_mode[0] is not None
+                values = by_mode[0].reshape(-1).take(at, mode="clip")
+                sums += values if where is None else values * where
+                continue
+            for quantity, cells in zip(by_mode, self.cells):
+                if quantity is not None and (cells is None or len(cells)):
+                    _add_cells(quantity.reshape(-1), at, where, cells, sums)
+
+
+def _add_cells(
+    quantity: np.ndarray, at: np.ndarray, where: np.ndarray | None, cells: np.ndarray | None, sums: np.ndarray
+) -> None:
+    """Add ``quantity`` of some cells (None: all) to their sums."""
+    values = quantity.take(at if cells is None else at[cells], mode="clip")
+    if where is not None:
+        values *= where if cells is None else where[cells]
+    if cells is None:
+        sums += values
+    else:
+        sums[cells] += values
+
+
+def _as_slice(variant: np.ndarray) -> slice | np.ndarray:
+    """The cases as a slice where they are consecutive: slices of arrays are views."""
+    first, num = int(variant[0]), len(variant)
+    return slice(first, first + num) if np.array_equal(variant, np.arange(first, first + num)) else variant

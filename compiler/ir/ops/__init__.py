@@ -1,0 +1,1 @@
+"""Our own ops: what PyTorch lacks, or what changes when its data is cut."""

@@ -1,0 +1,531 @@
+"""Ops that PyTorch lacks or that change when their data is cut: plain differentiable functions on one device's tensors.
+
+Each is the whole op for one device when its trailing keyword arguments have their defaults, and that is how captured
+graphs call it (``meshwright.<name>``). The keyword arguments name the mesh axes (positions) along which the data is
+cut; they are filled in by the rules' ``localize``, and the function then talks over ``comm.current().comm``.
+
+    dropout          counter-based: the mask is a hash of (seed, step, microbatch, op, global element)
+    cross_entropy    sum and count instead of a mean, so that parts add up; vocabulary-parallel as in arXiv:1909.08053
+    batch_norm       batch statistics over all devices that share a batch
+    embedding_shard  the rows of a table that this device holds
+    experts          dropless routed feed-forward experts
+
+Our ops in the form in which a compiler can take them: pure functions of tensors.
+
+dropout         what depends on the microbatch comes in as a small tensor, the *ticket*; the mask is one opaque op
+                of that, the same bits as ``local_ops.dropout`` draws; the rest fuses with what is around
+cross_entropy   without the hand-written gradient, which would end a compiler's fusion
+
+Rows sent to the devices of their experts, and back: expert parallelism by all_to_all (GShard, arXiv:2006.16668).
+
+Every device has rows in the order of their experts, 0 … E-1, of which block i lies on device i. How many rows each
+expert gets is exchanged first, so no row is dropped or padded:
+
+    there    counts [E] → [p, E/p], what every device sends to each expert here; rows in pieces of these sums;
+             what has arrived is in the order (device, expert) and is put in the order (expert, device)
+    back     the same steps the other way round
+
+Several axes that cut the experts are taken one after the other, major first: after each, the rows are in the order of
+the experts of the block that is left. A gradient goes the way of its row, backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..comm import Comm, current
+
+__all__ = [
+    "ACTIVATIONS", "batch_norm", "brought_back", "cross_entropy", "dispatch", "dropout", "dropout_ticket",
+    "embedding_shard", "experts", "plain_cross_entropy", "ticketed_dropout",
+]  # fmt: skip
+
+
+Cuts = tuple[tuple[int, int], ...]  # (mesh axis, tensor dim) of every cut, major axis first
+
+# splitmix64 (Steele, Lea and Flood, OOPSLA 2014): the increment, then (shift, multiplier) of each mixing round
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_PER_HASH = 4  # elements that share one 64-bit hash, 16 bits each
+
+
+def block_index(axes: Sequence[int], comm: Comm) -> int:
+    """Which block of a dim cut by ``axes`` (major first) this device holds."""
+    index = 0
+    for axis in axes:
+        index = index * comm.size(axis) + comm.index(axis)
+    return index
+
+
+def _reduce(x: Tensor, axes: Sequence[int], comm: Comm, op: str = "sum") -> Tensor:
+    for axis in axes:
+        x = comm.all_reduce(x, axis, op)
+    return x
+
+
+# ---- dropout
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of ``value``."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _stream(*counters: int) -> int:
+    """One 64-bit key for a tuple of counters: the splitmix64 finaliser after each."""
+    key = 0
+    for counter in counters:
+        key = (key + (counter + 1) * _GOLDEN) & ((1 << 64) - 1)
+        for shift, multiplier in _MIX:
+            key = ((key ^ (key >> shift)) * multiplier) & ((1 << 64) - 1)
+    return key
+
+
+def mask_key(op_index: int) -> int:
+    """The int64 that all masks of an op hash, in the bound microbatch."""
+    context = current()
+    return _signed(_stream(context.seed, context.step, context.microbatch, op_index))
+
+
+def mask_place(cuts: Cuts, comm: Comm) -> dict[int, tuple[int, int]]:
+    """Cut dim → (the block that this device holds, number of blocks)."""
+    place = {}
+    for dim in dict.fromkeys(dim for _, dim in cuts):
+        axes = [axis for axis, d in cuts if d == dim]
+        place[dim] = block_index(axes, comm), prod(comm.size(axis) for axis in axes)
+    return place
+
+
+def keep_mask(shape: Sequence[int], p: float, op_index: int, cuts: Cuts, device: torch.device) -> Tensor:
+    """bool[shape], true with probability 1 - p (to within 2^-17): this device's part of the mask of the uncut tensor.
+
+    Four neighbours along the last dim share a hash, 16 bits each. Blocks of the last dim may begin anywhere: the groups
+    that they touch are hashed whole.
+    """
+    return keep_mask_at(shape, p, mask_key(op_index), mask_place(cuts, current().comm), device)
+
+
+def keep_mask_at(
+    shape: Sequence[int], p: float, key: int, place: Mapping[int, tuple[int, int]], device: torch.device
+) -> Tensor:
+    """``keep_mask`` by its key (``mask_key``) and place (``mask_place``)."""
+    starts, whole = [0] * len(shape), list(shape)
+    for dim, (index, count) in place.items():
+        starts[dim], whole[dim] = index * shape[dim], shape[dim] * count
+    if not shape:
+        return keep_mask_at((1,), p, key, {}, device)[0]
+    first, skipped = divmod(starts[-1], _PER_HASH)
+    groups = -(-(starts[-1] + shape[-1]) // _PER_HASH) - first
+    starts[-1], whole[-1] = first, -(-whole[-1] // _PER_HASH)
+    counts = [*shape[:-1], groups]
+    # the counter of every group, in units of the golden ratio, is a sum of one term per dim: only the last covers all
+    x = torch.full((), key, dtype=torch.int64, device=device)
+    for dim, (start, count) in enumerate(zip(starts, counts)):
+        stride = prod(whole[dim + 1 :])
+        term = torch.arange(start, start + count, dtype=torch.int64, device=device).mul_(_signed(stride * _GOLDEN))
+        x = x.unsqueeze(-1) + term
+    for shift, multiplier in _MIX:
+        x ^= (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # int64 shifts its sign in; splitmix64 shifts zeros in
+        if multiplier != 1:
+            x *= _signed(multiplier)
+    keep = x.view(torch.int16) >= round(p * 65536) - 32768
+    return keep.narrow(-1, skipped, shape[-1]).contiguous()
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, op_index: int, cuts: Cuts) -> Tensor:
+        keep = keep_mask(x.shape, p, op_index, cuts, x.device) if p < 1 else torch.zeros_like(x, dtype=torch.bool)
+        ctx.save_for_backward(keep)
+        ctx.scale = 1 / (1 - p) if p < 1 else 0.0
+        return keep.to(x.dtype).mul_(ctx.scale).mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (keep,) = ctx.saved_tensors
+        return keep.to(grads[0].dtype).mul_(ctx.scale).mul_(grads[0]), None, None, None
+
+
+def dropout(x: Tensor, p: float, op_index: int, cuts: Cuts = ()) -> Tensor:
+    """``x`` with each element zeroed with probability ``p`` and the rest scaled by 1 / (1 - p); same shape and dtype.
+
+    ``op_index`` tells the dropouts of one graph apart; seed, step and microbatch come from the bound context. ``cuts``:
+    a (mesh axis, dim) for every cut of x, major axis first; the mask is the slice of the one that an uncut x would get.
+    Keeps the mask (1 byte per element) for the backward. Equality with PyTorch's own generator is not claimed.
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"a dropout probability lies between 0 and 1, but got {p}; change it in the model")
+    return x if p == 0 else _Dropout.apply(x, p, op_index, tuple(cuts))
+
+
+# ---- cross entropy
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per row, with s the smoothing: lse - (1-s) z_target - (s/C) sum z; its gradient: softmax - (1-s) onehot - s/C."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, vocab_axes: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
+        classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
+        if vocab_axes:
+            comm = current().comm
+            start, classes = block_index(vocab_axes, comm) * classes, classes * prod(comm.size(a) for a in vocab_axes)
+            here = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
+            local = (t - start).masked_fill_(~here, 0)
+            top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
+            probability = z.to(wide).sub(top[:, None]).exp_()
+            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~here, 0)]
+            if smoothing:
+                sums.append(z.sum(1, dtype=wide))
+            total, picked, *mass = _reduce(torch.stack(sums), vocab_axes, comm).unbind(0)
+            probability.div_(total[:, None])
+            rows = total.log().sub_(picked, alpha=1 - smoothing)
+            if smoothing:  # picked was relative to top
+                rows.add_(top, alpha=smoothing).sub_(mass[0], alpha=smoothing / classes)
+        else:
+            here = t != ignore_index
+            local = t.masked_fill(~here, 0)
+            # softmax is one fused pass; the largest logit z* and its probability give lse = z* - log p* without another
+            probability = torch.softmax(z, 1, dtype=wide)
+            rows = z.amax(1).to(wide).sub_(probability.amax(1).log_())
+            rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
+            if smoothing:
+                rows.sub_(z.sum(1, dtype=wide), alpha=smoothing / classes)
+        valid = t != ignore_index if vocab_axes else here
+        ctx.save_for_backward(probability, local, here, valid)
+        ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
+        count = valid.sum()
+        ctx.mark_non_differentiable(count)
+        return rows.masked_fill_(~valid, 0).sum(), count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        probability, local, here, valid = ctx.saved_tensors
+        row = valid * grads[0].to(probability.dtype)
+        out = probability * row[:, None]
+        if ctx.smoothing:
+            out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
+        out.scatter_add_(1, local[:, None], (here * row).mul_(ctx.smoothing - 1)[:, None])
+        shape, dtype = ctx.like
+        return out.view(shape).to(dtype), None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """0-d: the sum of ``-log softmax(logits)[target]`` over the rows whose target is not ``ignore_index``, fp32 or
+    float64 as the logits, and how many those are, int64. The mean is their quotient. The count can be had before there
+    are logits (``target_count``).
+
+    logits: [..., C] in any float dtype (computed in at least fp32), target: [...] of class indices. With ``vocab_axes``
+    each device holds a block of C: one max all-reduce of 1 value per row and one sum all-reduce of 2 (3 with smoothing)
+    in the forward, none in the backward. Keeps the probabilities for the backward.
+    """
+    return _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, tuple(vocab_axes))
+
+
+def target_count(target: Tensor, ignore_index: int) -> Tensor:
+    """0-d: how many targets are not ``ignore_index``, as ``cross_entropy`` counts them."""
+    return (target != ignore_index).sum()
+
+
+# ---- batch norm
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        comm = current().comm
+        dims = [d for d in range(x.dim()) if d != 1]
+        local = x.numel() // x.shape[1]
+        n = local * prod(comm.size(axis) for axis in axes)
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        var, mean = (s.double() for s in torch.var_mean(wide, dims, correction=0))
+        # sums in fp64: the difference below would cancel in fp32
+        total, squares = _reduce(torch.stack([mean, var + mean * mean]) * local, axes, comm).unbind(0)
+        mean = total / n
+        var = squares / n - mean * mean
+        kind = torch.promote_types(x.dtype, torch.float32)
+        mean, biased, unbiased = mean.to(kind), var.to(kind), (var * (n / max(n - 1, 1))).to(kind)
+        ctx.save_for_backward(x, weight, mean, biased)
+        ctx.comm, ctx.axes, ctx.eps, ctx.n = comm, axes, eps, n
+        ctx.mark_non_differentiable(mean, unbiased)
+        scale, shift = (one if one is None else one.to(kind) for one in (weight, bias))
+        return F.batch_norm(x, mean, biased, scale, shift, False, 0.0, eps), mean, unbiased
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, var = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        # in evaluation mode the fused backward returns this device's sums of dy * xhat and dy
+        _, by_xhat, by_one = torch.ops.aten.native_batch_norm_backward(
+            dy, x, torch.ones_like(mean), mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
+        all_xhat, all_one = _reduce(torch.stack([by_xhat, by_one]), ctx.axes, ctx.comm).div_(ctx.n).unbind(0)
+        inverse = (var + ctx.eps).rsqrt()
+        gain = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        # dx = gain * (dy - mean(dy) - xhat * mean(dy * xhat)); x is centred first, for its mean may dwarf its deviation
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        slope = -gain * all_xhat * inverse
+        dx = torch.addcmul((-gain * all_one).view(shape), dy, gain.view(shape))
+        dx.addcmul_(x - mean.view(shape), slope.view(shape))
+        need = ctx.needs_input_grad
+        return dx.to(x.dtype), by_xhat if need[1] else None, by_one if need[2] else None, None, None
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch_axes: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, var): ``x`` [N, C, ...] normalized per channel over all other dims, and the statistics [C] that running
+    averages take (var unbiased; neither has a gradient; of at least fp32).
+
+    With ``batch_axes`` the dims other than C are cut into equal blocks along these axes, and the statistics are those
+    of the whole: one all-reduce of 2C doubles in the forward, one of 2C values in the backward.
+    """
+    if batch_axes:
+        return _SyncBatchNorm.apply(x, weight, bias, eps, tuple(batch_axes))
+    kind = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (one if one is None else one.to(kind) for one in (weight, bias))
+    mean, var = torch.zeros(2, x.shape[1], dtype=kind, device=x.device).unbind(0)
+    mean, var = mean.clone(), var.clone()
+    # momentum 1 makes the fused op write the statistics of this batch, the variance unbiased, into the "running" ones
+    y = torch.native_batch_norm(x, weight, bias, mean, var, True, 1.0, eps)[0]
+    return y, mean, var
+
+
+# ---- embedding
+
+
+def embedding_shard(
+    weight: Tensor,
+    index: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    vocab_axes: tuple[int, ...] = (),
+) -> Tensor:
+    """``aten.embedding`` on this device's block of rows: an addend [*index.shape, hidden], zero for others' rows.
+
+    weight: [rows here, hidden]; index: global row numbers; padding_idx: the global row without gradient, -1 for none.
+    The weight's gradient is dense whatever ``sparse`` says. Raises ValueError with ``scale_grad_by_freq``, which needs
+    the whole table.
+    """
+    if not vocab_axes:
+        return torch.embedding(weight, index, padding_idx, scale_grad_by_freq, sparse)
+    if scale_grad_by_freq:
+        raise ValueError("with scale_grad_by_freq no rows can be cut, but got vocab_axes; cut the hidden dim")
+    rows = weight.shape[0]
+    start = block_index(vocab_axes, current().comm) * rows
+    local = index - start
+    outside = (local < 0) | (local >= rows)
+    here = padding_idx - start if padding_idx >= start and padding_idx - start < rows else -1
+    out = torch.embedding(weight, local.masked_fill_(outside, 0), here)
+    return out.masked_fill(outside.unsqueeze(-1), 0)
+
+
+# ---- experts
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+class _Combine(torch.autograd.Function):
+    """``zeros.index_add(0, token, rows * factor)``, which would keep the product for its backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factor: Tensor, token: Tensor, like: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, factor, token)
+        return torch.zeros_like(like).index_add_(0, token, (rows * factor[:, None]).to(like.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, factor, token = ctx.saved_tensors
+        grad = grads[0].index_select(0, token)
+        by_factor = torch.linalg.vecdot(grad.to(factor.dtype), rows.to(factor.dtype))
+        return (grad * factor[:, None]).to(rows.dtype), by_factor, None, None
+
+
+def experts(
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gated: bool = True,
+    expert_axes: tuple[int, ...] = (),
+    dispatch_axes: tuple[int, ...] = (),
+) -> Tensor:
+    """Each token's K experts, weighted and summed: [T, H]. No token is dropped.
+
+    x: [T, H]; index, weight: [T, K] expert numbers (one outside 0..E-1 contributes nothing) and their factors; down:
+    [E, H, F]; gate_up: [E, 2F, H] (rows gate, then up) or [E, 2, F, H] if ``gated``, when an expert is
+    ``down(act(gate(x)) * up(x))``; else [E, F, H] for ``down(act(up(x)))``. activation: a key of ``ACTIVATIONS``. With
+    ``expert_axes`` gate_up and down are a block of the experts, and the output is an addend without the others'; it is
+    an addend too where F is cut (all but the [E, 2F, H] form). With ``dispatch_axes`` they are a block of the experts
+    too, and x, index and weight one of the tokens: a row for each token and expert travels to the expert and back
+    (``local_ops``), and the output is this device's tokens'.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"an expert's activation is one of {', '.join(ACTIVATIONS)}, but got {activation!r}; use one")
+    act = ACTIVATIONS[activation]
+    count, per_token = gate_up.shape[0], index.shape[1]
+    start = block_index(expert_axes, current().comm) * count if expert_axes else 0
+    count *= prod(current().comm.size(axis) for axis in dispatch_axes)
+    local = index.reshape(-1) - start
+    local = local.masked_fill((local < 0) | (local >= count), count)
+    sizes = torch.bincount(local, minlength=count + 1)[:count]
+    counts = sizes.tolist()
+    order = torch.argsort(local, stable=True)[: sum(counts)]
+    token = order // per_token
+    rows, counts, moves = dispatch(x.index_select(0, token), sizes, counts, dispatch_axes)
+    ups, downs = gate_up.flatten(1, -2).unbind(0), down.unbind(0)  # unbind: one gradient buffer for all experts
+    outs = []
+    for e, mine in enumerate(rows.split(counts)):
+        # without any token one empty expert runs, so that gradients are zeros and not missing
+        if not mine.shape[0] and (e or any(counts)):
+            continue
+        hidden = F.linear(mine, ups[e])
+        if gated:
+            gate, up = hidden.chunk(2, -1)
+            hidden = act(gate) * up
+        else:
+            hidden = act(hidden)
+        outs.append(F.linear(hidden, downs[e]))
+    return _Combine.apply(
+        brought_back(torch.cat(outs), moves), weight.reshape(-1).index_select(0, order), token, x.detach()
+    )
+
+
+def dropout_ticket(op_index: int, cuts: Cuts) -> Tensor:
+    """int64 [1 + 2 * dims cut] on the CPU: the key of the bound microbatch, then for each cut dim which block of how
+    many this device holds."""
+    places = mask_place(cuts, current().comm)
+    return torch.tensor([mask_key(op_index), *(number for place in places.values() for number in place)])
+
+
+@torch.library.custom_op("meshwright::keep_mask", mutates_args=())
+def _keep_mask(ticket: Tensor, shape: Sequence[int], p: float, dims: Sequence[int], device: torch.device) -> Tensor:
+    key, *places = ticket.tolist()
+    return keep_mask_at(shape, p, key, dict(zip(dims, zip(places[::2], places[1::2]))), device)
+
+
+@_keep_mask.register_fake
+def _(ticket: Tensor, shape: Sequence[int], p: float, dims: Sequence[int], device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+def ticketed_dropout(x: Tensor, ticket: Tensor, p: float, dims: tuple[int, ...]) -> Tensor:
+    """``local_ops.dropout`` of x, whose ``dims`` are cut as ``ticket`` says."""
+    if p == 0:
+        return x
+    if p == 1:
+        return x * 0.0
+    keep = torch.ops.meshwright.keep_mask(ticket, list(x.shape), p, list(dims), x.device)
+    return keep.to(x.dtype) * (1 / (1 - p)) * x
+
+
+def plain_cross_entropy(
+    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, vocab_axes: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """``local_ops.cross_entropy`` where no axis cuts the vocabulary."""
+    assert not vocab_axes
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    t = target.reshape(-1)
+    valid = t != ignore_index
+    log_p = torch.log_softmax(logits.reshape(-1, logits.shape[-1]), 1, dtype=wide)
+    rows = log_p.gather(1, t.masked_fill(~valid, 0)[:, None])[:, 0] * (label_smoothing - 1)
+    if label_smoothing:
+        rows = rows - log_p.sum(1) * (label_smoothing / log_p.shape[1])
+    return rows.masked_fill(~valid, 0).sum(), valid.sum()
+
+
+@dataclass(frozen=True)
+class Move:
+    """One axis of the way. sent, received: rows to and from each of its devices; order: where the k-th row of those in
+    the order of experts is among those that have arrived; inverse: of ``order``."""
+
+    comm: Comm
+    axis: int
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    inverse: Tensor
+
+    def there(self, rows: Tensor) -> Tensor:
+        """[sum of sent, ...] → [sum of received, ...]."""
+        return self.comm.all_to_all_uneven(rows, self.axis, self.sent, self.received).index_select(0, self.order)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[sum of received, ...] → [sum of sent, ...]."""
+        rows = rows.index_select(0, self.inverse)
+        return self.comm.all_to_all_uneven(rows, self.axis, self.received, self.sent)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows the one way, their gradients the other; ``way``: "there" or "back"."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, move: Move, way: str) -> Tensor:
+        ctx.home = move.there if way == "back" else move.back
+        return (move.there if way == "there" else move.back)(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.home(grads[0]), None, None
+
+
+def dispatch(
+    rows: Tensor, sizes: Tensor, counts: list[int], axes: Sequence[int]
+) -> tuple[Tensor, list[int], list[Move]]:
+    """``rows`` [sum of sizes, H] in the order of experts, of which ``sizes`` [E] says how many each gets (``counts``:
+    the same as numbers) → the rows of all devices for the experts here, in the order of these and, for each, of the
+    devices; how many each has; and the moves made."""
+    moves = []
+    for axis in axes:
+        move, sizes, counts = _move(current().comm, axis, sizes, counts)
+        rows = _Moved.apply(rows, move, "there")
+        moves.append(move)
+    return rows, counts, moves
+
+
+def brought_back(rows: Tensor, moves: Sequence[Move]) -> Tensor:
+    """The rows in the order in which ``local_ops`` got them, on the devices that they came from."""
+    for move in reversed(moves):
+        rows = _Moved.apply(rows, move, "back")
+    return rows
+
+
+def _move(comm: Comm, axis: int, sizes: Tensor, counts: list[int]) -> tuple[Move, Tensor, list[int]]:
+    """One axis' move of the rows of experts with these counts, and the counts [E / p] of those here."""
+    size = comm.size(axis)
+    block = len(counts) // size
+    arriving = comm.all_to_all(sizes, axis, 0, 0)  # [p · E / p]: of each device for each expert here
+    came = [counts_of.tolist() for counts_of in arriving.cpu().split(block)]
+    sent = [sum(counts[d * block : (d + 1) * block]) for d in range(size)]
+    received = [sum(each) for each in came]
+    expert = torch.arange(block, device=sizes.device).repeat(size)
+    order = torch.argsort(expert.repeat_interleave(arriving, output_size=sum(received)), stable=True)
+    move = Move(comm, axis, sent, received, order, torch.argsort(order))
+    return move, arriving.view(size, block).sum(0), [sum(each) for each in zip(*came, strict=True)]

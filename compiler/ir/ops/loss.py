@@ -1,0 +1,104 @@
+"""Counts of targets, summed over devices while the model runs.
+
+A mean over targets that are not ignored is a quotient of two sums over the parts of a batch. The loss needs logits; the
+count needs targets alone, which are there from the beginning. In a local program::
+
+    count  = start_count(target)      at its front: the sum starts
+    …                                 the model
+    total  = cross_entropy(logits, target)[0]
+    loss   = total / arrived(count)
+
+So no device waits in its forward for the slowest one, and the quotient is an addend of the loss (``loss``).
+
+The loss that each device has a share of: summed over mesh axes once per step, not in every microbatch.
+
+Where the loss is made as addends (P) and nothing else reads it, a program returns this device's addend. Its gradient is
+that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
+microbatches, so who runs the program adds addends up and sums them over the axes when the step ends. A mean over a
+count that is known only from the data is an addend divided by that count, which is summed in every microbatch, early
+(``loss``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.fx import Node
+
+from ..comm import Arrival, current
+from ..graph import Graph, op_name, output_of
+from ..reshard import Step, run_steps
+from ..spec import P, Pair, R
+from . import local_ops
+
+__all__ = ["ONCE", "arrived", "counted_by", "early_count", "leaving", "lone_losses", "start_count"]
+
+
+def start_count(target: Tensor, ignore_index: int, axes: Sequence[int]) -> Arrival:
+    """``local_ops.target_count``, its sum over mesh axes on its way."""
+    return current().comm.start_sum(local_ops.target_count(target, ignore_index), axes)
+
+
+def arrived(count: Arrival) -> Tensor:
+    """It: 0-d."""
+    return count.wait()
+
+
+def counted_by(node: Node) -> Node | None:
+    """The cross entropy whose count a tensor of the model's graph is, if it is one."""
+    loss, index = output_of(node)
+    return loss if index == 1 and op_name(loss) == "meshwright.cross_entropy" else None
+
+
+def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[Step]) -> Node:
+    """In place of these conversions of the count of ``loss``, an op of a local program: what has its sum. It starts in
+    front of all ops, or behind the last one that makes the targets."""
+    _, target, ignore_index = loss.args[:3]
+    assert isinstance(target, Node)
+    assert all(step.kind == "all_reduce" for step in steps), steps
+    axes = tuple(step.axis for step in steps)
+    with graph.inserting_after(_brought_forward(graph, target)):
+        started = graph.call_function(start_count, (target, ignore_index, axes))
+    started.meta.update(tensor=target.meta["tensor"])
+    return graph.call_function(arrived, (started,))
+
+
+def _brought_forward(graph: torch.fx.Graph, target: Node) -> Node:
+    """The last placeholder or, where targets are made of inputs without others' help, the last op that makes them, all
+    of which are moved there."""
+    last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
+    makers: dict[Node, None] = {}
+    waiting = [target]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder":
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload) and node.target not in (run_steps, operator.getitem):
+            return target
+        makers.setdefault(node)
+        waiting += node.all_input_nodes
+    for node in [node for node in graph.nodes if node in makers]:
+        last.append(node)
+        last = node
+    return last
+
+
+ONCE = 1 - 1e-6  # to the search: of two sums that cost the same, the one that nobody waits for in a forward is better
+
+
+def lone_losses(graph: Graph) -> frozenset[str]:
+    """The node of the loss, unless an op or another result reads it as well."""
+    nodes, kinds = graph.by_name(), dict[str, list[str]]()
+    for result in graph.results:
+        kinds.setdefault(result.node, []).append(result.kind)
+    alone = (name for name, found in kinds.items() if found == ["loss"])
+    return frozenset(name for name in alone if all(user.op == "output" for user in nodes[name].users))
+
+
+def leaving(pair: Pair) -> Pair:
+    """In which pair a lone loss leaves a program that makes it in ``pair``: sums are left, all else is whole."""
+    return Pair(tuple(P if placement == P else R for placement in pair.value), (R,) * len(pair.value))

@@ -1,0 +1,76 @@
+"""The lowered program of one chunk: a local fx module with its calling convention. Every device of the stage runs the
+same one.
+
+``module(*slots) -> tuple(exits)``. The module is differentiable by eager autograd: reshards and communicating ops carry
+their own conjugates. It reads its coordinates and collectives from ``comm.current()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from .graph import TensorType
+from .spec import Pair
+
+__all__ = ["ChunkProgram", "Exit", "Segment", "Slot"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One argument of the module.
+
+    kind: "parameter", "buffer", "constant", "input" or "receive"; name: the qualified name, the input's source name, or
+    the node's name; pair: value and cotangent placement on the stage's mesh; type: global type at the microbatch's
+    extent; batch_dim: of inputs.
+    """
+
+    kind: str
+    name: str
+    node: str
+    pair: Pair
+    type: TensorType
+    batch_dim: int | None = None
+    aliases: tuple[str, ...] = ()
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One result of the module.
+
+    kind: "send" (name: the node's, leaves for later stages in spec ``pair.value``, its cotangent comes back in
+    ``pair.cotangent``), "loss" (0-d; on axes where ``pair.value`` is P this device's addend, to be summed once per
+    step; seed its cotangent on every device), "output" (name: flat index) or "buffer" (name: the buffer's; already in
+    the buffer's own spec).
+    """
+
+    kind: str
+    name: str
+    node: str
+    pair: Pair
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Names of nodes that the backward runs again, but for the ``heavy`` of them, whose results are kept."""
+
+    nodes: frozenset[str]
+    heavy: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ChunkProgram:
+    """What ``lower`` makes of one chunk of a plan. Who runs it repeats the ``segments`` (``segments.repeating``)."""
+
+    module: torch.fx.GraphModule
+    slots: tuple[Slot, ...]
+    exits: tuple[Exit, ...]
+    mesh_shape: tuple[int, ...]
+    collectives: Mapping[str, int]  # "forward all_reduce", "backward all_gather", … → count per microbatch
+    constants: Mapping[str, torch.Tensor]
+    segments: tuple[Segment, ...] = ()

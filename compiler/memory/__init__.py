@@ -1,0 +1,1 @@
+"""The peak bytes of a stage, by abstract execution of its programs."""

@@ -1,0 +1,310 @@
+"""What reductions of gradients into blocks, and the gathers of values after the update, hold on one device while they
+run: the buckets of ``runtime/parameters/gradients.py`` and ``runtime/parameters/optimizer_shards.py`` on tensors
+without data.
+
+A message of n bytes to a group of d devices holds n while its gradients come in. On its way it holds n more, for what
+arrives (NCCL adds up by itself: n/d more), until the next message starts, or the next backward; then n/d stays.
+
+What the codes of a stage's gradients hold on one device: residuals and buffers of a sum per bucket.
+
+Over axes whose wire is hierarchical only one of ``members`` parts of a bucket is summed in code, between hosts.
+
+The bytes that replicas which step by themselves keep besides, on each device of a stage.
+
+With G bytes of gradients that a device has, D the delay in steps (``runtime/execution/local_sgd.py``)::
+
+    delayed gradients     2 D G: of every step under way the gradients and their mean; 2 G more while one comes and
+                          another leaves, when the backwards are over
+    averages              G of anchors, and the outer optimizer's state; 2 G more from when one leaves until it comes
+
+Gradients are in no buckets, of which a plan counts G.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise, product
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...costmodel.cluster import Cluster
+from ...costmodel.codecs import CODECS
+from ...costmodel.memory import drawn_bytes, held_bytes, parameter_bytes, usable_bytes
+from ..cost.pricing import gradient_type
+from ..errors import InfeasibleError
+from ..ir.graph import Graph
+from ..ir.reshard import Cut
+from ..ir.spec import local_shape
+from ..plan.plan import BUCKET_BYTES, Plan, Stage, gradient_buckets
+from .abstract_run import Tracker, labelled
+
+__all__ = ["Block", "ReductionRoom", "coded_bytes", "gather_room", "update_bytes", "wiring", "with_replicas"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A parameter of which the optimizer has a block, or a master. shape: of what ops read; key: what must agree in a
+    message; sums: the type of gradients in messages. Of masters every microbatch's gradients are added to messages, of
+    others those of the last one go into them, or of each where it is reduced ``often``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sums: torch.dtype
+    cut: Cut
+    key: Hashable
+    often: bool
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the block is a master."""
+        return self.sums != self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of what ops read."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the whole gradient in a message."""
+        return self.sums.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the block, if it cannot share the storage of what ops read; else 0. Masters are counted elsewhere."""
+        if self.mixed:
+            return 0
+        blocks = self.cut.blocks(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        inside = blocks[(0,) * len(self.cut.sizes)].is_contiguous()
+        return 0 if inside else self.nbytes // self.cut.parts
+
+
+@dataclass
+class _Message:
+    blocks: list[Block]
+    left: set[str] = field(default_factory=set)
+    wire: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.sum_bytes for block in self.blocks)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.blocks[0].cut.parts
+
+
+class ReductionRoom:
+    """The messages of one chunk. ``blocks``: None for parameters that travel otherwise, in program order."""
+
+    def __init__(self, blocks: Sequence[Block | None], tracker: Tracker, native: bool) -> None:
+        self.tracker, self.native = tracker, native
+        keys = [(None, 0) if block is None else (block.key, block.sum_bytes) for block in blocks]
+        groups = gradient_buckets(keys, BUCKET_BYTES)
+        self.messages = [_Message([block for i in group if (block := blocks[i]) is not None]) for group in groups]
+        self.of: Mapping[str, _Message] = {block.name: m for m in self.messages for block in m.blocks}
+        self.mixed = any(block.mixed for m in self.messages for block in m.blocks)
+        self.often = {block.name for m in self.messages for block in m.blocks if block.often}
+        self.flying: tuple[_Message, list[torch.Tensor]] | None = None
+        self.rows: list[torch.Tensor] = []
+
+    def takes(self, name: str, last: bool) -> bool:
+        """Whether the parameter's gradient goes into a message in this backward."""
+        return name in self.often or (name in self.of and (last or self.mixed))
+
+    def arm(self) -> None:
+        """Before a backward: what still travels is waited for."""
+        self._land()
+
+    def fill(self, name: str, last: bool) -> None:
+        """A gradient goes into its message; whoever calls lets go of it afterwards."""
+        message = self.of[name]
+        if message.wire is None:
+            message.wire = self._room(message.nbytes, "gradients" if self.mixed else "buffers")
+            message.left = {block.name for block in message.blocks}
+        if not last and name not in self.often:
+            return
+        message.left.discard(name)
+        if not message.left:
+            self._launch(message)
+
+    def flush(self, last: bool) -> None:
+        """After a backward: messages that lack gradients leave as they are."""
+        for message in self.messages:
+            if message.wire is not None and (last or message.blocks[0].often):
+                self._launch(message)
+
+    def finish(self) -> None:
+        """After the last backward; the blocks are let go."""
+        self._land()
+        self.rows = []
+
+    def _launch(self, message: _Message) -> None:
+        assert message.wire is not None
+        if not message.blocks[0].cut.axes:  # summed in place; what is left is the gradient
+            self.rows.append(message.wire)
+            message.wire = None
+            return
+        self._land()
+        arrives = self._room(message.row_bytes if self.native else message.nbytes, "buffers")
+        self.flying, message.wire = (message, [message.wire, arrives]), None
+
+    def _land(self) -> None:
+        if self.flying is None:
+            return
+        (message, held), self.flying = self.flying, None
+        del held[0]
+        row = self._room(message.row_bytes, "gradients")
+        if not message.blocks[0].often:  # else it is added to what stays
+            self.rows.append(row)
+
+    def _room(self, nbytes: int, cause: str) -> torch.Tensor:
+        with labelled(self.tracker, cause):
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def gather_room(blocks: Sequence[Block], native: bool) -> int:
+    """Bytes of the two messages that are on their way together after the update, at the most. Gloo gathers into room of
+    its own first."""
+    blocks = [block for block in blocks if block.cut.axes]
+    keys = [((block.cut.axes, block.cut.sizes, block.dtype), block.nbytes) for block in blocks]
+    groups = gradient_buckets(keys, BUCKET_BYTES)
+    copies = 1 if native else 2
+    sizes = [sum(copies * blocks[i].nbytes + blocks[i].nbytes // blocks[i].cut.parts for i in g) for g in groups]
+    return max((sum(pair) for pair in pairwise([*sizes, 0])), default=0)
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def wiring(plan: Plan, stage: Stage) -> Hashable:
+    """Equal for stages whose gradients travel alike."""
+    return tuple((w.axes, w.algorithm, w.compressor, _members(plan, stage, w.axes)) for w in stage.wire)
+
+
+def coded_bytes(
+    plan: Plan, stage: Stage, sums: Sequence[tuple[tuple[int, ...], Shapes]], drawing: Sequence[str] = ()
+) -> int:
+    """Bytes of the codes that sum buckets, each over some axes and with tensors of these shapes one after another.
+    drawing: other codes that draw random numbers here."""
+    ways = {wire.axes: wire for wire in stage.wire if wire.compressor != "none"}
+    held, table = 0, max((drawn_bytes(CODECS[code]) for code in drawing), default=0)
+    for axes, shapes in sums:
+        if axes not in ways:
+            continue
+        codec, n, group = CODECS[ways[axes].compressor], sum(map(prod, shapes)), prod(stage.mesh_shape[a] for a in axes)
+        members = _members(plan, stage, axes) if ways[axes].algorithm == "hierarchical" else 1
+        held += held_bytes(codec, -(-n // members), group // members, shapes if members == 1 else ())
+        table = max(table, drawn_bytes(codec))
+    return held + table
+
+
+def _members(plan: Plan, stage: Stage, axes: Sequence[int]) -> int:
+    """Devices of one host in a group that these axes form."""
+    ranges = [range(size if axis in axes else 1) for axis, size in enumerate(stage.mesh_shape)]
+    strides = [prod(stage.mesh_shape[axis + 1 :]) for axis in range(len(stage.mesh_shape))]
+    places = [sum(i * stride for i, stride in zip(place, strides)) for place in product(*ranges)]
+    hosts = [plan.host_of(stage.devices[place]) for place in places]
+    return hosts.count(hosts[0])
+
+
+# ---- What an optimizer keeps and what its step needs besides, from a step of the real one on a parameter
+# without data
+
+
+@cache
+def update_bytes(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, device_kind: str) -> tuple[int, int]:
+    """(bytes of state, bytes that a later step needs at its worst besides) of one parameter of this local shape.
+
+    optimizer: a torch.optim class name with its default arguments, or "SGD+momentum". On CUDA devices torch updates
+    parameters in lists, so there the second figures add up over parameters; on CPUs one parameter follows the other.
+    An optimizer that is unknown, or refuses such a parameter, is taken to keep what ``parameter_bytes`` says, and to
+    need nothing. Half-precision parameters have fp32 states and a master weight, as there.
+    """
+    half = dtype.itemsize == 2
+    rule = parameter_bytes(prod(shape), dtype, optimizer, mixed_precision=half).optimizer_state
+    try:
+        state, temporary = _stepped(shape, torch.float32 if half else dtype, optimizer, device_kind == "cuda")
+    except Exception:
+        return rule, 0
+    return (rule if half else state), temporary
+
+
+def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: bool) -> tuple[int, int]:
+    name, _, momentum = optimizer.partition("+")
+    known = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
+    make: Any = getattr(torch.optim, known.get(name.lower(), name))
+    options: dict[str, Any] = {"momentum": 0.9} if momentum else {}
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter.grad = torch.empty(shape, dtype=dtype, device="meta")
+    tracker = Tracker(devices_as_given=True)
+    tracker.ignore(parameter, parameter.grad)
+    with tracker:
+        made = make([parameter], **options)
+        if lists and "foreach" in made.defaults:
+            made = make([parameter], foreach=True, **options)
+        made.step()
+        state = tracker.total
+        tracker.restart()
+        made.step()
+    return state, tracker.peak_total - state
+
+
+CAUSE = "replicas"
+_PASSING = ("activations", "temporary")  # what is gone when the backwards are over
+
+
+def with_replicas(plan: Plan, graph: Graph, delay: int, every: int, outer: str | None) -> Plan:
+    """``plan`` with the memory of replicas that step by themselves. every: steps between averages (1: gradients are
+    averaged); outer: the name of the optimizer that applies averages. Raises InfeasibleError where that does not
+    fit."""
+    without = [replace(one, memory_bytes=_without(one.memory_bytes)) for one in plan.prediction.stages]
+    if not delay and every == 1:
+        return replace(plan, prediction=replace(plan.prediction, stages=tuple(without)))
+    cluster = Cluster.from_json(json.dumps(plan.cluster))
+    usable, stages = usable_bytes(cluster), []
+    for index, (stage, found) in enumerate(zip(plan.stages, without)):
+        device = cluster.device(stage.devices[0])
+        gradients, states = _bytes(graph, plan, stage, outer, device.kind)
+        passing = 2 * gradients - sum(found.memory_bytes.get(cause, 0.0) for cause in _PASSING)
+        if every == 1:
+            more = 2 * delay * gradients + max(0.0, passing)
+        else:
+            more = gradients + states + (2 * gradients if delay else max(0.0, passing))
+        more -= gradients
+        stages.append(replace(found, memory_bytes={**found.memory_bytes, CAUSE: more}))
+        least = min(usable[device] for device in stage.devices)
+        if stages[-1].peak_bytes - found.memory_bytes.get("framework", 0.0) > least:
+            raise InfeasibleError(
+                f"replicas that step by themselves keep {more / 2**30:.3g} GiB more on each device of stage {index} "
+                f"(delay={delay}, local_steps={every}), where {(least - found.peak_bytes) / 2**30:.3g} GiB are free; "
+                "use a smaller delay, or a strategy with more tensor or pipeline parallelism"
+            )
+    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages)))
+
+
+def _without(memory: Mapping[str, float]) -> Mapping[str, float]:
+    """Of a plan that may have been saved with it."""
+    return {cause: size for cause, size in memory.items() if cause != CAUSE}
+
+
+def _bytes(graph: Graph, plan: Plan, stage: Stage, outer: str | None, kind: str) -> tuple[int, int]:
+    """(G, of the outer optimizer's state)."""
+    gradients = states = 0
+    homes = {name: home for chunk in stage.chunks for name, home in chunk.parameters.items()}
+    nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
+    for name, home in homes.items():
+        node = nodes[name]
+        if node.meta["source"].requires_grad:
+            made = gradient_type(node.meta["type"], graph.mixed)
+            shape = local_shape(made.shape, home.optimizer, stage.mesh_shape)
+            gradients += prod(shape) * made.dtype.itemsize
+            states += update_bytes(tuple(shape), made.dtype, outer, kind)[0] if outer else 0
+    return gradients, states

@@ -1,0 +1,362 @@
+"""Several pipelines of one recurrence: the k best, and those that a bisection for T passes.
+
+The recurrence of ``recurrence`` solved with the microbatches in flight that a schedule holds.
+
+Where the in-flight counts depend on the stages left alone (1F1B, GPipe) one pass serves all numbers of stages (a
+``Mode``); else there is a pass for each number. A pass drops the count of stages where no cost depends on it.
+
+``minimise`` first looks at pipelines near the lower bound of ``Search.suffix``, where few arcs survive, and widens
+until it has the optimum: ``Search.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
+best.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count
+from math import inf, isfinite
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from .families import in_flight_formula
+from .recurrence import Arcs, Lines, Search
+from .table import Floats, Ints, StageChoice, StageOption
+
+__all__ = ["WIDER", "Found", "Mode", "Ranking", "Solved", "fastest", "gather", "minimise", "modes", "solved"]
+
+
+_Stages = tuple[StageChoice, ...]
+_Whole = TypeVar("_Whole")
+
+
+class _Part(NamedTuple):
+    """A partial pipeline, in the order of the heap: ``value`` is what no pipeline that begins so undercuts."""
+
+    value: float
+    left: int  # layers; −1: a whole pipeline whose value is final
+    tick: int
+    top: float  # the largest head so far, with the fills before it
+    fill: float  # all fills so far
+    state: int
+    column: int
+    mode: int
+    path: object  # (arc, path) or None
+    lines: tuple[Floats, Floats]  # (offset, slope): worth offset + slope · the fills still to come, at least
+
+
+class Ranking(Generic[_Whole]):
+    """Pipelines by ascending value, at most ``most``, each with cuts or meshes that none before it had.
+
+    Best first over partial pipelines: what the stages so far make certain and the recurrence's value of what is left.
+    ``judge`` makes a whole pipeline what it stands for and its value, no less than the recurrence's. ``complete``:
+    whether the search came to an end within ``visits`` states; after those the best partial pipelines are ended by the
+    stages that look best one by one.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        options: Sequence[StageOption],
+        most: float,
+        visits: int,
+        judge: Callable[[_Stages], tuple[float, _Whole]],
+    ) -> None:
+        self.found, self.options, self.most, self.visits, self.judge = found, options, most, visits, judge
+        self.complete, self._tick, self._heap, none = True, count(), list[_Part](), np.empty(0)
+        self._whole: dict[int, tuple[_Whole, _Stages]] = {}
+        for mode, one in enumerate(found.solved):
+            layers = one.arcs.rows.num_layers
+            for column in one.columns:
+                if (value := float(one.value[0, column])) <= most and isfinite(value):
+                    part = _Part(value, layers, next(self._tick), 0.0, 0.0, 0, column, mode, None, (none, none))
+                    self._heap.append(part)
+        heapq.heapify(self._heap)
+
+    def best(self, top_k: int) -> list[_Whole]:
+        """The first ``top_k``."""
+        out: list[_Whole] = []
+        seen: set[tuple[tuple[int, int, int, int], ...]] = set()
+        while self._heap and len(out) < top_k:
+            part = heapq.heappop(self._heap)
+            if part.left < 0:
+                whole, stages = self._whole.pop(part.tick)
+                key = tuple((s[0], s[1], self.options[s[2]].num_devices, self.options[s[2]].shape) for s in stages)
+                if key not in seen:
+                    seen.add(key)
+                    out.append(whole)
+            elif not part.left:
+                self._judge(part)
+            elif self.visits > 0:
+                self.visits -= 1
+                for child in self._children(part):
+                    heapq.heappush(self._heap, child)
+            else:
+                self.complete = False
+                self._dive(part)
+                self._heap = [one for one in self._heap if one.left <= 0] + self._heap_of_parts(top_k - len(out))
+                heapq.heapify(self._heap)
+        return out
+
+    def _heap_of_parts(self, count: int) -> list[_Part]:
+        return heapq.nsmallest(count, (one for one in self._heap if one.left > 0))
+
+    def _judge(self, part: _Part) -> None:
+        stages = _stages(self.found.solved[part.mode], part.path)
+        value, whole = self.judge(stages)
+        if value <= self.most:
+            self._whole[part.tick] = whole, stages
+            heapq.heappush(self._heap, part._replace(value=value, left=-1))
+
+    def _dive(self, part: _Part) -> None:
+        while part.left:
+            children = self._children(part)
+            if not children:
+                return
+            part = min(children)
+        self._judge(part)
+
+    def _children(self, part: _Part) -> list[_Part]:
+        one = self.found.solved[part.mode]
+        k = part.column - int(one.counted)
+        arcs, heads, fills, behind = one.children(part.state, part.column)
+        tops = np.maximum(part.top, part.fill + heads)
+        worth = np.maximum(tops, part.fill + fills + behind)
+        target = one.arcs.target[arcs]
+        offset, slope = part.lines
+        if one.sums is not None:
+            entry, left = one.arcs.entry[arcs], one.sums[target, k]
+            fresh = np.array([part.fill + constant[entry, k] for _, constant in one.lines])
+            new = np.array([line[0][k] for line in one.lines])
+            offset = np.concatenate([offset[:, None] + slope[:, None] * fills, fresh])
+            slope = np.concatenate([slope, new])
+            worth = np.maximum(worth, (offset + slope[:, None] * left).max(axis=0))
+        width, layers = len(one.arcs.rows.positions), one.arcs.rows.num_layers
+        out = []
+        for c in np.flatnonzero((worth <= self.most) & np.isfinite(worth)):
+            state = int(target[c])
+            lines = (offset[:, c], slope) if one.sums is not None else part.lines
+            out.append(
+                _Part(
+                    float(worth[c]), layers - state // width, next(self._tick), float(tops[c]),
+                    part.fill + float(fills[c]), state, k, part.mode, (int(arcs[c]), part.path), lines,
+                )
+            )  # fmt: skip
+        return out
+
+
+def _stages(one: Solved, path: object) -> _Stages:
+    out = []
+    while isinstance(path, tuple):
+        arc, path = path
+        out.append(one.arcs.choice(arc))
+    return tuple(reversed(out))
+
+
+def fastest(search: Search, of: Sequence[Mode], best: float, epsilon: float, sweeps: int) -> list[_Stages]:
+    """Pipelines of least Σ fills + max head (``search`` is additive), the best first, then others that the bisection
+    passed: the best of these and ``best`` is within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out.
+    """
+    if search.low >= best * (1.0 - epsilon):
+        return []
+    found = gather(search, of, best * (1 + 1e-12))
+    heads = [one.head[np.isfinite(one.head)] for one in found.solved]
+    caps = np.unique(np.concatenate(heads)) if heads else np.empty(0)
+    passed: list[tuple[float, _Stages]] = []
+    least = int(np.searchsorted(caps, search.least_head))
+    # pipelines whose largest head is in caps[low..high] have sums of at least `total`, and values of at least the first
+    queue: list[tuple[float, int, int, float]] = []
+    if least < len(caps):
+        queue.append((search.low, least, len(caps) - 1, search.low - search.least_head))
+    while queue and sweeps > 0 and queue[0][0] < best * (1.0 - epsilon):
+        _, low, high, total = heapq.heappop(queue)
+        high = min(high, int(np.searchsorted(caps, best - total, "right")) - 1)  # slower stages than this cannot win
+        if low > high:
+            continue
+        sweeps -= 1
+        middle = min(max(int(np.searchsorted(caps, (caps[low] + caps[high]) / 2, "right")) - 1, low), high)
+        reached, slowest, stages = _sweep(found, float(caps[middle]), best)
+        if middle < high:
+            heapq.heappush(queue, (total + float(caps[middle + 1]), middle + 1, high, total))
+        if stages:
+            passed.append((reached + slowest, stages))
+            best = min(best, reached + slowest)
+            below = int(np.searchsorted(caps, slowest)) - 1
+            if below >= low:
+                heapq.heappush(queue, (reached + float(caps[low]), low, below, reached))
+    return [stages for _, stages in sorted(passed)]
+
+
+def _sweep(found: Found, cap: float, most: float) -> tuple[float, float, _Stages]:
+    """(least sum of fills with no head over ``cap``, the largest head of the pipeline that has it, that pipeline), of
+    the pipelines worth at most ``most``."""
+    swept = []
+    for one in found.solved:
+        slow = one.head.min(axis=1) > cap
+        arcs = one.arcs.only(~slow[one.arcs.entry] & (one.arcs.worth <= most))
+        fill = np.where(one.head <= cap, one.fill, inf)
+        value = arcs.values(None, fill, one.counted)
+        swept.append(replace(one, arcs=arcs, head=np.zeros_like(fill), fill=fill, value=value))
+    index = min(range(len(swept)), key=lambda k: swept[k].best, default=0)
+    if not swept or not isfinite(swept[index].best):
+        return inf, inf, ()
+    one, head = swept[index], found.solved[index].head
+    path = one.path()
+    slowest = max(float(head[one.arcs.entry[arc], column]) for arc, column in path)
+    return one.best, slowest, tuple(one.arcs.choice(arc) for arc, _ in path)
+
+
+WIDER = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Numbers of stages that share their in-flight counts: flights[k] with k + 1 stages left."""
+
+    counts: tuple[int, ...]
+    flights: tuple[int, ...]
+    every: bool  # whether these, together with the other modes, are all the numbers of stages that there can be
+
+
+@lru_cache(maxsize=256)
+def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mode, ...]:
+    """One mode where the family's in-flight counts depend on the stages left alone (they do if they do so for the first
+    stage, the last and one between), else one for each range of counts in which they do."""
+
+    def flight(left: int, p: int) -> int:
+        return in_flight_formula(schedule, p - left, p, m)
+
+    counts = range(least, most + 1)
+    longest = tuple(flight(left, most) for left in range(1, most + 1))
+    if all(flight(left, p) == longest[left - 1] for p in counts for left in (1, (p + 1) // 2, p)):
+        return (Mode(tuple(counts), longest, every),)
+    out: list[Mode] = []
+    for p in counts:
+        flights = tuple(flight(left, p) for left in range(1, p + 1))
+        if out and flights[: len(out[-1].flights)] == out[-1].flights:
+            out[-1] = Mode((*out[-1].counts, p), flights, every)
+        else:
+            out.append(Mode((p,), flights, every))
+    return tuple(out)
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A mode's arcs with their costs and values; ``columns`` are those of whole pipelines."""
+
+    arcs: Arcs
+    head: Floats  # [entries, S]
+    fill: Floats
+    value: Floats  # [states, S + counted]
+    columns: tuple[int, ...]
+    counted: bool
+    lines: Lines = ()
+    sums: Floats | None = None  # as values: the least sums of fills, where there are lines
+
+    @property
+    def best(self) -> float:
+        """The least value of a whole pipeline."""
+        return float(self.value[0, list(self.columns)].min())
+
+    def children(self, state: int, column: int) -> tuple[Ints, Floats, Floats, Floats]:
+        """(arcs, heads, fills, values of what is left behind them) out of a state."""
+        out = self.arcs.out(state)
+        entry, k = self.arcs.entry[out], column - int(self.counted)
+        left = self.value[self.arcs.target[out], k]
+        return np.arange(out.start, out.stop), self.head[entry, k], self.fill[entry, k], left
+
+    def path(self) -> list[tuple[int, int]]:
+        """(arc, column of its costs) of a pipeline that attains the best value."""
+        column = min(self.columns, key=lambda c: float(self.value[0, c]))
+        state, path, end = 0, [], self.arcs.rows.num_layers * len(self.arcs.rows.positions)
+        while state < end:
+            arcs, head, fill, left = self.children(state, column)
+            arc = int(arcs[np.maximum(head, fill + left).argmin()])
+            column -= int(self.counted)
+            path.append((arc, column))
+            state = int(self.arcs.target[arc])
+        return path
+
+    def stages(self) -> tuple[StageChoice, ...]:
+        """The stages of ``path``."""
+        return tuple(self.arcs.choice(arc) for arc, _ in self.path())
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The optimum of a recurrence, per mode."""
+
+    solved: tuple[Solved, ...]
+
+    @property
+    def best(self) -> float:
+        """The optimum."""
+        return min((one.best for one in self.solved), default=inf)
+
+    def stages(self) -> tuple[StageChoice, ...]:
+        """A pipeline that attains it."""
+        return min(self.solved, key=lambda one: one.best).stages()
+
+
+def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
+    """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
+    arcs = search.arcs(most)
+    alike = search.turns is None or (len(of) == 1 and of[0].flights[0] == of[0].flights[-1])  # lines, for any count
+    if of[0].every and alike and not search.depends(arcs):
+        head, fill = arcs.priced(search.costs, of[0].flights[:1])
+        lines = arcs.lined(search.turns, of[0].flights[:1], of[0].counts[-1:])
+        return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False, lines),))
+    longest, out = arcs.longest(), []
+    for mode in of if len(of) == 1 else _possible(search, arcs, of, most):
+        if counts := tuple(count for count in mode.counts if count <= longest):
+            head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]])
+            lines = arcs.lined(search.turns, mode.flights[: counts[-1]], range(1, counts[-1] + 1))
+            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True, lines))
+    return Found(tuple(out))
+
+
+def _possible(search: Search, arcs: Arcs, of: Sequence[Mode], most: float) -> list[Mode]:
+    """The modes that may have a pipeline worth at most ``most``: solved with any number of stages, each holding the
+    fewest microbatches that a stage of the mode does."""
+    head, fill = arcs.priced(search.costs, [min(mode.flights) for mode in of])
+    if search.additive:
+        worth = arcs.values(None, np.where(np.isfinite(head), fill, inf), False)[0] + search.least_head
+    else:
+        worth = arcs.values(head, fill, False)[0]
+    return [mode for mode, least in zip(of, worth) if least <= most]
+
+
+def solved(found: Found) -> Found:
+    """The same with values."""
+    return Found(tuple(map(_valued, found.solved)))
+
+
+def _valued(one: Solved) -> Solved:
+    sums = None
+    if one.lines:
+        sums = one.arcs.values(None, np.where(np.isfinite(one.head), one.fill, inf), one.counted)
+    return replace(one, value=one.arcs.values(one.head, one.fill, one.counted, one.lines, sums), sums=sums)
+
+
+def minimise(
+    search: Search, of: Sequence[Mode], keep: float = 0.0, scale: float = 0.0, most: float = inf
+) -> Found | None:
+    """The optimum, with all pipelines within the fraction ``keep`` of it; None if there is none worth at most ``most``.
+
+    scale: what the steps of widening are a part of where the lower bound may be 0.
+    """
+    low = search.low
+    if not low <= most or not isfinite(low):
+        return None
+    for wider in (max(keep, WIDER[0]), *(one for one in WIDER if one > keep)):
+        limit = min((low + wider * max(low, scale)) * (1 + 1e-12), most) if isfinite(wider) else most
+        found = solved(gather(search, of, limit))
+        if isfinite(best := found.best):
+            needed = best * (1.0 + keep) if best else 0.0
+            return found if needed <= limit or limit >= most else solved(gather(search, of, min(needed, most)))
+        if limit >= most:
+            return None
+    return None

@@ -1,0 +1,281 @@
+"""The inter-operator pass: layers × devices → pipeline stages, by dynamic programming. It knows tables, no graph.
+
+Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
+(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
+d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``Constraints``).
+
+Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one
+to the end), GPipe m)::
+
+    resident[o,i,j] + transient[o,i,j] + q · saved[o,i,j] ≤ limit of the option at its offset
+
+Objectives, with t the pace, x the messages behind a stage and e those before it, σ the per-step work::
+
+    W(k) = e_k + max(m t_k, t_k + x_k + W(k + 1)),   W = W(0) + σ_0                                 (``path_s``)
+    T    = Σ_k (e_k + t_k + x_k) + (m − 1) · max_k t_k + σ_0                                     (``latency_s``)
+
+W is the longest of these paths: the first microbatch to stage k and the last one's gradient back from it, with all of
+stage k's work between: what every sound schedule takes at least (``bounds`` has the proof). T lets every stage
+add its fill (Alpa, OSDI'22, equation 2), W ≤ T; both are the makespan of equal stages. Under zb-h1 a stage delays the
+others by φ = max(f, f + b_input − b_weight) alone, as the weights' gradients wait (Qi et al. 2023, section 2.2): φ is
+in place of the second t in W and of t in T's sum, and T's last term is max (m t − φ). That W is an objective, no bound.
+
+Under 1F1B and GPipe pipelines are ranked by what is proven of their own makespans (``bounds``: V, and the way
+of messages there and back as often as microbatches must wait for it), exactly: best first over partial pipelines, with
+the recurrence Z of ``recurrence`` — W and these lines — for what is left, until the ``top_k`` best are whole
+(``k_best``). Under zb-h1 they are ranked by W, solved exactly by the same recurrence without lines, and by T:
+by a bisection over caps on max t: let V(c) be the least Σ under the cap c. If
+the pipeline at c has slowest stage t*, no pipeline with max t in [t*, c] is better, and every one with max t in [a, b]
+takes at least V(c) + (m − 1) a for any c ≥ b. Ranges are split least bound first, until that is within ε of the best.
+
+A pipeline that never drains (``families``) has no fill: its W is the slowest stage's m t_k + σ_k, by which it is
+ranked, and its estimate is no less than its slowest way there and back, by the microbatches in flight on it.
+
+Infeasible. The same recurrence on bytes over the limit, as heads, finds the pipeline that misses by least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+import numpy as np
+
+from .bounds import TRIALS, LowerBound, candidate_makespan
+from .families import PIPEDREAM, in_flight_formula
+from .k_best import Mode, Ranking, fastest, gather, minimise, modes, solved
+from .recurrence import Prices, Rows, Search
+from .table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+
+__all__ = ["bound_of", "describe_pipeline", "solve"]
+
+_EPSILON = 1e-3  # of T, where sweeps are enough
+_SWEEPS = 12  # of the bisection
+_VISITS = 4096  # partial pipelines that the ranking looks at
+_ABOVE = 1.05  # how far above the cut-off zb-h1's objectives may be
+_TOO_SLOW = "none takes less than {:.6g} s"
+_Stages = tuple[StageChoice, ...]
+
+
+def solve(
+    table: PipelineTable,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    constraints: Constraints | None = None,
+    top_k: int = 8,
+    slack: float = 0.05,
+    visits: int = _VISITS,
+    explain: bool = True,
+    most: float = inf,
+    trials: int = TRIALS,
+) -> Solution | Infeasible:
+    """The ``top_k`` pipelines of least estimate (zb-h1: W, and those of least T), of those within the fraction
+    ``slack`` of the least that the recurrence allows, and a bound on every pipeline's makespan. The schedule is of one
+    stage per device group and of any family there is but those with chunks (``virtual_stages``).
+
+    most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
+    is missing where nothing fits. trials: ``bounds.LowerBound``'s. ValueError on bad arguments.
+    """
+    m, constraints = num_microbatches, constraints or Constraints()
+    rows = Rows(table.options, table.num_layers, table.num_devices)
+    of = _modes(rows, m, schedule, constraints)
+    lower = LowerBound(table, m, schedule, of, constraints)
+    draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
+    bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
+    if bound >= most:
+        return Infeasible(_TOO_SLOW.format(most), inf, bound_s=bound)
+    prices = Prices(table, rows, m, schedule)
+    if schedule.startswith("zb"):
+        pipelines, least, complete = _by_path(table, prices, of, constraints, (top_k, slack, visits, most))
+    else:
+        pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
+    upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
+    if draining and (trials or not isfinite(most)):
+        bound = max(bound, lower.seconds(upper, trials))
+    if pipelines:
+        return Solution(tuple(pipelines), least, bound, complete)
+    if explain and not isfinite(most):
+        return replace(_infeasible(table, rows, prices, of, constraints), bound_s=bound)
+    return Infeasible(
+        "no pipeline fits" + (f", or {_TOO_SLOW.format(most)}" if isfinite(most) else ""), inf, bound_s=bound
+    )
+
+
+_Asked = tuple[int, float, int, float]  # top_k, slack, visits, most
+_Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's least value, complete
+
+
+def _by_estimate(
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+) -> _Answer:
+    """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
+    top_k, slack, visits, most = asked
+    rows = prices.rows
+    if not len(rows.option):
+        return [], inf, True
+    shapes = [table.options[option].shape for option in rows.option]
+    search = Search(
+        rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
+        turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
+    )  # fmt: skip
+    found = minimise(search, of, keep=slack, most=most)
+    least = inf if found is None else found.best
+    while found is not None:
+        limit = min(least * (1.0 + slack) * (1 + 1e-12), most)
+        ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+        if (pipelines := ranking.best(top_k)) or limit >= most:
+            return pipelines, least, ranking.complete
+        slack = 2.0 * slack + 0.05
+        found = solved(gather(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
+    return [], inf, True
+
+
+def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[float, Pipeline]:
+    pipeline = describe_pipeline(table, prices.m, prices.schedule, stages)
+    by_path = prices.schedule.startswith("zb") or prices.schedule == PIPEDREAM
+    return pipeline.path_s if by_path else pipeline.estimate_s, pipeline
+
+
+def _by_path(
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+) -> _Answer:
+    """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
+    top_k, slack, visits, most = asked
+    rows, flights, allowed = prices.rows, _flights(of), constraints.allowed(prices.rows.first, prices.rows.end)
+    if not len(rows.option):
+        return [], inf, True
+    shapes = [table.options[option].shape for option in rows.option]
+    search = Search(rows, prices.path, flights, allowed, shapes)
+    found = minimise(search, of, keep=slack, most=most * _ABOVE)
+    if found is None:
+        return [], inf, True
+    limit = min(found.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
+    ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+    first = ranking.best(top_k)
+    first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
+    summed = Search(rows, prices.latency, flights, allowed, additive=True)
+    passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
+    stages = {one.stages for one in first}
+    first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
+    kept = [one for one in first if one.estimate_s <= most]
+    return sorted(kept, key=lambda one: one.estimate_s), found.best, ranking.complete
+
+
+def bound_of(
+    table: PipelineTable, m: int, schedule: str, constraints: Constraints, most: float = inf, trials: int = TRIALS
+) -> float:
+    """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
+    of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
+    return LowerBound(table, m, schedule, of, constraints).seconds(most, trials)
+
+
+def _flights(of: Sequence[Mode]) -> list[int]:
+    return sorted({q for mode in of for q in mode.flights})
+
+
+def _modes(rows: Rows, m: int, schedule: str, constraints: Constraints) -> tuple[Mode, ...]:
+    if m < 1:
+        raise ValueError(f"a step has at least one microbatch, but got {m}")
+    if schedule in ("interleaved", "zb-v"):
+        raise ValueError(f"a schedule with chunks is solved by pipeline_chunks.chunked, but got {schedule!r}")
+    for cut in sorted(constraints.boundaries | constraints.forbidden):
+        if not 0 < cut < rows.num_layers:
+            raise ValueError(f"stages may be cut before layers 1 to {rows.num_layers - 1}, but got {cut}")
+    if both := constraints.boundaries & constraints.forbidden:
+        raise ValueError(f"a cut is either forced or forbidden, but got both before layers {sorted(both)}")
+    most = min(rows.num_layers, rows.num_devices)
+    least, last = constraints.stages
+    if least < 1 or (last is not None and last < least) or least > most:
+        raise ValueError(
+            f"the number of stages is from 1 to {most} ({rows.num_layers} layers, {rows.num_devices} devices), the "
+            f"least number first, but got {constraints.stages}"
+        )
+    possible = min(most, _most_stages(rows))
+    every = least == 1 and (last is None or last >= possible)
+    last = max(least, possible if last is None else min(last, possible))
+    return modes(schedule, m, least, last, every)
+
+
+def _most_stages(rows: Rows) -> int:
+    """How many stages there is room for: the longest chain of positions."""
+    width = len(rows.positions)
+    chain = np.zeros(width + 1, dtype=np.intp)
+    chain[width] = -1
+    for p in range(width - 1, -1, -1):
+        chain[p] = max(0, 1 + int(chain[rows.after[:, p]].max())) if rows.num_groups else 0
+    return max(1, int(chain[0]))
+
+
+def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Iterable[StageChoice]) -> Pipeline:
+    """The figures of a pipeline of the table."""
+    stages = tuple(stages)
+    p = len(stages)
+    held = tuple(in_flight_formula(schedule, k, p, m) for k in range(p))
+    at = [(stage.option, stage.first_layer, stage.end_layer) for stage in stages]
+    pace = [float(table.pace_s[one]) for one in at]
+    entries = [0.0 if table.entry_s is None else float(table.entry_s[one]) for one in at]
+    makespan = candidate_makespan(
+        schedule,
+        m,
+        pace,
+        [float(table.transfer_s[one]) + entry for one, entry in zip(at, [*entries[1:], 0.0])],
+        [float(table.step_s[one]) for one in at],
+        held,
+        [t * table.share("forward_share", one) for t, one in zip(pace, at)],
+        [t * table.share("input_share", one) for t, one in zip(pace, at)],
+    )
+    return Pipeline(
+        stages=stages,
+        path_s=makespan.path_s,
+        latency_s=makespan.latency_s,
+        estimate_s=makespan.floor_s,
+        in_flight=held,
+        peak_bytes=tuple(table.peak(stage, q) for stage, q in zip(stages, held)),
+        limit_bytes=tuple(table.options[stage.option].limit(stage.device_offset) for stage in stages),
+        idle_devices=table.num_devices - sum(table.options[stage.option].num_devices for stage in stages),
+    )
+
+
+def _infeasible(
+    table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: Constraints
+) -> Infeasible:
+    """Why nothing fits, and what would."""
+    if len(rows.option):
+        search = Search(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
+        found = minimise(search, of, scale=float(rows.limit.max()))
+        if found is not None:
+            return _short_of_memory(table, found.best, found.stages(), of)
+    usable = np.zeros(table.num_layers, dtype=bool)
+    for pair in np.flatnonzero(np.isfinite(prices.pace).any(axis=0)):
+        usable[rows.first[pair] : rows.end[pair]] = True
+    if not usable.all():
+        layers = ", ".join(map(str, np.flatnonzero(~usable)))
+        return Infeasible(f"no option can run layers {layers} on {table.num_devices} devices", inf)
+    least, most = constraints.stages
+    asked = f"{least} stages" if least == most else f"{least} to {most} stages" if most else f"at least {least} stages"
+    return Infeasible(
+        f"no way to lay out {table.num_layers} layers as {asked} on {table.num_devices} devices with these cuts, "
+        "whatever the memory limit; allow other numbers of stages, other cuts or more options",
+        inf,
+    )
+
+
+def _short_of_memory(table: PipelineTable, missing: float, nearest: _Stages, of: tuple[Mode, ...]) -> Infeasible:
+    p = len(nearest)
+    flights = next(mode.flights for mode in of if p in mode.counts)
+    needed = [table.peak(stage, flights[p - 1 - k]) for k, stage in enumerate(nearest)]
+    limits = [table.options[stage.option].limit(stage.device_offset) for stage in nearest]
+    k = max(range(p), key=lambda index: needed[index] - limits[index])
+    stage = nearest[k]
+    return Infeasible(
+        f"no pipeline fits; the nearest has {p} stages, and its stage {k} (layers {stage.first_layer} to "
+        f"{stage.end_layer - 1} on {table.options[stage.option].num_devices} devices, option {stage.option}) needs "
+        f"{needed[k]:,.0f} bytes per device where the limit is {limits[k]:,.0f}: {missing:,.0f} bytes are missing",
+        missing,
+        nearest,
+        k,
+        stage,
+        needed[k],
+        limits[k],
+    )

@@ -1,0 +1,258 @@
+"""The values of the inter-operator pass: what stages cost, how a pipeline may be cut, what was found, or why nothing.
+
+An *option* is a way to use some devices for a stage: how many, in which logical shape, from which devices on, at which
+price of memory. Options of one shape whose devices cost differently (mixed hosts) are different options. Tables are
+made by whoever knows the graph and solved by ``stage_dp`` and ``virtual_stages``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Constraints", "Floors", "Infeasible", "Lagrange", "Pipeline", "PipelineTable", "Solution", "StageChoice",
+           "StageOption"]  # fmt: skip
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+_SHARE = 1.0 / 3.0
+
+
+@dataclass(frozen=True)
+class StageOption:
+    """``num_devices`` devices from any of ``offsets`` on (ascending; a device of the cluster each), with as many bytes
+    per device there as ``limit_bytes`` says (the least among the devices).
+
+    Pipelines whose stages hold the same layers on equally many devices of equal ``shape`` count as one; ``level`` says
+    which price of memory the option was solved at. adjacent: no device may be idle right in front of the stage (that
+    would gain nothing in the middle of a host, and its messages are priced as of neighbours).
+    """
+
+    num_devices: int
+    offsets: tuple[int, ...]
+    limit_bytes: tuple[float, ...]
+    shape: int = 0
+    level: int = 0
+    adjacent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"an option uses at least one device, but got {self.num_devices}")
+        if len(self.offsets) != len(self.limit_bytes):
+            raise ValueError(
+                f"an option has a memory limit for each of its {len(self.offsets)} offsets, but got "
+                f"{len(self.limit_bytes)}"
+            )
+        if any(a >= b for a, b in zip(self.offsets, self.offsets[1:])) or (self.offsets and self.offsets[0] < 0):
+            raise ValueError(f"an option's offsets ascend from 0 on, but got {self.offsets}")
+
+    def limit(self, offset: int) -> float:
+        """The bytes per device at one of the offsets."""
+        return self.limit_bytes[self.offsets.index(offset)]
+
+
+@dataclass(frozen=True, eq=False)
+class Lagrange:
+    """Bytes made seconds: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each choice of option o's
+    stage, t its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of weights
+    where ``trip``."""
+
+    byte: float
+    saved_byte: float
+    value: Floats  # [options of the floors, L, L + 1]
+    whole: bool = False
+    trip: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Floors:
+    """What no choice of a stage undercuts, whatever its sharding; arrays [options, L, L + 1].
+
+    pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
+    transfer_s: messages across the border behind the stage, there and back; entry_s: across the border before it (each
+    in one of the two); transient: bytes beside resident and saved ones. forward_share and input_share: at least this
+    part of any choice's pace is forward, and backward of inputs.
+    """
+
+    options: tuple[StageOption, ...]
+    pace_s: Floats
+    whole_s: Floats | None = None
+    step_s: Floats | None = None
+    transfer_s: Floats | None = None
+    transient: Floats | None = None
+    entry_s: Floats | None = None
+    forward_share: float = 0.0
+    input_share: float = 0.0
+    rows: tuple[Lagrange, ...] = ()
+
+    def alone(self, num_devices: int) -> PipelineTable:
+        """A table that only bounds: these floors, and options that cost nothing."""
+        none = np.broadcast_to(0.0, self.pace_s.shape)
+        return PipelineTable(
+            self.pace_s.shape[1], num_devices, self.options, none, none, none, none, none, none, floors=self
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineTable:
+    """What a stage of layers [i, j) costs under each option, for one microbatch count; entries with j ≤ i are not read.
+
+    pace_s: seconds per microbatch, forward and backward, without messages; inf where the option cannot run the layers.
+    transfer_s: messages across the border behind the stage, there and back; entry_s: those across the border before it
+    (a message is in one of the two). step_s: once per step. Bytes are per device, ``saved`` per microbatch in flight.
+    forward_share and input_share: the parts of the pace that are forward and backward of inputs; the rest is backward
+    of weights. ValueError on shapes that disagree or negative entries.
+    """
+
+    num_layers: int
+    num_devices: int
+    options: tuple[StageOption, ...]
+    pace_s: Floats  # [options, L, L + 1], as all below
+    transfer_s: Floats
+    step_s: Floats
+    resident: Floats
+    saved: Floats
+    transient: Floats
+    entry_s: Floats | None = None
+    forward_share: Floats | float = _SHARE
+    input_share: Floats | float = _SHARE
+    floors: Floors | None = None
+
+    def __post_init__(self) -> None:
+        layers = self.num_layers
+        if not self.options or layers < 1 or self.num_devices < 1:
+            raise ValueError(
+                "a pipeline table needs options, layers and devices, but got "
+                f"{len(self.options)} options, {layers} layers and {self.num_devices} devices"
+            )
+        for option in self.options:
+            if option.offsets and option.offsets[-1] + option.num_devices > self.num_devices:
+                raise ValueError(
+                    f"an option's devices are among the {self.num_devices} of the cluster, but got "
+                    f"{option.num_devices} devices from device {option.offsets[-1]} on"
+                )
+        shape = (len(self.options), layers, layers + 1)
+        self._check("PipelineTable", self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient",
+                                                   "entry_s"))  # fmt: skip
+        if (floors := self.floors) is not None:
+            shape = (len(floors.options), layers, layers + 1)
+            self._check("Floors", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
+            for row in floors.rows:
+                self._check("Lagrange", row, shape, ("value",))
+
+    def _check(self, owner: str, value: object, shape: tuple[int, ...], names: Collection[str]) -> None:
+        upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
+        for name in names:
+            if (array := getattr(value, name)) is None:
+                continue
+            if array.shape != shape:
+                raise ValueError(f"{owner}.{name} has shape {shape}, but got {array.shape}")
+            if not (np.where(upper, array, 0.0).min() >= 0):  # a NaN is not, either
+                raise ValueError(f"{owner}.{name} is not negative for layers i < j, but got {array[:, upper].min()}")
+
+    def peak(self, choice: StageChoice, in_flight: int) -> float:
+        """Bytes per device of a stage with ``in_flight`` microbatches."""
+        at = (choice.option, choice.first_layer, choice.end_layer)
+        return float(self.resident[at] + self.transient[at] + in_flight * self.saved[at])
+
+    def share(self, name: str, at: tuple[int, int, int]) -> float:
+        """``forward_share`` or ``input_share`` of one entry."""
+        value = getattr(self, name)
+        if isinstance(value, float):
+            return value
+        return float(np.broadcast_to(value, self.pace_s.shape)[at])
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """boundaries: layers before which a stage must begin; forbidden: layers before which none may; stages: the least
+    and the largest number of stages (None: as many as there can be)."""
+
+    boundaries: frozenset[int] = frozenset()
+    forbidden: frozenset[int] = frozenset()
+    stages: tuple[int, int | None] = (1, None)
+
+    def allowed(self, first: Ints, end: Ints) -> NDArray[np.bool_]:
+        """Which ranges of layers [first, end) may be stages."""
+        ok = np.ones(first.shape, dtype=bool)
+        for cut in self.boundaries:
+            ok &= (cut <= first) | (end <= cut)
+        for cut in self.forbidden:
+            ok &= (first != cut) & (end != cut)
+        return ok
+
+
+class StageChoice(NamedTuple):
+    """Layers [first_layer, end_layer) under an option, on the devices from ``device_offset`` on."""
+
+    first_layer: int
+    end_layer: int
+    option: int
+    device_offset: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A way to cut the layers; lists are in stage order (with ``chunks`` > 1: ``stages`` in the order of the layers,
+    the other lists by device group).
+
+    path_s and latency_s: the objectives W and T of ``stage_dp``; estimate_s: the larger of what is proven of this
+    one pipeline's makespan (``bounds.candidate_makespan``) — what to rank by before it is simulated.
+    """
+
+    stages: tuple[StageChoice, ...]
+    path_s: float
+    latency_s: float
+    estimate_s: float
+    in_flight: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
+    limit_bytes: tuple[float, ...]
+    idle_devices: int
+    chunks: int = 1
+    chunk_bytes: tuple[float, ...] = ()  # of each of several chunks: its part of its group's peak, and its transient
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``pipelines`` by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes.
+
+    least_s: what no estimate of the table undercuts (zb-h1: no W); bound_s: what the makespan of no pipeline undercuts
+    (0 without floors); complete: whether the pipelines are proven to be the best, and all asked for that there are.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    least_s: float
+    bound_s: float
+    complete: bool = True
+
+    @property
+    def best(self) -> Pipeline:
+        """The pipeline of the least estimate."""
+        return self.pipelines[0]
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """Nothing fits. ``nearest`` is the pipeline that misses by least: with ``missing_bytes`` more per device it fits.
+
+    ``stage`` is the position in ``nearest`` of the stage that misses most, ``choice`` what it is. If no pipeline exists
+    at any memory limit, ``nearest`` is empty, ``choice`` is None and ``missing_bytes`` is inf.
+    """
+
+    reason: str
+    missing_bytes: float
+    nearest: tuple[StageChoice, ...] = ()
+    stage: int | None = None
+    choice: StageChoice | None = None
+    needed_bytes: float = inf
+    limit_bytes: float = 0.0
+    bound_s: float = 0.0  # what the makespan of no pipeline undercuts, by the floors, as far as was asked
+
+    def __str__(self) -> str:
+        return self.reason

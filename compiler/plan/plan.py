@@ -1,0 +1,585 @@
+"""The Plan: one JSON document that says where everything runs, how it is cut, and what it is expected to cost.
+
+Grammar::
+
+    plan      ::= header stage+ transfer* prediction provenance
+    header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
+                  optimizer, precision ("model": as the model's own dtypes), codes in which activations between stages
+                  and weights in blocks travel (none at all: as they are)
+    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage but for chunked schedules)
+    chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
+                  parameters {name: residency}, sources {node: pair}, receives {node: pair}, sends {node: spec}
+    wire      ::= mesh axes, algorithm, compressor, bytes    (how the gradients that are partial there are summed)
+    labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
+    residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
+    transfer  ::= node, source stage and chunk, target stage and chunk, seconds of both messages    (value forward,
+                  cotangent backward)
+
+Nothing here is code: a plan is read with ``json`` and every field is checked. Loading solves nothing. Documents of
+version 1 are read as well: they had one recompute mode for the whole plan, one chunk per stage, and no wires.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ...costmodel.cluster import Cluster
+from ...costmodel.codecs import CODECS
+from ...costmodel.collectives import REDUCTIONS
+from ...costmodel.files import read_document, write_atomically
+from ..ir.graph import Graph
+from ..ir.spec import Pair, Spec, parse_pair, parse_spec, spec_text
+from .methods import method
+from .tensor_codecs import carrier_faults
+
+__all__ = [
+    "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "PLAN_VERSION", "RECOMPUTE_MODES", "Chunk", "Plan", "Prediction",
+    "Residency", "Stage", "StagePrediction", "Transfer", "Wire", "gradient_buckets", "parameter_stages",
+    "stage_faults", "transfer_faults", "upgraded",
+]  # fmt: skip
+
+
+PLAN_VERSION = 2
+RECOMPUTE_MODES = ("none", "selective", "full")  # per layer, see ``recompute``
+BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this size, as in DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where a parameter lives. ZeRO-1/2/3 are patterns of these specs, not names.
+
+    compute: the placement that the ops read, paired with that of the gradient that the backward leaves behind.
+    stored, gradient, optimizer: specs of the parameter between steps, of its gradient after the reduction, of its
+    optimizer state.
+    gather, reduce: "step" or "microbatch", how often the value is gathered and the gradient reduced.
+    """
+
+    compute: Pair
+    stored: Spec
+    gradient: Spec
+    optimizer: Spec
+    gather: str = "step"
+    reduce: str = "step"
+
+    @property
+    def pattern(self) -> str:
+        """The name of these specs: one of ``parameter_sharding.PATTERNS``, or "custom" where they follow none of
+        them."""
+        value, cut = self.compute.value, self.optimizer
+        if self.stored == value == cut:
+            return "replicated" if (self.gather, self.reduce) == ("step", "step") else "custom"
+        if cut == value or self.gradient != cut or self.stored not in (value, cut):
+            return "custom"
+        if self.stored == cut:
+            frozen = self.compute.cotangent == value
+            wanted = ("microbatch", "step" if frozen else "microbatch")
+            return "zero3" if (self.gather, self.reduce) == wanted else "custom"
+        if self.gather != "step":
+            return "custom"
+        return "zero2" if self.reduce == "microbatch" else "zero1"
+
+    @property
+    def leaf(self) -> Pair:
+        """The pair in which programs take the parameter: where they store less than ops read, they gather it themselves
+        and reduce its gradient."""
+        triples = zip(self.compute.value, self.stored, self.compute.cotangent, strict=True)
+        return Pair(self.stored, tuple(back if one == other else other for one, other, back in triples))
+
+    @property
+    def scattered_axes(self) -> tuple[int, ...]:
+        """The axes that cut the optimizer's state, but not the value that ops read."""
+        pairs = zip(self.compute.value, self.optimizer, strict=True)
+        return tuple(axis for axis, (one, other) in enumerate(pairs) if one != other)
+
+    def to_json(self) -> dict[str, str]:
+        """Specs as text."""
+        return {
+            "compute": str(self.compute),
+            "stored": spec_text(self.stored),
+            "gradient": spec_text(self.gradient),
+            "optimizer": spec_text(self.optimizer),
+            "gather": self.gather,
+            "reduce": self.reduce,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, str]) -> Residency:
+        """The inverse of ``to_json``."""
+        specs = {key: parse_spec(data[key]) for key in ("stored", "gradient", "optimizer")}
+        return cls(compute=parse_pair(data["compute"]), gather=data["gather"], reduce=data["reduce"], **specs)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A contiguous run of layers on one stage.
+
+    ops: each op node with one label per mesh axis, in program order; nodes derived from constants alone may stand in
+    several chunks.
+    sources: the pair of each input, buffer and constant placeholder (parameters have their own table).
+    receives: boundary tensors with the pair in which this chunk gets them; sends: those that leave, with the spec at
+    departure. recompute: a mode per layer, empty if all are "none".
+    """
+
+    layers: tuple[int, int]
+    ops: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, Residency]
+    sources: Mapping[str, Pair]
+    receives: Mapping[str, Pair] = field(default_factory=dict)
+    sends: Mapping[str, Spec] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "layers": list(self.layers),
+            "recompute": list(self.recompute),
+            "ops": {name: ",".join(labels) for name, labels in self.ops.items()},
+            "parameters": {name: residency.to_json() for name, residency in self.parameters.items()},
+            "sources": {name: str(pair) for name, pair in self.sources.items()},
+            "receives": {name: str(pair) for name, pair in self.receives.items()},
+            "sends": {name: spec_text(spec) for name, spec in self.sends.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Chunk:
+        """The inverse of ``to_json``."""
+        return cls(
+            layers=(int(data["layers"][0]), int(data["layers"][1])),
+            recompute=tuple(map(str, data["recompute"])),
+            ops={name: tuple(text.split(",")) if text else () for name, text in data["ops"].items()},
+            parameters={name: Residency.from_json(value) for name, value in data["parameters"].items()},
+            sources={name: parse_pair(text) for name, text in data["sources"].items()},
+            receives={name: parse_pair(text) for name, text in data["receives"].items()},
+            sends={name: parse_spec(text) for name, text in data["sends"].items()},
+        )
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How the gradients that are partial over the same mesh axes are summed: a collective's algorithm ("backend": what
+    the library runs by itself), a compressor ("none": exact), and the bytes on one device."""
+
+    axes: tuple[int, ...]
+    algorithm: str = "backend"
+    compressor: str = "none"
+    bytes: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the library does it by itself, exactly."""
+        return (self.algorithm, self.compressor) == ("backend", "none")
+
+    @property
+    def is_outer(self) -> bool:
+        """Whether only what goes between hosts is coded."""
+        return self.algorithm == "hierarchical" and self.compressor != "none"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive devices of the cluster as a logical mesh (row-major, axis 0 major), the chunks that run on them, in
+    the order of the model, and how their gradients travel."""
+
+    devices: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    wire: tuple[Wire, ...] = ()
+
+    @cached_property
+    def homes(self) -> dict[str, Residency]:
+        """Parameter → how the stage keeps it: as the first of its chunks that reads it."""
+        return {name: home for chunk in reversed(self.chunks) for name, home in chunk.parameters.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "devices": list(self.devices),
+            "mesh_shape": list(self.mesh_shape),
+            "chunks": [chunk.to_json() for chunk in self.chunks],
+            "wire": [asdict(wire) for wire in self.wire],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stage:
+        """The inverse of ``to_json``."""
+        chunks = tuple(Chunk.from_json(chunk) for chunk in data["chunks"])
+        wire = tuple(Wire(**{**one, "axes": tuple(map(int, one["axes"]))}) for one in data["wire"])
+        return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks, wire)
+
+
+def parameter_stages(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
+    """Parameter → the stages that hold it, in order; the first is its owner."""
+    found: dict[str, tuple[int, ...]] = {}
+    for index, stage in enumerate(stages):
+        for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
+            found[name] = (*found.get(name, ()), index)
+    return found
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that goes from a chunk of one stage to a chunk of another, and whose cotangent comes back; seconds of
+    each message."""
+
+    node: str
+    source: int
+    target: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    source_chunk: int = 0
+    target_chunk: int = 0
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """What one stage costs; seconds per microbatch but for ``step_s`` (once per step); bytes on the fullest device."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+    # by cause, see ``stage_cost``; documents of before have "compute" in place of "forward" and "backward_…"
+    seconds: Mapping[str, float]
+    # by cause at the worst moment: "parameters" (and model buffers), "gradients", "optimizer", "activations",
+    # "temporary", "buffers" (messages), "inputs" (the whole batch), "framework"
+    memory_bytes: Mapping[str, float]
+    collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
+    # (forward, backward, of it for weights) of each chunk; empty where the stage has one
+    chunk_s: tuple[tuple[float, float, float], ...] = ()
+
+    @property
+    def peak_bytes(self) -> float:
+        """Sum over the causes."""
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step costs, and how far from the proven optimum of the cost model the plan is."""
+
+    step_s: float
+    bound_s: float
+    stages: tuple[StagePrediction, ...]
+    flops: float  # of one step, forward and backward, without recomputation
+    replicated_flops: float  # FLOPs per step that several devices do alike, counted once per extra device
+    alternatives: tuple[Mapping[str, Any], ...] = ()  # the best pure data, tensor and pipeline plans: name, step_s, why
+    notes: tuple[str, ...] = ()
+    # seconds per step of the busiest stage by where their prices come from: "measured" (this very op or message),
+    # "interpolated", "extrapolated", "scaled", "roofline", "analytic", "free"; empty in documents of before
+    sources: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bound_gap(self) -> float:
+        """(step − bound) / step, a fraction."""
+        return max(0.0, (self.step_s - self.bound_s) / self.step_s) if self.step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An executable plan; see the module's grammar."""
+
+    model: str
+    model_ops: Mapping[str, int]  # op → count in the graph, so that a refusal can show the difference
+    cluster: Mapping[str, Any]  # Cluster.to_json()
+    global_batch: int
+    microbatches: int
+    schedule: str
+    optimizer: str
+    layers: tuple[str, ...]  # a readable name per layer
+    stages: tuple[Stage, ...]
+    transfers: tuple[Transfer, ...]
+    prediction: Prediction
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    version: int = PLAN_VERSION
+    precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
+    codes: Mapping[str, str] = field(default_factory=dict)  # see ``tensor_codecs``
+    graph: Graph | None = field(default=None, compare=False, repr=False)  # of the model, where it was planned just now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "graph": None}  # a graph stays in the process that captured it
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the plan's cluster has, the idle ones included."""
+        return int(sum(host.get("count", 1) * host["num_devices"] for host in self.cluster["hosts"]))
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch over all devices."""
+        return self.global_batch // self.microbatches
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks per stage: 1 but for chunked schedules."""
+        return max(len(stage.chunks) for stage in self.stages)
+
+    @property
+    def chunks_asked(self) -> int | None:
+        """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
+        return self.num_chunks if self.num_chunks > 1 else None
+
+    def noted(self, *notes: str) -> Plan:
+        """The plan with these notes, each of them once."""
+        new = tuple(note for note in notes if note not in self.prediction.notes)
+        if not new:
+            return self
+        return replace(self, prediction=replace(self.prediction, notes=(*self.prediction.notes, *new)))
+
+    def code(self, what: str) -> str:
+        """In which code "activations" or "weights" travel."""
+        return self.codes.get(what, "none")
+
+    def host_of(self, device: int) -> int:
+        """Position of the host that this device is in."""
+        alike = [(int(host.get("count", 1)), int(host["num_devices"])) for host in self.cluster["hosts"]]
+        ends = accumulate(size for count, size in alike for _ in range(count))
+        return next(index for index, end in enumerate(ends) if device < end)
+
+    def stage_of(self, device: int) -> int | None:
+        """The stage that runs on this device (or rank); None if it is idle."""
+        return next((index for index, stage in enumerate(self.stages) if device in stage.devices), None)
+
+    @property
+    def recompute(self) -> str:
+        """The mode in which layers are recomputed: "none" if none is, "mixed" if they are in several."""
+        modes = {mode for stage in self.stages for chunk in stage.chunks for mode in chunk.recompute} - {"none"}
+        return "none" if not modes else modes.pop() if len(modes) == 1 else "mixed"
+
+    def explain(self, graph: Graph | None = None, width: int = 100) -> str:
+        """The plan as text for a terminal of ``width`` columns; with the captured graph it names the ops of each
+        module."""
+        text: str = method("explain")(self, graph, width)
+        return text
+
+    def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Any:
+        """What was chosen for a layer, module, op or weight, and what every other choice would cost per step: a
+        ``compiler.report.why.Why``.
+
+        graph: the captured model, which a plan knows only in the process that made it; cluster: by default the plan's.
+        Raises ValueError for a name that the model does not have.
+        """
+        graph = graph or self.graph
+        if graph is None:
+            raise ValueError(
+                "a plan that was loaded knows decisions, but got no graph= to ask the model about others; "
+                "pass what compiler.frontend.capture.capture(model, inputs) gives"
+            )
+        return method("why")(self, name, graph, cluster)
+
+    # ---- the document
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, in the order of the grammar."""
+        return {
+            "version": self.version,
+            "model": self.model,
+            "model_ops": dict(self.model_ops),
+            "cluster": dict(self.cluster),
+            "global_batch": self.global_batch,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "optimizer": self.optimizer,
+            "precision": self.precision,
+            "codes": dict(self.codes),
+            "layers": list(self.layers),
+            "stages": [stage.to_json() for stage in self.stages],
+            "transfers": [asdict(transfer) for transfer in self.transfers],
+            "prediction": asdict(self.prediction),
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Plan:
+        """The inverse of ``to_json``; ValueError that names what is wrong with the document."""
+        if not isinstance(data, dict) or "version" not in data:
+            raise ValueError("a plan is a JSON object with a 'version', but got " + _brief(data))
+        if data["version"] not in (1, PLAN_VERSION):
+            raise ValueError(
+                f"meshwright reads plans of versions 1 to {PLAN_VERSION}, but got version {data['version']!r}; plan "
+                "again"
+            )
+        if data["version"] == 1:
+            data = upgraded(data)
+        data = {"codes": {}, **data}  # younger than version 2
+        missing = [f.name for f in fields(cls) if f.name not in data and f.name != "graph"]
+        if missing:
+            raise ValueError(f"the plan lacks {', '.join(map(repr, missing))}; it is truncated or was edited badly")
+        try:
+            prediction = dict(data["prediction"])
+            prediction["stages"] = tuple(
+                StagePrediction(**{**stage, "chunk_s": tuple(map(tuple, stage.get("chunk_s", ())))})
+                for stage in prediction["stages"]
+            )
+            prediction["alternatives"] = tuple(prediction["alternatives"])
+            prediction["notes"] = tuple(prediction["notes"])
+            return cls(
+                model=str(data["model"]),
+                model_ops=dict(data["model_ops"]),
+                cluster=dict(data["cluster"]),
+                global_batch=int(data["global_batch"]),
+                microbatches=int(data["microbatches"]),
+                schedule=str(data["schedule"]),
+                optimizer=str(data["optimizer"]),
+                layers=tuple(data["layers"]),
+                stages=tuple(Stage.from_json(stage) for stage in data["stages"]),
+                transfers=tuple(Transfer(**transfer) for transfer in data["transfers"]),
+                prediction=Prediction(**prediction),
+                provenance=dict(data["provenance"]),
+                precision=str(data["precision"]),
+                codes={str(what): str(code) for what, code in dict(data["codes"]).items()},
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ValueError(f"the plan does not follow the format: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; the file appears whole or not at all."""
+        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a document that ``save`` wrote or a person edited. Raises ValueError that names the file and the
+        fault."""
+        return read_document(path, lambda text: cls.from_json(_parsed(text)))
+
+    # ---- does it belong here?
+
+    def not_executable(self, graph: Graph | None = None) -> list[str]:
+        """What of this plan the runtime cannot run yet, a line each; with the captured graph also which ops."""
+        lines: list[str] = method("not_executable")(self, graph)
+        return lines
+
+    def require_executable(self, graph: Graph | None = None) -> None:
+        """Raise ValueError with all of ``not_executable``, if there is any."""
+        method("require_executable")(self, graph)
+
+    def check(self) -> list[str]:
+        """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
+        faults = [*carrier_faults(self.codes)]
+        if self.microbatches < 1 or self.global_batch % self.microbatches:
+            faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
+        taken: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            faults += [f"stage {index}: {fault}" for fault in stage_faults(stage, RECOMPUTE_MODES)]
+            for device in stage.devices:
+                if device in taken:
+                    faults.append(f"device {device} is in stages {taken[device]} and {index}")
+                if not 0 <= device < self.num_devices:
+                    faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
+                taken[device] = index
+        for transfer in self.transfers:
+            faults += transfer_faults(transfer, self.stages)
+        return faults
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a whole JSON document ({error}); was the file truncated?") from error
+
+
+def _brief(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+# ---- Documents of older plans as ones of today
+
+
+def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A document of version 1 as one of version 2; what is missing in it stays missing."""
+    mode = str(data.get("recompute", "none"))
+    mode = "full" if mode == "layer" else mode
+    last = len(data.get("layers", ())) - 1 if data.get("schedule") == "1f1b" else None  # never ran again under 1F1B
+
+    def with_modes(chunk: Any) -> Any:
+        if not isinstance(chunk, Mapping) or mode == "none" or "layers" not in chunk:
+            return {**chunk, "recompute": []} if isinstance(chunk, Mapping) else chunk
+        modes = ["none" if layer == last else mode for layer in range(*map(int, chunk["layers"]))]
+        return {**chunk, "recompute": modes}
+
+    found: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
+    if isinstance(data.get("stages"), list) and all(isinstance(stage, Mapping) for stage in data["stages"]):
+        found["stages"] = [
+            {**stage, "wire": [], "chunks": [with_modes(chunk) for chunk in stage.get("chunks", ())]}
+            for stage in data["stages"]
+        ]
+    return {**found, "version": 2, "precision": "model"}
+
+
+# ---- What is inconsistent in a plan's document by itself, a line each; ``validation`` holds it against the
+# model
+
+
+def stage_faults(stage: Stage, modes: Sequence[str]) -> Iterator[str]:
+    """Of one stage. modes: of recomputation."""
+    axes = len(stage.mesh_shape)
+    if prod(stage.mesh_shape) != len(stage.devices):
+        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
+    for chunk in stage.chunks:
+        for name, labels in chunk.ops.items():
+            if len(labels) != axes:
+                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
+        first, end = chunk.layers
+        if chunk.recompute and len(chunk.recompute) != end - first:
+            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
+        for mode in dict.fromkeys(chunk.recompute):
+            if mode not in modes:
+                yield f"recompute {mode!r} is none of {', '.join(modes)}"
+        for name, home in chunk.parameters.items():
+            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
+                if len(spec) != axes:
+                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
+    for wire in stage.wire:
+        if not all(0 <= axis < axes for axis in wire.axes):
+            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
+        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
+            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
+            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
+
+
+def transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
+    """Of one transfer."""
+    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
+    known = 0 <= min(source, target) <= max(source, target) < len(stages)
+    if not known or (source >= target if not several else source == target):
+        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
+        return
+    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
+    for index, number, verb in ends:
+        chunks = stages[index].chunks
+        if not 0 <= number < len(chunks):
+            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
+        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
+            yield f"stage {index} does not {verb} {transfer.node}"
+
+
+# ---- Which gradients travel together: the flat pieces in which partial gradients are summed
+
+
+FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
+
+
+def gradient_buckets(parameters: Sequence[tuple[Hashable | None, float]], bucket_bytes: int) -> list[list[int]]:
+    """Positions of parameters in buckets of about ``bucket_bytes``, the last used first.
+
+    parameters: (key, bytes) in program order; only equal keys (axes and dtype) share a bucket, None has none.
+    """
+    done: list[list[int]] = []
+    openings: dict[Hashable, tuple[list[int], float, int]] = {}
+    for position, (key, size) in reversed(list(enumerate(parameters))):
+        if key is None:
+            continue
+        bucket, filled, limit = openings.get(key) or ([], 0.0, min(FIRST_BUCKET_BYTES, bucket_bytes))
+        if bucket and filled + size > limit:
+            done.append(bucket)
+            bucket, filled, limit = [], 0.0, bucket_bytes
+        bucket.append(position)
+        openings[key] = (bucket, filled + size, limit)
+    return done + [bucket for bucket, _, _ in openings.values()]

@@ -1,0 +1,141 @@
+"""The same decisions at other prices: a plan read again with the measurements of another cluster.
+
+Every op keeps its labels, every parameter, input and boundary its placement; only the prediction is new. Recalibration,
+edited plans and benchmarks ask for this; nothing is searched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+from ...costmodel.cluster import Cluster
+from ...costmodel.memory import FRAMEWORK_BYTES
+from ..cost.gradient_communication import Communication
+from ..cost.gradient_reduction import lossy_notes
+from ..cost.parameter_sharding import residency_text
+from ..cost.pricing import MeshPricer
+from ..frontend.layers import Layering, cluster_layers
+from ..frontend.mixed_precision import in_precision
+from ..frontend.strides import note_layouts
+from ..intra_op.section import Restriction, Section, build_section
+from ..intra_op.stage import Assembled, describe_stage
+from ..ir.graph import Graph, op_name, output_of
+from ..ir.spec import Pair
+from ..memory.stage import with_footprints
+from ..pipeline.families import in_flight_formula
+from ..plan.plan import Chunk, Plan, Prediction
+from ..plan.recompute import Recompute, modes_in, recompute_of
+from ..search.predict import predict, together
+
+__all__ = ["reprice"]
+
+
+def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
+    """``plan`` with the prediction that ``cluster`` gives for it, and that cluster in it. ``graph``: the captured
+    model, at any batch extent.
+
+    The bound and the alternatives are of the search on the old prices and fall away: ``bound_s`` is the step. Raises
+    ValueError if the cluster has another number of devices than the plan, or if the plan's decisions do not fit the
+    graph (``validation.require`` says more).
+    """
+    if cluster.num_devices != plan.num_devices:
+        raise ValueError(
+            f"a plan is priced on as many devices as it is for, but got a cluster of {cluster.num_devices} and a plan "
+            f"for {plan.num_devices}; pass a cluster of that size"
+        )
+    graph = in_precision(graph, plan.precision)
+    small = graph.with_batch(plan.microbatch_size)
+    if any(host.device.op_times for host in cluster.hosts):
+        note_layouts(small)
+    layering = cluster_layers(graph)
+    recompute = recompute_of(graph, layering, modes_in(plan.stages), plan.schedule)
+    parts = [_stage(plan, index, small, layering, recompute, cluster) for index in range(len(plan.stages))]
+    step = predict(
+        small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
+        plan.code("activations"),
+    )  # fmt: skip
+    kept = [n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)]
+    prediction = Prediction(
+        step_s=step.step_s,
+        bound_s=step.step_s,
+        stages=step.stages,
+        flops=plan.prediction.flops,
+        replicated_flops=plan.prediction.replicated_flops,
+        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *kept))),
+        sources=step.sources,
+    )
+    provenance = {**plan.provenance, "cluster": cluster.fingerprint()}
+    priced = replace(
+        plan,
+        cluster=json.loads(cluster.to_json()),
+        transfers=step.transfers,
+        prediction=prediction,
+        provenance=provenance,
+    )
+    return with_footprints(small, priced)
+
+
+def _stage(
+    plan: Plan, index: int, graph: Graph, layering: Layering, recompute: Recompute, cluster: Cluster
+) -> Assembled:
+    """Stage ``index`` priced with everything pinned to what the plan says."""
+    stage = plan.stages[index]
+    codes = Communication(weights=plan.code("weights")).priced_for(graph)
+    pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer, codes, mixed=graph.mixed)
+    flight = in_flight_formula(plan.schedule, index, len(plan.stages), plan.microbatches, plan.chunks_asked)
+    flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
+    parts = []
+    for part in stage.chunks:
+        section = _section(plan, part, graph, layering, recompute, pricer)
+        framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
+        chosen = [0] * len(section.names)
+        parts.append(
+            describe_stage(
+                graph,
+                pricer,
+                layering,
+                part.layers,
+                section,
+                chosen,
+                flight,
+                framework,
+                plan.microbatches,
+                recompute,
+                stage.wire,
+            )
+        )
+    priced = together(parts)
+    return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
+
+
+def _section(
+    plan: Plan, part: Chunk, graph: Graph, layering: Layering, recompute: Recompute, pricer: MeshPricer
+) -> Section:
+    """A chunk as a section in which everything has one choice."""
+    nodes = graph.by_name()
+    parameters = {
+        node.name: residency_text(part.parameters[node.meta["source"].name])
+        for node in graph.placeholders("parameter")
+        if node.meta["source"].name in part.parameters
+    }
+    pinned = {name: ",".join(labels) for name, labels in part.ops.items()} | parameters
+    pinned |= {name: str(pair) for name, pair in part.sources.items()}
+    if unknown := sorted(set(part.ops) - set(nodes)):
+        raise ValueError(
+            f"the plan names ops that the model's graph does not have: {', '.join(unknown[:5])}; plan again"
+        )
+    ops = [
+        node
+        for node in graph.ops()
+        if (output_of(node)[0].name if op_name(node) == "getitem" else node.name) in part.ops
+    ]
+    section = build_section(
+        graph, layering, ops, pricer, plan.microbatches,
+        {name: [pair] for name, pair in part.receives.items()},
+        {name: [Pair(spec, spec)] for name, spec in part.sends.items()},
+        Restriction(pinned=pinned), recompute,
+    )  # fmt: skip
+    assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
+    return section

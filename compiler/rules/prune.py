@@ -1,0 +1,154 @@
+"""Which choices are worth offering to the search: a restriction of the space, stated here and nowhere else.
+
+1. A cut of a tensor dim stays only if it is *live*: some heavy op (matmul, attention, convolution, embedding, routing)
+   or loss can cut
+   that dim of one of its operands or outputs, and the cut carries over to this tensor through ops that keep it. A cut
+   that no
+   such op can use is reached by one reshard and left by another, for the sake of pointwise work in between.
+2. Partial values pass through scalars and the like, additions (two row-parallel branches then share one reduction) and
+   views between a heavy
+   op and an addition. Elsewhere reducing before or after a linear op of equal extent costs the same.
+3. Partial cotangents pass through views of a tensor that at least two views lead from to heavy ops (which then share
+   one reduction).
+4. Without ``sequence`` these stay whole: leading dims of a matmul, embedding or loss other than the first, the queries
+   of an attention (and so its ring), the height, width and depth of a convolution, and tokens that are sent to their
+   experts. With it they may be cut, and make live what they reach: norms, residual additions and dropout along the
+   sequence (Megatron-LM's sequence parallelism, arXiv:2205.05198), batch norms and poolings over space.
+5. Of more than ``MOST`` choices those that leave each device the least work stay, and of these first those of the
+   fewest different labels. On two mesh axes that concerns three spatial dims only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from ..ir.graph import Graph, op_name, output_of, tensor_operands, types_of
+from . import MeshChoice, mesh_choices, rule_for
+from .base import AxisChoice
+
+__all__ = ["Pruner"]
+
+DEEP = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
+SMALL = 64  # elements
+MOST = 40  # choices per op and mesh
+SEQUENCE = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
+
+
+class Pruner:
+    """Live dims of one graph (they do not depend on the batch extent), and the filter that follows.
+
+    sequence: whether sequences, space and the sending of tokens to experts are searched (rule 4).
+    """
+
+    def __init__(self, graph: Graph, sequence: bool = False) -> None:
+        self.sequence = sequence
+        self.live: set[tuple[str, int, int]] = set()  # (op, output, dim)
+        self._kept: dict[tuple[str, int, tuple[int, ...]], list[MeshChoice]] = {}
+        waiting: dict[tuple[str, int, int], list[frozenset[tuple[str, int, int]]]] = defaultdict(list)
+        stack: list[tuple[str, int, int]] = []
+        for node in graph.ops():
+            if op_name(node) == "getitem":
+                continue
+            deep = rule_for(node).cost_kind in DEEP
+            for choice in rule_for(node).axis_choices(node):
+                group = frozenset(self._cuts(node, choice))
+                if deep and self._searched(choice.label):
+                    stack.extend(group)
+                else:
+                    for cut in group:
+                        waiting[cut].append(group)
+        while stack:
+            cut = stack.pop()
+            if cut not in self.live:
+                self.live.add(cut)
+                for group in waiting.pop(cut, ()):
+                    stack.extend(group)
+
+    def _searched(self, label: str) -> bool:
+        """Whether rule 4 lets a heavy op or loss have this label."""
+        return self.sequence or SEQUENCE.fullmatch(label) is None
+
+    @staticmethod
+    def _key(node: Node) -> tuple[str, int]:
+        producer, index = output_of(node)
+        return producer.name, index
+
+    def _cuts(self, node: Node, choice: AxisChoice) -> list[tuple[str, int, int]]:
+        cuts = [
+            (*self._key(operand), pair[0].dim)
+            for operand, pair in zip(tensor_operands(node), choice.inputs)
+            if pair[0].is_shard
+        ]
+        return cuts + [(node.name, k, pair[0].dim) for k, pair in enumerate(choice.outputs) if pair[0].is_shard]
+
+    def choices(self, node: Node, batch: int, mesh_shape: tuple[int, ...]) -> list[MeshChoice]:
+        """The choices of ``node`` (of the graph at ``batch``) on a mesh that are worth offering, "whole" first.
+        Cached."""
+        key = (node.name, batch, mesh_shape)
+        if key not in self._kept:
+            self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))
+        return self._kept[key]
+
+    def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
+        """Those of ``choices`` that are worth offering, at most ``MOST``."""
+        kept = self.worthwhile(node, choices)
+        if len(kept) <= MOST:
+            return kept
+        ranked = sorted(kept[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
+        best = set(ranked[: MOST - 1])
+        return kept[:1] + [choice for choice in kept[1:] if choice in best]
+
+    def worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
+        """Those of ``choices`` that follow rules 1 to 4, however many."""
+        if rule_for(node).cost_kind in DEEP:
+            return [c for c in choices if all(self._searched(label) for label in c.labels)]
+        small = types_of(node)[0].numel <= SMALL
+        view = rule_for(node).cost_kind in ("view", "free")
+        partial = small or op_name(node) == "aten.add.Tensor" or (view and self._between_heavy_and_sum(node))
+        grad = small or (view and self._branches_to_heavy(node))
+        out = []
+        for choice in choices:
+            if not partial and any(label.startswith("partial") for label in choice.labels):
+                continue
+            if not grad and "grad" in choice.labels:
+                continue
+            cuts = {
+                (node.name, k, p.dim) for k, pair in enumerate(choice.outputs) for p in pair.value if p.is_shard
+            } | {
+                (*self._key(o), p.dim)
+                for o, pair in zip(tensor_operands(node), choice.inputs)
+                for p in pair.value
+                if p.is_shard
+            }
+            if cuts <= self.live:
+                out.append(choice)
+        return out
+
+    @staticmethod
+    def _between_heavy_and_sum(node: Node) -> bool:
+        operand = tensor_operands(node)[0] if tensor_operands(node) else None
+        if operand is None or not _is_deep(operand):
+            return False
+        return any(op_name(user) == "aten.add.Tensor" for user in node.users)
+
+    @staticmethod
+    def _branches_to_heavy(node: Node) -> bool:
+        operand = tensor_operands(node)[0] if tensor_operands(node) else None
+        return operand is not None and sum(_leads_to_deep(user) for user in operand.users) > 1
+
+
+def _is_deep(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) != "getitem" and rule_for(node).cost_kind in DEEP
+
+
+def _leads_to_deep(node: Node) -> bool:
+    """Whether ``node`` is a heavy op, or a view whose first user is."""
+    if _is_deep(node):
+        return True
+    if node.op != "call_function" or op_name(node) == "getitem" or rule_for(node).cost_kind not in ("view", "free"):
+        return False
+    return any(_is_deep(user) for user in node.users)

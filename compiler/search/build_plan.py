@@ -1,0 +1,288 @@
+"""From a candidate to a plan: its stages assembled, the schedule simulated, the memory counted.
+
+Stages that are equal up to names are assembled once (``build_plan``). What a stage really holds is known only here; a
+plan that does not fit raises, and the next candidate is tried.
+
+Stages that are equal up to the names of their nodes: one is assembled and priced, the others are the same with other
+names.
+
+Two runs of layers are twins if their layers have equal classes one by one: then their ops correspond in order, and so
+do the operands of these, down to floating ops, weights and inputs. A weight that both runs use keeps its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from ...costmodel.memory import FRAMEWORK_BYTES, usable_bytes
+from ..cost.pricing import MeshPricer
+from ..errors import OverfullError
+from ..frontend.layers import Layering
+from ..intra_op.stage import Assembled, assemble_stage
+from ..ir.graph import Graph, op_name
+from ..memory.stage import with_footprints
+from ..pipeline.families import in_flight_formula, virtual_order
+from ..plan.plan import Chunk, Plan, Prediction, StagePrediction, Wire
+from ..plan.recompute import recompute_of
+from ..rules import mesh_choices
+from .predict import predict, together
+from .state import SLACK, Candidate, Search, StageRow, batch_bytes
+
+__all__ = [
+    "Known", "excess_bytes", "finish", "held_by_rules", "measured", "names_between", "renamed", "stage_limits",
+    "with_memory",
+]  # fmt: skip
+
+
+Known = dict[tuple[Any, ...], tuple[int, Assembled]]
+
+
+def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
+    """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
+    not all that its devices have (inf: all); known: stages assembled for this candidate before, which are added to."""
+    cluster, layering, m = search.cluster, search.layering, best.microbatches
+    graph = search.graph.with_batch(search.global_batch // m)
+    with search.timed("refine"):
+        parts = _assembled(search, best, graph, limits_bytes, {} if known is None else known)
+    stages = tuple(part.stage for part in parts)
+    with search.timed("simulate"):
+        step = predict(
+            graph, cluster, layering.needs_grad, best.schedule, m, search.optimizer, parts,
+            search.space.communication.activations,
+        )  # fmt: skip
+    prediction = Prediction(
+        step_s=step.step_s,
+        bound_s=min(step.step_s, search.bound_s),
+        stages=step.stages,
+        flops=m * _flops(search, graph),
+        replicated_flops=m * sum(part.wasted_flops for part in parts),
+        sources=step.sources,
+    )
+    return Plan(
+        model=search.graph.fingerprint(),
+        model_ops=dict(Counter(op_name(node) for node in graph.ops())),
+        cluster=json.loads(cluster.to_json()),
+        global_batch=search.global_batch,
+        microbatches=m,
+        schedule=best.schedule,
+        optimizer=search.optimizer,
+        layers=tuple(layer.name for layer in layering.layers),
+        stages=stages,
+        transfers=step.transfers,
+        prediction=prediction,
+        precision=search.graph.precision,
+        codes=search.space.communication.codes,
+    )
+
+
+def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
+    """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
+    by_rules = [held_by_rules(one) for one in plan.prediction.stages]
+    plan = measured(search, plan)
+    over = excess_bytes(search, plan)
+    full = [index for index, size in enumerate(over) if size > 0.0]
+    if not full:
+        return plan
+    limits = stage_limits(search, plan)
+    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
+    believed, batch = best.pipeline.peak_bytes, batch_bytes(search)
+    worst = max(full, key=over.__getitem__)
+    alone = best.pipeline.chunks == 1  # of several chunks the rules add up what passes
+    # a stage that was solved again fills what the tables left free: less of that, then less than the tables' choice
+    leaner = [max(held - extra, known if known < held else 0.0) for held, extra, known in zip(by_rules, over, believed)]
+    beside = [  # which tables are to blame for
+        size - max(known + batch, held if alone else 0.0) for size, known, held in zip(used, believed, by_rules)
+    ]
+    raise OverfullError(
+        f"stage {worst} ({len(plan.stages[worst].devices)} devices) needs {used[worst] / 2**30:.2f} GiB per device, "
+        f"but has {limits[worst] / 2**30:.2f} GiB: {(used[worst] - limits[worst]) / 2**20:,.0f} MiB missing; "
+        "use more devices, more microbatches or a smaller batch",
+        [(plan.stages[index].mesh_shape, best.rows[index].row[1], beside[index]) for index in full],
+        [size if over[index] > 0.0 else inf for index, size in enumerate(leaner)] if alone else (),
+    )
+
+
+def held_by_rules(stage: StagePrediction) -> float:
+    """Bytes by the rules that a limit counts."""
+    return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]
+
+
+def measured(search: Search, plan: Plan) -> Plan:
+    """The plan with the memory that its stages really hold."""
+    graph = search.graph.with_batch(search.global_batch // plan.microbatches)
+    with search.timed("memory"):
+        return with_footprints(graph, plan, 1 if search.small else search.workers)
+
+
+def stage_limits(search: Search, plan: Plan) -> list[float]:
+    """Bytes that each stage's devices have."""
+    usable = _usable(search)
+    return [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
+
+
+def excess_bytes(search: Search, plan: Plan) -> list[float]:
+    """By how much each stage holds more than it may; not positive where it does not."""
+    used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
+    return [size - limit * SLACK for size, limit in zip(used, stage_limits(search, plan))]
+
+
+def _usable(search: Search) -> list[float]:
+    return [search.share * size for size in usable_bytes(search.cluster)]
+
+
+def _assembled(
+    search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: Known
+) -> list[Assembled]:
+    """The stages; of several chunks, these are put together."""
+    cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
+    chunks = best.pipeline.chunks
+    asked = chunks if chunks > 1 else None
+    home = [group for group, _ in virtual_order(best.schedule, num, asked)]
+    usable = _usable(search)
+    parts: list[Assembled] = []
+    for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):
+        first, end = stage.first_layer, stage.end_layer
+        labels, modes, states = row.composer.choices(row.row, first, end)
+        offset, shape = stage.device_offset, row.submesh.shape
+        whole = min(usable[offset : offset + row.submesh.num_devices])
+        less = limits_bytes[home[index]] if limits_bytes else inf
+        limit = less if less < inf else whole
+        flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
+        if asked:  # the chunk's part of what its stage holds
+            every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
+            limit *= best.pipeline.chunk_bytes[index] / sum(every)
+        wire: tuple[Wire, ...] = ()  # chunks of one stage sum their gradients alike
+        if asked and not search.space.communication.sums_exactly:
+            wire = tuple(w for part, group in zip(parts, home) if group == home[index] for w in part.stage.wire)
+        names = [layer.class_key for layer in search.layering.layers[first:end]]
+        ways = tuple((one.axes, one.algorithm, one.compressor) for one in wire)
+        key = (
+            tuple(names),
+            shape,
+            row.submesh,
+            modes,
+            states[0],
+            states[-1],
+            row.row,
+            ways,
+            less,
+        )
+        twin = known.get(key)
+        if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
+            parts.append(part)
+            continue
+        pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
+        restriction = search.restriction(row.submesh.roles)
+        part = assemble_stage(
+            graph,
+            search.layering,
+            pricer,
+            m,
+            (first, end),
+            labels,
+            restriction,
+            recompute_of(graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule),
+            (states[0], states[-1]),
+            flight,
+            limit,
+            FRAMEWORK_BYTES[cluster.device(offset).kind],
+            wire,
+        )
+        known[key] = first, part
+        parts.append(part)
+        search.progress("refine", (index + 1) / len(home))
+    grouped: list[list[Assembled]] = [[] for _ in range(num)]
+    for group, part in zip(home, parts):
+        grouped[group].append(part)
+    return [together(some) for some in grouped]
+
+
+def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
+    """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
+    mode."""
+    if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
+        return dict(enumerate(modes, first))
+    losses = {result.node for result in search.graph.results if result.kind == "loss"}
+    layers = search.layering.layers
+    return {k: "none" if losses & set(layers[k].ops) else mode for k, mode in enumerate(modes, first)}
+
+
+def _twin(
+    search: Search, graph: Graph, twin: tuple[int, Assembled], first: int, offset: int, flight: int, limit: float
+) -> Assembled | None:
+    """The stage that ``twin`` is under other names; None where it is another one or does not fit here."""
+    other, part = twin
+    (chunk,) = part.stage.chunks
+    names = names_between(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
+    return None if names is None else renamed(part, graph, names, first, offset)
+
+
+def _flops(search: Search, graph: Graph) -> float:
+    """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops."""
+    single, layering = MeshPricer(search.cluster, 0, (), search.optimizer), search.layering
+    nodes = graph.by_name()
+
+    def of(names: Iterable[str]) -> float:
+        found = [nodes[name] for name in names if op_name(nodes[name]) != "getitem"]
+        return sum(single.op(node, mesh_choices(node, ())[0], layering.needs_grad).flops for node in found)
+
+    first = {layer.class_key: layer for layer in reversed(layering.layers)}
+    by_class = {key: of(layer.ops) for key, layer in first.items()}
+    return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
+
+
+def names_between(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
+    """Node → its counterpart, from layers [first, first + num_layers) to those from ``other`` on; None where some node
+    has two counterparts (a weight that layers share in one run only)."""
+    nodes, floating = graph.by_name(), set(layering.floating)
+    names: dict[str, str] = {}
+    for k in range(num_layers):
+        here, there = layering.layers[first + k], layering.layers[other + k]
+        if here.class_key != there.class_key:
+            return None
+        waiting = list(zip(here.ops, there.ops, strict=True))
+        while waiting:
+            mine, theirs = waiting.pop()
+            if names.setdefault(mine, theirs) != theirs:
+                return None
+            operands = zip(nodes[mine].all_input_nodes, nodes[theirs].all_input_nodes, strict=True)
+            for one, another in operands:
+                if names.setdefault(one.name, another.name) != another.name:
+                    return None
+                if one.name in floating:
+                    waiting.append((one.name, another.name))
+    return names if len(set(names.values())) == len(names) else None
+
+
+def renamed(part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int) -> Assembled:
+    """The stage on other devices and layers."""
+    nodes = graph.by_name()
+    (chunk,) = part.stage.chunks
+    sources = {
+        nodes[a].meta["source"].name: nodes[b].meta["source"].name
+        for a, b in names.items()
+        if nodes[a].op == "placeholder"
+    }
+    length = chunk.layers[1] - chunk.layers[0]
+    order = {node.name: index for index, node in enumerate(graph)}
+
+    def sort(table: Mapping[str, object]) -> dict[str, object]:
+        moved = {names[name]: value for name, value in table.items()}
+        return {name: moved[name] for name in sorted(moved, key=order.__getitem__)}
+
+    other: Chunk = replace(
+        chunk,
+        layers=(first_layer, first_layer + length),
+        ops=sort(chunk.ops),  # type: ignore[arg-type]
+        parameters={sources[name]: value for name, value in chunk.parameters.items()},
+        sources=sort(chunk.sources),  # type: ignore[arg-type]
+        receives=sort(chunk.receives),  # type: ignore[arg-type]
+        sends=sort(chunk.sends),  # type: ignore[arg-type]
+    )
+    devices = tuple(range(first_device, first_device + len(part.stage.devices)))
+    return replace(part, stage=replace(part.stage, devices=devices, chunks=(other,)))

@@ -1,0 +1,356 @@
+"""What no plan of the space undercuts: bounds of all microbatch counts and families, proven beside the rest of a search
+where it has workers.
+
+The bound of the search is the least of all, so what is least is lifted, until it is one that nothing lifts further. Of
+every count there is a quick bound: for the guide from the search, for the others from ``optimality``. Then, least
+first and each up to what is known to be enough:
+
+    interleaved, zb-v     chunk_bounds: these take little, and the least of them is enough for the others
+    the others            pipeline_bound
+
+each first by the floors that there are, then by those at more prices of a byte.
+
+What the makespan of no pipeline with several chunks per device group undercuts, by floors and what chunks hold.
+
+As in ``virtual_stages``: p groups under one option with M bytes per device, group k has v chunks D_k of the p v, and
+the makespan is at least m T_k + σ_k, T_k = Σ_{c ∈ D_k} t_c. At some time group k holds h_c microbatches of each of its
+chunks c, all at once (``at_once``), so that Σ_{c ∈ D_k} (r_c + h_c s_c) ≤ M. A Lagrangian pair (λ, μ) of
+``bounds`` says t_c ≥ value_c − λ r_c − μ s_c, and t_c ≥ pace_c. With θ_c = min(1, λ h_c / μ),
+
+    T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M,      as  θ_c λ r_c + θ_c μ s_c ≤ λ (r_c + h_c s_c).
+
+The sum of these over all groups is p max_k T_k at most. Its left side depends on the cuts alone, chunk by chunk: its
+least is a dynamic programme over chunks and layers (``_least``), where no chunk takes longer than the makespan that is
+of interest. Where values count the per-step work, divided by m, it is m T_k + σ_k that is bounded so.
+
+The least over options, p and v is looked for best first: ``quick_bound``'s terms (h = 1, any number of chunks) rank
+them, and where these are no less than what was found, nothing else is.
+
+What the makespan of no pipeline undercuts under the families that the search does not run on, by floors and fast.
+
+A stage does all its actions one at a time and then its end of step: under every schedule the makespan is at least m t_k
++ σ_k. With several chunks per stage, and no more stages than microbatches, ``virtual_stages.quick_bound`` counts on
+that; with one:
+
+    work       Σ n_k (m t_k + σ_k) / N for stages on n_k of N devices. For p stages, a Lagrangian pair (λ, μ) of
+               ``bounds`` and at least q microbatches in flight, n_k t_k ≥ n_k value_k − n_k M_k max(λ, μ/q);
+               Σ n_k M_k is at most all devices' bytes. The least Σ n_k value_k of p runs of layers is a shortest path.
+    slowest    for a limit on every m t_k + σ_k, each run of layers needs so many devices, by the fastest submesh of
+               each size; where the shortest path through these needs more than N, no makespan is within the limit
+
+Under GPipe, where no family with chunks is asked for beside it, what ``bounds`` proves is taken as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from heapq import heapify, heappop
+from math import inf, isfinite
+
+import numpy as np
+
+from ..cost.gradient_reduction import lowered, raised
+from ..pipeline.families import PIPEDREAM, in_flight_formula, virtual_order
+from ..pipeline.stage_dp import bound_of
+from ..pipeline.table import Constraints, Floats, Floors, Lagrange
+from ..pipeline.virtual_stages import allowed_only, at_most, least_sums, quick_bound, room_for, sums_by_count
+from ..plan.plan import Plan
+from ..workers import Forked
+from .lower_bounds import LOOSE
+from .other_schedules import chunk_numbers
+from .space import CHUNKED
+from .state import INTERRUPTED, Search
+from .tables import tables_of
+
+__all__ = ["at_once", "bounded", "chunk_bound", "family_bounds", "prove", "proving"]
+
+
+LAX, STRICT = "zb-h1", "gpipe"  # what no pipeline of the first undercuts, none of the second does: it holds as much or
+# more, and its backwards are whole
+
+
+@contextmanager
+def proving(search: Search) -> Iterator[None]:
+    """Within it, ``search.proof`` and ``search.aside`` may be of forks; afterwards nobody is left."""
+    try:
+        yield
+    finally:
+        for forked in (search.proof, search.aside):
+            if forked is not None:
+                forked.drop()
+        search.proof = search.aside = None
+
+
+def prove(search: Search, most_s: float) -> None:
+    """Bound all counts under all open families as far as that is less than ``most_s``, if nobody is at it already;
+    ``bounded`` takes what a fork finds."""
+    if search.proof is not None:
+        if search.proven_s >= most_s:
+            return
+        search.proof.drop()
+        search.proof = None
+    search.bounds.update({(m, name): 0.0 for m in tables_of(search).counts for name in _others(search)})
+
+    def work() -> dict[tuple[int, str], float]:
+        with search.keeping():
+            _lift_least(search, most_s)
+        return dict(search.bounds)
+
+    with search.timed("bounds"):
+        try:
+            search.proof, search.proven_s = Forked(work, search.workers > 1, later=True), most_s
+        except KeyboardInterrupt:
+            search.cut_short = INTERRUPTED
+
+
+def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of a search with what is proven of it by now."""
+    if search.proof is not None:
+        with search.timed("bounds"):
+            try:
+                for case, bound_s in search.proof.result().items():  # others were lifted here meanwhile
+                    search.bounds[case] = max(search.bounds.get(case, 0.0), bound_s)
+                search.proof = None
+            except KeyboardInterrupt:  # the plans are there
+                search.cut_short = f"{INTERRUPTED} while bounds were proven"
+    return [
+        replace(p, prediction=replace(p.prediction, bound_s=min(p.prediction.step_s, search.bound_s))) for p in plans
+    ]
+
+
+def _others(search: Search) -> list[str]:
+    return [name for name in search.space.schedules if name != search.space.guide]
+
+
+def _lift_least(search: Search, most_s: float) -> None:
+    """Lift the least of ``search.bounds``. most_s: what is above does not matter."""
+    tables, space, others = tables_of(search), search.space, _others(search)
+    tables.best = min(tables.best, most_s)
+    for m in tables.counts if others else ():
+        messages = not any(name in CHUNKED for name in others)
+        _lift(search, m, partial(_quickly, search, m, others), messages, most_s)
+    chunked = [name for name in others if name in CHUNKED]
+    single = [name for name in others if name not in CHUNKED]
+    enough = most_s
+    if space.guide in space.schedules and search.cut_short:
+        enough = min([most_s, *(tables.bound(m) for m in tables.counts)])
+    elif space.guide in space.schedules:
+        single.append(space.guide)
+        for m in tables.counts if search.small else ():  # of which all that may be faster will be assembled
+            _lift_closely(search, m, space.guide, most_s)
+    for names in (chunked, single):
+        left = [(m, name) for m in tables.counts for name in names]
+        while left and search.bounds[case := min(left, key=lambda one: (search.bounds[one], one[1] != LAX))] < enough:
+            left.remove(case)
+            _lift_closely(search, *case, enough)
+            enough = min(enough, search.bounds[case])
+
+
+def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
+    """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
+    tables, guides = tables_of(search), name == search.space.guide
+    if guides and search.bounds[m, name] >= (1 - LOOSE) * tables.best:
+        return
+    closely = partial(_closely, search, m, name)
+    _lift(search, m, closely, name not in CHUNKED, most_s)
+    if search.bounds[m, name] < most_s:
+        more = tables.lean_levels(m, split=name == "zb-h1", ends=guides and not tables.hides(m))
+        _lift(search, m, closely, name not in CHUNKED, most_s, more)
+
+
+def _lift(
+    search: Search,
+    m: int,
+    of: Callable[[Floors, float], Mapping[str, float]],
+    messages: bool,
+    most_s: float,
+    more: Sequence[int] = (),
+) -> None:
+    """Lift bounds of families with m microbatches to what ``of`` (floors, most) says; more: prices of a byte."""
+    tables, cluster = tables_of(search), search.cluster
+    paced = tables.hides(m)  # with few microbatches much of a step's other work may hide: then by paces alone
+    levels = list(dict.fromkeys([*more, *tables.known_levels(m)]))
+    most = most_s if paced else raised(most_s, m, cluster, tables.hidden_s)
+    for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
+        true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
+        search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
+    if {LAX, STRICT} <= {*_others(search)}:
+        search.bounds[m, STRICT] = max(search.bounds[m, STRICT], search.bounds[m, LAX])
+
+
+def _quickly(search: Search, m: int, names: Sequence[str], floors: Floors, most: float) -> Mapping[str, float]:
+    return family_bounds(floors, m, names, tables_of(search).cuts, tables_of(search).usable * search.share, most)
+
+
+def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
+    """A bound of one family that takes longer than ``family_bounds``."""
+    tables = tables_of(search)
+    if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
+        return {name: 0.0}
+    if name in CHUNKED:
+        return {name: chunk_bound(floors, m, name, chunk_numbers(search, name), at_most(m, tables.cuts), most)}
+    return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
+
+
+ROWS = 2  # pairs of prices that a case is looked at with
+
+
+def at_once(schedule: str, p: int, m: int, v: int) -> list[int]:
+    """Per chunk, in the order of the layers, how many microbatches of it its group holds when it holds as many of each
+    of its other chunks.
+
+    Interleaved at the end of the warm-up: n forwards are done, g of a chunk at a time, and then of the next group of
+    microbatches, which may be one smaller. zb-v, from m = 2p − 1 on, as stage s runs its first I: 2p − s − 1 and
+    s + 1. Else one of each, while the last chunk runs the first.
+    """
+    places = virtual_order(schedule, p, v)
+    if schedule != "interleaved":
+        steady = m >= 2 * p - 1
+        return [(s + 1 if chunk else 2 * p - s - 1) if steady else 1 for s, chunk in places]
+    size = min(m, (in_flight_formula(schedule, p - 1, p, m, v) - 1) // (v - 1))
+    held = []
+    for k, chunk in places:
+        done = min(m * v, in_flight_formula(schedule, k, p, m, v))
+        first = min(size, max(0, done - chunk * size))
+        second = min(max(0, done - v * size), size - 1) if chunk == 0 else 0
+        held.append(first + second)
+    return held
+
+
+def chunk_bound(
+    floors: Floors, m: int, schedule: str, chunks: Sequence[int], constraints: Constraints, most: float = inf
+) -> float:
+    """What no pipeline with m microbatches and any of these numbers of chunks undercuts, or ``most`` where that is
+    less; inf where there is room for none."""
+    layers = floors.pace_s.shape[1]
+    limits = [max(option.limit_bytes, default=0.0) for option in floors.options]
+    pace = least_sums(floors.pace_s, constraints)
+    sums = [least_sums(row.value, constraints) for row in floors.rows]
+    cases = []
+    for o, option in enumerate(floors.options):
+        for p, _ in room_for(layers, option, (min(chunks),), constraints):
+            priced = [one[o] - p * limits[o] * max(row.byte, row.saved_byte) for one, row in zip(sums, floors.rows)]
+            cases.append((m * max(float(pace[o]), *map(float, priced), 0.0) / p, o, p))
+    if not cases:
+        return inf
+    heapify(cases)
+    bound = most
+    while cases and cases[0][0] < bound:
+        low, o, p = heappop(cases)
+        hopeful = [(float(one[o]) - p * limits[o] * row.byte, row) for one, row in zip(sums, floors.rows) if row.byte]
+        rows = [row for value, row in sorted(hopeful, key=lambda one: -one[0])[:ROWS] if m * value / p > low]
+        for v in (v for v in chunks if p * v <= layers):
+            found = _with_rows(floors, o, (schedule, p, m, v), rows, constraints, most)
+            bound = min(bound, max(low, m * found / p))
+    return bound
+
+
+def _with_rows(
+    floors: Floors, o: int, case: tuple[str, int, int, int], rows: Sequence[Lagrange], constraints: Constraints,
+    most: float,
+) -> float:  # fmt: skip
+    """Σ_k T_k at least, by the best of some rows: one option, and (schedule, p, m, v)."""
+    _, p, m, _ = case
+    held = np.array(at_once(*case), dtype=float)
+    limit = max(floors.options[o].limit_bytes, default=0.0)
+    pace = allowed_only(floors.pace_s[o], constraints)
+    pace = np.where(m * pace <= most, pace, inf)
+    found = 0.0
+    for row in rows:
+        theta = np.minimum(1.0, row.byte * held / row.saved_byte) if row.saved_byte else np.ones(len(held))
+        found = max(found, _least(pace, row.value[o], theta) - p * limit * row.byte)
+    return found
+
+
+def _least(pace: Floats, value: Floats, theta: Floats) -> float:
+    """The least Σ_c pace + θ_c (value − pace) of as many runs of layers as there are θ; pace: inf where none may be."""
+    at = np.isfinite(pace)
+    more = np.where(at, value, 0.0) - np.where(at, pace, 0.0)
+    made = {one: pace + one * more for one in set(theta.tolist())}
+    reached = np.full(len(pace) + 1, inf)
+    reached[0] = 0.0
+    for one in theta.tolist():
+        reached = (reached[:-1, None] + made[one]).min(axis=0)
+    return float(reached[-1])
+
+
+HALVINGS = 6  # of the range of a bound
+
+
+def family_bounds(
+    floors: Floors, m: int, schedules: Sequence[str], cuts: Constraints, usable: Floats, most: float = inf
+) -> dict[str, float]:
+    """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
+    simple to involved; usable [devices]: bytes of each."""
+    alone = not any(name in CHUNKED for name in schedules)
+    quick = inf if alone else quick_bound(floors, m, at_most(m, cuts))
+    found = dict.fromkeys(schedules, quick)
+    single = [name for name in schedules if name not in CHUNKED]
+    for name in single if alone else single[-1:]:  # zb-h1 holds the least and comes last
+        found[name] = work = _work(floors, m, name, cuts, usable)
+        if work < quick and isfinite(most):
+            found[name] = _slowest(floors, m, name, cuts, len(usable), work, most)
+        if alone and name == "gpipe" and isfinite(most):
+            found[name] = max(found[name], _exact(floors, m, name, cuts, len(usable), most))
+    if not alone:
+        found |= dict.fromkeys(single, found[single[-1]] if single else 0.0)
+    return found
+
+
+def _work(floors: Floors, m: int, schedule: str, cuts: Constraints, usable: Floats) -> float:
+    """What all work takes where it lies evenly on the devices."""
+    possible = min(floors.pace_s.shape[1], len(usable))
+    devices = np.array([option.num_devices for option in floors.options])[:, None, None]
+    values = [floors.pace_s, *(row.value for row in floors.rows)]
+    sums = [sums_by_count((devices * value).min(axis=0), possible, cuts) for value in values]
+    least, most = cuts.stages
+    works = []
+    for p in range(least, min(most or possible, possible) + 1):
+        q = min(in_flight_formula(schedule, k, p, m) for k in range(p))
+        prices = [0.0, *(max(row.byte, row.saved_byte / q) for row in floors.rows)]
+        works.append(max(float(one[p]) - float(usable.sum()) * price for one, price in zip(sums, prices)))
+    return m * max(min(works, default=inf), 0.0) / len(usable)
+
+
+def _slowest(
+    floors: Floors, m: int, schedule: str, cuts: Constraints, num_devices: int, low_s: float, high_s: float
+) -> float:
+    """The least that the slowest stage takes, by bisection from ``low_s``, which is proven, to ``high_s``."""
+    sizes, heads = _by_size(floors, m, schedule, cuts)
+    counts = np.array([*sizes, np.inf])
+
+    def enough(limit_s: float) -> bool:
+        fits = np.concatenate([heads <= limit_s, np.ones((1, *heads.shape[1:]), dtype=bool)])
+        needed = counts[fits.argmax(axis=0)]
+        return bool(least_sums(needed[None], cuts)[0] <= num_devices)
+
+    if low_s >= high_s or not enough(high_s):
+        return max(low_s, high_s)
+    for _ in range(HALVINGS):
+        middle = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle) if enough(middle) else (middle, high_s)
+    return low_s
+
+
+def _by_size(floors: Floors, m: int, schedule: str, cuts: Constraints) -> tuple[list[int], Floats]:
+    """(numbers of devices, ascending; [numbers, L, L + 1] the least m t + σ of a stage on so many)."""
+    layers = floors.pace_s.shape[1]
+    allowed = cuts.allowed(*np.indices((layers, layers + 1)))
+    alone, others = (min(in_flight_formula(schedule, k, p, m) for k in range(p)) for p in (1, 2))
+    found: dict[int, Floats] = {}
+    for o, option in enumerate(floors.options):
+        one = floors.pace_s[o]
+        for row in floors.rows:
+            price = np.full(one.shape, max(row.byte, row.saved_byte / others))  # two stages or more
+            price[0, layers] = max(row.byte, row.saved_byte / alone)
+            one = np.maximum(one, row.value[o] - max(option.limit_bytes, default=0.0) * price)
+        one = np.where(allowed, m * one, inf)
+        found[option.num_devices] = np.minimum(found.get(option.num_devices, one), one)
+    return sorted(found), np.stack([found[size] for size in sorted(found)])
+
+
+def _exact(floors: Floors, m: int, schedule: str, cuts: Constraints, num_devices: int, most: float) -> float:
+    return bound_of(floors.alone(num_devices), m, schedule, cuts, most, 2)

@@ -1,0 +1,274 @@
+"""The families of schedules beside the one that the dynamic program runs on: the same tables under other clocks.
+
+Pipelines are searched under one family, 1F1B where it is open (``guide``). When its best ones are known, the other open
+families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
+whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for these. The less
+there is of a bubble, the fewer microbatches are best: from the best count with chunks on, smaller ones follow, until
+one is no faster; tables of the options that may win are made for these. In small graphs every count that has tables is
+looked at for chunks: the guide may be far from its best there.
+
+    gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
+                           among those that fit with the microbatches in flight of the family
+    interleaved, zb-v      the best divisions into chunks under one option, of no more stages than microbatches
+                           (``virtual_stages``)
+
+All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
+there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
+
+What is proven of them: ``optimality``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from ..errors import InfeasibleError
+from ..pipeline.families import PIPEDREAM, in_flight_formula
+from ..pipeline.stage_dp import describe_pipeline, solve
+from ..pipeline.table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from ..pipeline.virtual_stages import at_most, chunked, least_sums
+from .space import CHUNKED, SCHEDULES, Submesh
+from .state import INTERRUPTED, Candidate, Search
+from .tables import ENDLESS, GENEROUS, tables_of
+
+__all__ = ["TIE", "chunk_numbers", "faster_without_limit", "generous_divisions", "simplest_first", "unfit",
+           "with_other_schedules"]  # fmt: skip
+
+TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
+COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
+REFITTED = 6  # pipelines of a count
+KEPT = 4  # candidates of a family that was asked for
+SOLVED = 4  # pipelines of a number of stages
+VISITS = 200  # partial pipelines that are looked at
+DIVIDED = 3  # divisions into chunks that are timed, per family and count
+
+Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
+
+
+def with_other_schedules(
+    search: Search, found: Sequence[Candidate], before: Sequence[Candidate] = (), counts: Collection[int] | None = None
+) -> list[Candidate]:
+    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first. before:
+    what they made of them before; then ``counts`` says which microbatch counts have other tables now."""
+    open_ = search.space.schedules
+    own = [one for one in found if one.schedule in open_]
+    others = [name for name in open_ if name != search.space.guide]
+    offered = list(before)
+    if others and found and (counts is None or counts):
+        with search.timed("schedules"):
+            try:
+                if not own or not (search.cut_short or time.perf_counter() > search.stop):
+                    best_s = min((one.clock_s for one in own), default=inf)
+                    offered = _offered(search, found, others, best_s * (1 - TIE), before, counts)
+            except KeyboardInterrupt:
+                if not own and not before:
+                    raise
+                search.cut_short = INTERRUPTED
+    return sorted([*own, *offered], key=lambda one: one.clock_s)
+
+
+def generous_divisions(search: Search) -> list[Candidate]:
+    """The best divisions into chunks where nothing fits by tables, should estimates be above what stages really hold:
+    of several chunks they add up what only passes."""
+    tables, names = tables_of(search), [name for name in search.space.schedules if name in CHUNKED]
+    with search.timed("schedules"):
+        found = [one for m in sorted(tables.known) if names
+                 for one in _divided(search, m, tables.known[m], dict.fromkeys(names, inf), GENEROUS)]  # fmt: skip
+    return sorted(found, key=lambda one: one.clock_s)
+
+
+def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], most: float) -> bool:
+    """Whether another open family were faster than ``most`` with m microbatches if memory had no limit: else leaner
+    rows than there are do not help it. found: pipelines of the guide."""
+    tables = tables_of(search)
+    limits = {name: most for name in search.space.schedules if name != search.space.guide}
+    with search.timed("schedules"):
+        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), ENDLESS))
+
+
+def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
+    """Which one to take: the fastest, or of those as good the one of the simplest family."""
+    least = min(steps_s)
+    near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE)]
+    ranks = [*SCHEDULES, PIPEDREAM]
+    return min(near, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
+
+
+# ---- candidates
+
+
+def _offered(
+    search: Search, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
+    counts: Collection[int] | None,
+) -> list[Candidate]:  # fmt: skip
+    """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
+    tables, competing = tables_of(search), search.space.guide in search.space.schedules
+    by_family: dict[str, list[Candidate]] = {name: [] for name in others}
+    limits = dict.fromkeys(others, most)
+
+    def offer(candidates: Iterable[Candidate]) -> None:
+        for one in candidates:
+            by_family[one.schedule].append(one)
+            if competing:
+                limits[one.schedule] = min(limits[one.schedule], one.clock_s)
+
+    offer(before)
+    for m in (m for m in _counts(found, most) if counts is None or m in counts):
+        guided = [one for one in found if one.microbatches == m]
+        offer(_with_count(search, m, guided, limits, tables.known[m]))
+    for m in (m for m in _others_known(search, found, most) if counts is None or m in counts):
+        offer(_divided(search, m, tables.known[m], {name: limits[name] for name in others if name in CHUNKED}))
+    divided = [one for name in CHUNKED for one in by_family.get(name, ())]
+    best = min(divided, key=lambda one: one.clock_s, default=None)
+    for one in _with_fewer(search, best, limits) if best not in before else ():
+        by_family[one.schedule].append(one)
+    kept = 1 if competing else KEPT
+    return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
+
+
+def _with_fewer(search: Search, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
+    """Divisions into chunks with fewer microbatches than the best one, as long as they get faster."""
+    tables = tables_of(search)
+    names = [name for name in limits if name in CHUNKED]
+    while best is not None:
+        best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
+        if not m or search.cut_short or tables.least_share(m) >= best_s:
+            return
+        pairs = tables.uniform(m, best_s * (1 - TIE))
+        faster = list(_divided(search, m, pairs, dict.fromkeys(names, best_s * (1 - TIE)))) if pairs else []
+        yield from faster
+        best = min(faster, key=lambda one: one.clock_s, default=None)
+
+
+def _counts(found: Sequence[Candidate], most: float) -> list[int]:
+    """The microbatch counts to look at: those of the fastest pipelines, and of the one whose slowest stage has the
+    least work, if that leaves hope."""
+    works = {one: one.microbatches * one.pace_s + one.once_s for one in found}
+    hopeful = [one for one in sorted(found, key=lambda one: one.clock_s) if works[one] < most]
+    counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:COUNTS]
+    least = [min(hopeful, key=works.__getitem__).microbatches] if hopeful else []
+    return list(dict.fromkeys([*counts, *least]))
+
+
+def _others_known(search: Search, found: Sequence[Candidate], most: float) -> list[int]:
+    """Of a small graph, all other counts that have tables: its best division into chunks may have one with which the
+    guide has nothing."""
+    tables = tables_of(search)
+    if not search.small or not any(name in CHUNKED for name in search.space.schedules):
+        return []
+    return sorted(set(tables.known).difference(_counts(found, most)))
+
+
+def _with_count(
+    search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float], known: Pairs, room: float = 1.0
+) -> Iterator[Candidate]:
+    """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's; known: the
+    rows they are made of; room: of the memory."""
+    tables = tables_of(search)
+    best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
+    used = {row.submesh for one in best for row in one.rows}
+    pairs = [pair for pair in known if pair[0] in used]
+    single = [name for name in limits if name not in CHUNKED]
+    table = tables.table(m, pairs, room) if single and pairs else None
+    for schedule in single if table is not None else ():
+        assert table is not None
+        tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
+        for p in sorted({len(one.rows) for one in best}):
+            tried |= {one.stages: one for one in _searched(search, table, m, schedule, p, limits[schedule])}
+        if not tried and search.space.guide not in search.space.schedules:
+            tried = {one.stages: one for one in _searched(search, table, m, schedule, None, limits[schedule])}
+        candidates = [tables.candidate(m, schedule, one, pairs, table) for one in tried.values()]
+        yield from (one for one in candidates if one.clock_s < limits[schedule])
+    chunked_ = {name: limit for name, limit in limits.items() if name in CHUNKED}
+    if chunked_:
+        yield from _divided(search, m, known, chunked_, room)
+
+
+def _refitted(
+    table: PipelineTable, m: int, schedule: str, pairs: Pairs, found: Iterable[Candidate]
+) -> Iterable[Pipeline]:
+    """These pipelines with rows that fit under another family."""
+    rows: dict[Submesh, list[int]] = {}
+    for index, (sub, _) in enumerate(pairs):
+        rows.setdefault(sub, []).append(index)
+    for one in found:
+        p, stages = len(one.rows), []
+        for k, (stage, row) in enumerate(zip(one.pipeline.stages, one.rows)):
+            at = np.array(rows.get(row.submesh, []), dtype=np.intp), stage.first_layer, stage.end_layer
+            q = in_flight_formula(schedule, k, p, m)
+            held = table.resident[at] + table.transient[at] + q * table.saved[at]
+            limit = table.options[at[0][0]].limit(stage.device_offset) if len(at[0]) else 0.0
+            seconds = np.where(held <= limit, m * table.pace_s[at] + table.step_s[at] + table.transfer_s[at], inf)
+            if not np.isfinite(seconds).any():
+                break
+            stages.append(StageChoice(*stage[:2], int(at[0][seconds.argmin()]), stage.device_offset))
+        else:
+            yield describe_pipeline(table, m, schedule, stages)
+
+
+def _searched(
+    search: Search, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
+) -> Sequence[Pipeline]:
+    """The best pipelines of p stages, or of any number."""
+    tables = tables_of(search)
+    cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
+    found = solve(table, m, schedule, cuts, SOLVED, visits=VISITS, explain=False, most=most, trials=0)
+    return found.pipelines if isinstance(found, Solution) else ()
+
+
+def _divided(
+    search: Search, m: int, known: Pairs, limits: Mapping[str, float], room: float = 1.0
+) -> Iterator[Candidate]:
+    """The fastest divisions into chunks."""
+    tables = tables_of(search)
+    pairs = _uniform(search, m, known, max(limits.values()))
+    table = tables.table(m, pairs, room) if pairs else None
+    for schedule, most in limits.items() if table is not None else ():
+        assert table is not None
+        answer = chunked(table, m, schedule, chunk_numbers(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
+        for one in answer.pipelines if isinstance(answer, Solution) else ():
+            candidate = tables.candidate(m, schedule, one, pairs, table)
+            if candidate.clock_s < most:
+                yield candidate
+
+
+def chunk_numbers(search: Search, schedule: str) -> tuple[int, ...]:
+    """The numbers of chunks per stage that a family may take."""
+    return search.space.chunks if schedule == "interleaved" else (2,)
+
+
+def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
+    """The options that alone may make a pipeline in less than ``most`` seconds."""
+    tables, total = tables_of(search), search.cluster.num_devices
+    room = [(min(len(pair[0].offsets), total // pair[0].num_devices), pair) for pair in known]
+    room = [(groups, pair) for groups, pair in room if groups > 1 and pair[0].place is None]
+    if not room:
+        return []
+    pace = np.stack([tables.array("pace_s", sub, m, price) for _, (sub, price) in room])
+    cost = np.stack([tables.array("cost", sub, m, price) for _, (sub, price) in room])
+    work = least_sums(np.where(np.isfinite(cost), pace, inf), tables.cuts)
+    return [pair for (groups, pair), seconds in zip(room, work) if m * seconds / groups < most]
+
+
+def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
+    """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
+    tables, others = tables_of(search), search.space.schedules
+    names = " or ".join(others)
+    m = min(found, key=lambda one: one.clock_s).microbatches
+    reason = ""
+    for schedule in (name for name in others if name in CHUNKED):
+        pairs = _uniform(search, m, tables.known[m], inf)
+        table = tables.table(m, pairs) if pairs else None
+        chunks = chunk_numbers(search, schedule)
+        answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
+        if isinstance(answer, Infeasible):
+            reason = f": {answer.reason}"
+    return InfeasibleError(
+        f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.guide}{reason}; "
+        f"ask for schedule {search.space.guide} or auto, more microbatches, or more devices"
+    )

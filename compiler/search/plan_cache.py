@@ -1,0 +1,98 @@
+"""Plans that were found before for the same question, on disk.
+
+The key is a digest of all that an answer depends on: the graph (with what trains and what is shared), the cluster's
+prices, every argument of the search, PyTorch's version, and the source of the packages that search. A changed
+question has another key, so nothing is ever out of date; what cannot be read is found anew. One file per question
+under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MOST``. Of a graph with
+ops whose rules the user registered nothing is kept. What a search for another question may share is in ``row_cache``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...costmodel.files import write_atomically
+from ...costmodel.tables import cache_directory
+from ..frontend.mixed_precision import in_precision
+from ..intra_op.vectorised.row_cache import KeptRows
+from ..ir.graph import Graph
+from ..plan.plan import Plan
+from ..rules import is_built_in
+
+__all__ = ["known_plans", "question"]
+
+MOST = 500  # files
+_APART = ("graph", "cluster", "capture_s", "progress", "workers")
+
+
+def known_plans(
+    arguments: Mapping[str, Any], precisions: Sequence[str], find: Callable[[KeptRows | None], list[Plan]]
+) -> list[Plan]:
+    """What ``find`` finds, or found before for the same question: ``make_plans``' arguments in these precisions. An
+    early end is not kept."""
+    begin, graph = time.perf_counter(), arguments["graph"]
+    if not all(is_built_in(node) for node in graph.ops()):
+        return find(None)
+    path = cache_directory() / "plans" / f"{question(arguments, precisions)}.json"
+    try:
+        found = [Plan.from_json(one) for one in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        found = []
+    if not found:
+        with KeptRows(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
+            found = find(kept)
+        if not any("ended early" in note for plan in found for note in plan.prediction.notes):
+            _keep(path, found)
+        return found
+    seconds = round(time.perf_counter() - begin, 4)
+    passes = {"capture": round(arguments["capture_s"], 4), "found before": seconds, "total": seconds}
+    return [
+        replace(plan, graph=in_precision(graph, plan.precision), provenance={**plan.provenance, "passes": passes})
+        for plan in found
+    ]
+
+
+def question(arguments: Mapping[str, Any], precisions: Sequence[str]) -> str:
+    """The key of a question, 32 hex digits."""
+    graph: Graph = arguments["graph"]
+    facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
+    others = {name: value for name, value in arguments.items() if name not in _APART}
+    asked = [(name, repr(value)) for name, value in sorted(others.items())]
+    text = json.dumps(
+        [
+            _code(), torch.__version__, graph.batch, graph.text(), facts, arguments["cluster"].to_json(), asked,
+            list(precisions),
+        ]
+    )  # fmt: skip
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _keep(path: Path, plans: Sequence[Plan]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps([plan.to_json() for plan in plans]))
+        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for file in files[:-MOST]:
+            file.unlink(missing_ok=True)
+    except OSError:
+        pass  # a full disk or a read-only home costs the next search, not this one
+
+
+@cache
+def _code() -> str:
+    """A digest of the source that finds and prices plans."""
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parents[1], Path(__file__).parents[2] / "costmodel"):
+        for file in sorted(package.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,224 @@
+"""What a search is asked, what it has found, and what all its passes share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, prod
+
+from torch.fx import Node
+
+from ...costmodel.cluster import Cluster
+from ..frontend.layers import Layering, cluster_layers
+from ..frontend.strides import note_layouts
+from ..intra_op.section import Restriction
+from ..intra_op.vectorised.cases import Samples
+from ..intra_op.vectorised.interval_tables import BatchComposer, Row
+from ..intra_op.vectorised.row_cache import KeptRows
+from ..ir.graph import Graph, rescale
+from ..pipeline.table import Infeasible, Pipeline
+from ..plan.plan import Plan
+from ..workers import Forked
+from .constraints import Constraints, Resolved, distinguished, resolve
+from .parallel_shape import Strategy
+from .space import Space, Submesh, microbatch_counts
+
+__all__ = [
+    "INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "PurePlan", "Search", "StageRow", "alike",
+    "batch_bytes", "prepare",
+]  # fmt: skip
+
+
+INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
+TIMED_OUT = "the time limit passed"
+SMALL_OPS = 60  # of the largest graph that is small
+SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
+
+
+@dataclass(frozen=True, eq=False)
+class StageRow:
+    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
+
+    composer: BatchComposer
+    row: Row
+    submesh: Submesh
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A pipeline with the rows of its stages, in stage order."""
+
+    microbatches: int
+    schedule: str
+    pipeline: Pipeline
+    rows: tuple[StageRow, ...]
+    clock_s: float  # the makespan on a clock, by the tables' seconds
+    pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
+    once_s: float = 0.0  # and at the end of the step
+    hidden_s: float = 0.0  # what of that may run beside the last backward, at the most
+
+
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
+
+    why: Infeasible
+    microbatches: int
+    row: StageRow | None = None
+
+
+@dataclass
+class Search:
+    """What is asked, and what all passes share."""
+
+    graph: Graph
+    cluster: Cluster
+    global_batch: int
+    optimizer: str
+    space: Space
+    layering: Layering
+    strategy: Strategy | None = None
+    microbatches: int | None = None
+    constraints: Constraints = field(default_factory=Constraints)
+    resolved: Resolved = field(default_factory=Resolved)
+    progress: Callable[[str, float], None] = lambda name, fraction: None
+    stop: float = inf  # on time.perf_counter's clock
+    passes: dict[str, float] = field(default_factory=dict)
+    bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
+    samples: Samples | None = None
+    cut_short: str = ""  # why the search ended before it was done
+    beside: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)  # (shape, microbatches, level)
+    # → bytes that stages turned out to hold beside what tables say
+    asked: Space | None = None  # the space before the constraints narrowed it
+    share: float = 1.0  # of the memory of each device, what plans may fill
+    counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
+    thorough: bool = True  # whether to look further than at the first pipelines of all counts
+    tables: object | None = None  # the SearchTables that passes share, see ``tables.tables_of``
+    workers: int = 1  # processes: of more than one, the others are forks
+    proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
+    proven_s: float = 0.0  # as far as that is less
+    alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
+    aside: Forked[dict[str, PurePlan]] | None = None  # these
+    kept: KeptRows | None = None  # rows of other searches
+
+    @cached_property
+    def num_ops(self) -> int:
+        """Ops of the graph."""
+        return sum(1 for _ in self.graph.ops())
+
+    @property
+    def small(self) -> bool:
+        """Whether the graph is so small that looking at everything takes little."""
+        return self.num_ops <= SMALL_OPS
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to the pass of this name."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
+
+    def keeping(self) -> AbstractContextManager[object]:
+        """Within it, ``kept`` takes what is made: a fork keeps its own rows."""
+        return nullcontext() if self.kept is None else self.kept.keeping()
+
+    def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
+        """What a stage may not do whose axes have these roles."""
+        return Restriction(
+            roles=roles,
+            executable_only=self.space.executable_only,
+            residencies=self.space.residencies,
+            replicated=self.resolved.replicated,
+            split=self.resolved.split,
+            modes=self.resolved.modes,
+            loose=self.space.loose,
+        )
+
+    @property
+    def bound_s(self) -> float:
+        """What no plan of the space undercuts; 0 before the floors are known."""
+        open_ = self.space.schedules
+        return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
+
+
+def batch_bytes(search: Search) -> float:
+    """Of a step's whole batch, which every device holds."""
+    graph = search.graph
+    return float(sum(_whole_bytes(node, graph, search.global_batch) for node in graph.placeholders("input")))
+
+
+def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:
+    """Bytes of an input at this batch extent."""
+    kind = node.meta["type"]
+    try:
+        return prod(rescale(extent, graph.batch, batch) for extent in kind.shape) * int(kind.dtype.itemsize)
+    except ValueError:  # an extent that no microbatch count gives either
+        return 0
+
+
+# ---- The passes before the search, and everything that can be refused at once
+
+
+def prepare(
+    graph: Graph,
+    cluster: Cluster,
+    global_batch: int,
+    microbatches: int | None,
+    strategy: Strategy | None,
+    optimizer: str,
+    space: Space,
+    constraints: Constraints,
+) -> Search:
+    """The passes before the search, and everything that can be refused at once."""
+    if strategy and strategy.num_devices > cluster.num_devices:
+        raise ValueError(
+            f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}"
+        )
+    constraints.check(global_batch, cluster.num_devices, microbatches, strategy)
+    asked, space = space, constraints.narrowed(space)
+    space = replace(space, communication=space.communication.priced_for(graph))
+    passes: dict[str, float] = {}
+    start = time.perf_counter()
+    if any(host.device.op_times for host in cluster.hosts):
+        note_layouts(graph)
+        passes["layouts"] = time.perf_counter() - start
+    start = time.perf_counter()
+    layering = cluster_layers(graph, sequence=space.sequence)
+    passes["layers"] = time.perf_counter() - start
+    if strategy and strategy.num_stages > len(layering.layers):
+        raise ValueError(
+            f"strategy asks for {strategy.num_stages} stages, but the model falls into {len(layering.layers)} layers"
+        )
+    counts = [microbatches] if microbatches else microbatch_counts(global_batch, strategy)
+    if not counts or (strategy and (global_batch // counts[0]) % strategy.data_parts):
+        size = global_batch // (microbatches or 1)
+        raise ValueError(
+            f"dp cuts every microbatch evenly, but got dp {strategy.data_parts if strategy else 1} "
+            f"and a microbatch of {size} samples; "
+            "use fewer microbatches or a larger global_batch"
+        )
+    resolved = resolve(constraints, graph, layering)
+    layering, resolved = distinguished(layering, graph, constraints, resolved)
+    return Search(
+        graph, cluster, global_batch, optimizer, space, layering, strategy, microbatches, constraints, resolved,
+        passes=passes, asked=asked,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PurePlan:
+    """The best of a pure kind, its rows left out; or why there is none."""
+
+    best: Candidate | None = None
+    why: str = ""
+
+
+def alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a model make the same decisions."""
+    names = ("stages", "microbatches", "schedule", "precision")
+    return all(getattr(plan, name) == getattr(other, name) for name in names)

@@ -1,0 +1,80 @@
+"""What a run was worth: the report that ranks make together, and the cluster refitted from it.
+
+Imported by ``parallel`` only; ``compiler.report.prediction_error`` compares and ``compiler.report.calibration`` refits,
+both without any rank.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .compiler.plan.plan import Plan
+from .compiler.report.calibration import Recalibration, refit
+from .compiler.report.prediction_error import compare, without_skew
+from .compiler.report.step_report import Report
+from .costmodel.cluster import Cluster
+from .costmodel.scaling import Factors
+from .costmodel.tables import usable_cores
+from .runtime.execution.session import Session
+from .runtime.profiling.trace import meetings, middle, peak_bytes, rank_times
+
+__all__ = ["foreign_bytes", "gather_report", "recalibration"]
+
+
+def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
+    """What every rank measured, compared with the plan; the same on every rank. Collective."""
+    steps, world = session.trace.usable(), dist.get_world_size()
+    walls: list[Any] = [None] * world
+    dist.all_gather_object(walls, [step.wall_s for step in steps])
+    count = min(map(len, walls))
+    chosen = [steps[len(steps) - count + at] for at in middle(walls)]
+    mine = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, (mine, meetings(chosen)))
+    ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
+    notes = []
+    cores = usable_cores()
+    if session.device.type == "cpu" and len(ranks) > cores:
+        notes.append(f"{len(ranks)} ranks share {cores} cores: times of single terms include each other's")
+    return compare(plan, ranks, threshold, notes)
+
+
+def foreign_bytes(given: Iterable[weakref.ref[torch.Tensor]], session: Session) -> int:
+    """Bytes of the original model's tensors, those that are still alive, on this rank beside the session's own."""
+    own = {
+        x.untyped_storage().data_ptr() for x in (*session.state.parameters.values(), *session.state.buffers.values())
+    }
+    found: dict[int, int] = {}
+    for x in (one() for one in given):
+        if x is not None and x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def recalibration(
+    plan: Plan, report: Report, price: Callable[[Cluster], Plan], search: Callable[[Cluster], Plan]
+) -> Recalibration:
+    """The plan's cluster refitted to the report, the plan priced there (``price``) and the best plan (``search``).
+
+    Needs no ranks. Raises ValueError for a report without steps."""
+    cluster = Cluster.from_json(json.dumps(plan.cluster))
+    refitted, factors, current = refit(plan, report, cluster, price)
+    about = {"recalibrated": datetime.now(UTC).isoformat(timespec="seconds"), "recalibrated by": _words(factors)}
+    refitted = replace(refitted, provenance=tuple((dict(refitted.provenance) | about).items()))
+    assert report.measured_step_s is not None
+    return Recalibration(
+        refitted, factors, report.measured_step_s, report.predicted_step_s, current, search(refitted), report.steps,
+        report.notes,
+    )  # fmt: skip
+
+
+def _words(factors: Factors) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in factors.to_json().items())

@@ -1,0 +1,295 @@
+"""One chunk of the model on this rank: its program, bound to parameters, buffers and the ports of its messages.
+
+A boundary tensor travels by a port between stages. Between two chunks of one stage it stays on the rank, resharded if
+the two programs want it in different specs, and its cotangent comes back the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...compiler.ir.comm import Comm
+from ...compiler.ir.ops.weight_gathers import Gathers
+from ...compiler.ir.program import ChunkProgram, Slot
+from ...compiler.ir.reshard import Steps, apply_steps, run_steps, steps_between
+from ...compiler.ir.spec import Spec, without_partials
+from ...compiler.pipeline.schedule import Place
+from ...compiler.plan.boundaries import Facts, Link
+from ...compiler.plan.cross_mesh import Layout, tiles
+from ...compiler.plan.plan import Plan
+from ...compiler.plan.segments import repeating
+from ..parameters.state import State
+from ..transport.cross_mesh import Port
+from ..transport.shared_memory import NearMessages
+from .compilation import Compiler
+from .input_sharding import Feeder
+from .split_backward import Halves, halve
+
+__all__ = ["BoundChunk", "Groups", "Inside", "bind_links"]
+
+Sends = list[tuple[Any, torch.Tensor]]
+"""(work, buffer) of messages on their way"""
+
+Groups = Callable[[Place, Place], tuple[Any, Any]]
+"""(source, target) → the process groups of values and of cotangents between these places"""
+
+
+@dataclass
+class Way:
+    """One transfer at one of its ends: slot or exit ``position``, the port forward, and the one back (None: no
+    gradient)."""
+
+    position: int
+    forward: Port
+    backward: Port | None
+    steps: Steps = ()  # at the target: from its cotangent's spec to one without P
+
+
+@dataclass
+class Inside:
+    """A tensor from one chunk to another of the same stage: exit of the one, slot of the other, steps there and back
+    (None: no gradient), and what is on its way by microbatch."""
+
+    exit: int
+    slot: int
+    ahead: Steps
+    back: Steps | None
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class BoundChunk:
+    """The program of one chunk with everything that a microbatch needs from this rank.
+
+    halved: backwards come in two halves, I and W; see ``split_backward``. compiler: of its ops.
+    """
+
+    def __init__(
+        self, plan: Plan, place: Place, program: ChunkProgram, comm: Comm, state: State, feeder: Feeder,
+        training: bool, halved: bool, compiler: Compiler | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.place, self.program, self.comm = plan, place, program, comm
+        self.state, self.feeder, self.training = state, feeder, training
+        self.halves: Halves | None = halve(program) if halved else None
+        module = program.module if self.halves is None else self.halves.module
+        self.gathers = Gathers(module.graph)
+        segments = program.segments
+        if compiler is not None:
+            module, segments = compiler.compiled(program, module, () if self.halves is None else self.halves.late)
+        self.forward: Callable[..., tuple[torch.Tensor, ...]] = repeating(module, segments).forward
+        self.template: list[Any] = [None] * len(program.slots)
+        self.buffer_slots: list[tuple[int, str, Steps]] = []
+        self.derived: list[tuple[int, torch.Tensor, Steps, Steps]] = []  # parameters that it reads in another placement
+        for position, slot in enumerate(program.slots):
+            self._bind(position, slot)
+        exits = list(enumerate(program.exits))
+        self.buffer_exits = [(i, exit.name) for i, exit in exits if exit.kind == "buffer" and training]
+        self.output_exits = [(i, exit.name) for i, exit in exits if exit.kind == "output"]
+        self.loss_exit = next((i for i, exit in exits if exit.kind == "loss"), None)
+        self.inward: list[Way] = []
+        self.outward: list[Way] = []
+        self.entering: list[Inside] = []  # from other chunks of this stage
+        self.leaving: list[Inside] = []
+        self.seeds: dict[float, torch.Tensor] = {}
+
+    # ---- construction
+
+    def _bind(self, position: int, slot: Slot) -> None:
+        stage, rank = self.place[0], self.state.rank
+        known: dict[str, Mapping[str, torch.Tensor]] = {
+            "parameter": self.state.parameters, "buffer": self.state.buffers,
+        }  # fmt: skip
+        if slot.kind in known:
+            if self.training and slot.name not in known[slot.kind]:
+                raise ValueError(
+                    f"stage {stage} holds no {slot.kind} {slot.name!r}, but its program reads it; plan again"
+                )
+            self._bind_value(position, slot)
+        elif slot.kind == "constant":
+            here, constants = self.plan.stages[stage], self.program.constants
+            whole = constants[slot.name] if slot.name in constants else constants[slot.node]
+            box = Layout(here.devices, here.mesh_shape, slot.pair.value).box(whole.shape, rank)
+            index = tuple(slice(start, stop) for start, stop in box)
+            self.template[position] = whole[index].contiguous().to(self.state.device)
+
+    def _bind_value(self, position: int, slot: Slot) -> None:
+        """A parameter stays in its slot; a buffer is looked up for every run; both are resharded if this program reads
+        another spec than its stage keeps (for another of its chunks, or for training)."""
+        name, leaf = slot.name, self.state.parameters.get(slot.name)
+        if leaf is None and name not in self.state.buffers:
+            self.buffer_slots.append((position, name, ()))  # borrowed
+            return
+        steps = steps_between(self.state.layout(name, self.place[0]).spec, slot.pair.value)
+        if leaf is None or (not self.training and (steps or leaf.dtype != slot.type.dtype)):
+            self.buffer_slots.append((position, name, steps))
+            return
+        kept = self.plan.stages[self.place[0]].homes[name].leaf
+        back = steps_between(slot.pair.cotangent, kept.cotangent) if slot.requires_grad and self.training else ()
+        if steps or back:
+            self.derived.append((position, leaf, steps, back))
+        else:
+            self.template[position] = leaf
+
+    # ---- running
+
+    def refresh(self, borrowed: Mapping[str, torch.Tensor]) -> None:
+        """Look up buffers, and parameters that an evaluation reads in another placement."""
+        for position, name, steps in self.buffer_slots:
+            value = self.state.buffers.get(name)
+            if value is None:
+                leaf = self.state.parameters.get(name)
+                value = borrowed[name] if leaf is None else leaf.detach()
+                value = value.to(self.program.slots[position].type.dtype)
+            self.template[position] = apply_steps(value, steps, self.comm) if steps else value
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], arrived: Iterable[tuple[int, torch.Tensor]], microbatch: int
+    ) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
+        """The forward of one microbatch: (arguments, exits)."""
+        arguments = self.template.copy()
+        self.feeder.fill(arguments, inputs, microbatch, self.place[1])
+        for position, value in arrived:
+            arguments[position] = value
+        for one in self.entering:
+            arguments[one.slot] = one.values.pop(microbatch)
+            if one.back is not None:
+                arguments[one.slot].requires_grad_()
+        for way in self.inward:
+            if way.backward is not None:
+                arguments[way.position].requires_grad_()
+        for position, leaf, ahead, back in self.derived:
+            arguments[position] = run_steps(leaf, ahead, back)
+        if self.halves is not None:
+            self.halves.begin(microbatch)
+        with self.gathers.forward(arguments):
+            return arguments, self.forward(*arguments)
+
+    def send_values(self, exits: tuple[torch.Tensor, ...], microbatch: int, step: int = 0) -> Sends:
+        """Start the messages of a forward, and lay down what other chunks of this rank read."""
+        started: Sends = []
+        for one in self.leaving:
+            value = exits[one.exit].detach()
+            # another tensor than what this chunk keeps: it becomes a leaf of the other chunk's graph
+            one.values[microbatch] = apply_steps(value, one.ahead, self.comm).detach()
+        for way in self.outward:
+            started += way.forward.send(exits[way.position].detach(), microbatch, step)
+        return started
+
+    def backward(
+        self, exits: tuple[torch.Tensor, ...], arrived: Iterable[tuple[int, torch.Tensor]], microbatch: int,
+        scale: float,
+    ) -> None:  # fmt: skip
+        """The cotangents of all arguments that have one, those of a halved program's weights put off."""
+        cotangents: dict[int, torch.Tensor] = {}
+        for position, value in arrived:  # one tensor may have gone to several chunks
+            cotangents[position] = cotangents[position] + value if position in cotangents else value
+        for one in self.leaving:
+            if one.back is not None:
+                value = one.cotangents.pop(microbatch)
+                cotangents[one.exit] = cotangents[one.exit] + value if one.exit in cotangents else value
+        roots = [exits[position] for position in cotangents if exits[position].requires_grad]
+        grads = [value for position, value in cotangents.items() if exits[position].requires_grad]
+        if self.loss_exit is not None and exits[self.loss_exit].requires_grad:
+            loss = exits[self.loss_exit]
+            if scale not in self.seeds:
+                self.seeds[scale] = torch.full_like(loss, scale, requires_grad=False)
+            roots.append(loss)
+            grads.append(self.seeds[scale])
+        if roots:
+            torch.autograd.backward(roots, grads)
+
+    def send_cotangents(self, arguments: list[Any], microbatch: int, step: int = 0) -> Sends:
+        """Start the messages of a backward, and lay down what other chunks of this rank wait for."""
+        started: Sends = []
+        for one in self.entering:
+            if one.back is not None:
+                one.cotangents[microbatch] = apply_steps(_gradient(arguments[one.slot]), one.back, self.comm)
+        for way in self.inward:
+            if way.backward is not None:
+                grad = _gradient(arguments[way.position])
+                grad = apply_steps(grad, way.steps, self.comm) if way.steps else grad
+                started += way.backward.send(grad, microbatch, step)
+        return started
+
+    def touches(self, kind: str) -> list[str]:
+        """The trainable parameters to whose gradients an action of this kind ("B", "I" or "W") adds."""
+        slots = self.program.slots
+        if self.halves is None or kind == "B":
+            return [slot.name for slot in slots if slot.kind == "parameter" and slot.requires_grad]
+        return [slots[position].name for position in (self.halves.early if kind == "I" else self.halves.late)]
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+# ---- messages
+
+
+def bind_links(
+    parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, Facts], links: Sequence[Link],
+    back: set[tuple[str, Place]], groups: Groups, microbatches: int, seed: int = 0,
+    near: NearMessages | None = None,
+) -> None:  # fmt: skip
+    """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank. seed: of
+    the codes in which gradients go back."""
+    mine = {part.place: part for part in parts}
+    tag = 0
+    for link in links:
+        (out, kind), (into, _) = facts[link.source].sends[link.node], facts[link.target].receives[link.node]
+        returns = (link.node, link.source) in back
+        if link.is_local:
+            if link.source in mine:
+                source, target = mine[link.source], mine[link.target]
+                ahead = steps_between(out.value, into.value)
+                behind = steps_between(into.cotangent, out.cotangent) if returns else None
+                inside = Inside(_exit(source, link.node), _slot(target, link.node), ahead, behind)
+                source.leaving.append(inside)
+                target.entering.append(inside)
+            continue
+        state = parts[0].state
+        shape, (forward_group, backward_group) = kind.shape, groups(link.source, link.target)
+        here, there = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
+        ports: list[Port] = []
+        for source_layout, target_layout, group in (
+            (here, there, forward_group),
+            (
+                _layout(plan, link.target, without_partials(into.cotangent)),
+                _layout(plan, link.source, without_partials(out.cotangent)),
+                backward_group,
+            ),
+        ):
+            messages = tiles(shape, source_layout, target_layout)
+            local = target_layout.local_shape(shape)
+            ports.append(
+                Port.make(
+                    messages, state.rank, tag, local, kind.dtype, device=state.device, group=group,
+                    code=plan.code("activations"), seed=seed if ports else None, near=near,
+                )
+            )  # fmt: skip
+            tag += len(messages) * microbatches
+        forward, backward = ports[0], ports[1] if returns else None
+        if link.source in mine:
+            source = mine[link.source]
+            source.outward.append(Way(_exit(source, link.node), forward, backward))
+        elif link.target in mine:
+            target = mine[link.target]
+            steps = steps_between(into.cotangent, without_partials(into.cotangent))
+            target.inward.append(Way(_slot(target, link.node), forward, backward, steps))
+
+
+def _layout(plan: Plan, place: Place, spec: Spec) -> Layout:
+    stage = plan.stages[place[0]]
+    return Layout(stage.devices, stage.mesh_shape, spec)
+
+
+def _exit(part: BoundChunk, node: str) -> int:
+    return next(i for i, exit in enumerate(part.program.exits) if exit.kind == "send" and exit.name == node)
+
+
+def _slot(part: BoundChunk, node: str) -> int:
+    return next(i for i, slot in enumerate(part.program.slots) if slot.kind == "receive" and slot.name == node)

@@ -1,0 +1,99 @@
+"""Evaluation: forward programs on the ranks, parameters and buffers of a training session.
+
+The programs may want other placements than training has, and tensors that only other stages hold; these are lent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ...compiler.ir.program import ChunkProgram
+from ...compiler.ir.reshard import apply_steps, steps_between
+from ...compiler.ir.spec import R
+from ...compiler.pipeline.schedule import Place
+from ...compiler.plan.boundaries import Facts
+from ...compiler.plan.cross_mesh import Layout, cut
+from ...compiler.plan.plan import Plan
+from ..parameters.state import State
+from ..transport.cross_mesh import wire
+from ..transport.process_groups import DistributedComm
+from .boundary_metadata import exchange, own_facts, programs_of
+from .chunk import Groups
+from .executor import Executor
+from .input_sharding import Feeder
+
+__all__ = ["Evaluation"]
+
+
+class Evaluation:
+    """What a session of ``plan`` needs to run forwards; ``comm`` is None on an idle rank."""
+
+    def __init__(self, plan: Plan, comm: DistributedComm | None, state: State, groups: Groups, seed: int) -> None:
+        self.plan, self.comm, self.state, self.groups, self.seed = plan, comm, state, groups, seed
+        self._bound: list[tuple[Sequence[ChunkProgram], Executor, dict[Place, Facts]]] = []
+
+    def run(
+        self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram], step: int
+    ) -> dict[str, torch.Tensor]:
+        """Run the programs once, without autograd: exit name → whole output on every rank ("loss" too if they have
+        one).
+
+        plan: with the session's stages and meshes (ops and specs may differ); its microbatches are ignored, the
+        programs' own batch counts. programs: of this rank's stage; the same object on later calls reuses what the first
+        call bound. Collective.
+        """
+        executor, facts = self._executor(plan, programs)
+        executor.feeder.check(inputs)
+        self._lend(executor, facts)
+        loss, mine = executor.run(inputs, step=step)
+        out: dict[str, torch.Tensor] = {}
+        for (index, chunk), fact in facts.items():
+            here = self.plan.stages[index]
+            kinds = dict(fact.outputs)
+            if fact.loss is not None:
+                kinds["loss"] = fact.loss
+                mine = {**mine, "loss": loss} if loss is not None else mine
+            for name, kind in kinds.items():
+                whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
+                if index == self.state.stage and self.comm is not None:
+                    exits = executor.programs[chunk].exits
+                    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
+                    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
+                    whole = apply_steps(mine[name], steps, self.comm).contiguous()
+                if len(here.devices) < self.plan.num_devices:
+                    dist.broadcast(wire(whole), here.devices[0])
+                out[name] = whole
+        return out
+
+    def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, Facts]]:
+        for known, executor, facts in self._bound:
+            if known is programs:
+                return executor, facts
+        if [(s.devices, s.mesh_shape) for s in plan.stages] != [(s.devices, s.mesh_shape) for s in self.plan.stages]:
+            raise ValueError(
+                "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
+            )
+        own = programs_of(plan, programs, self.state.stage)
+        facts = exchange(plan, own_facts(own, self.state.stage))
+        uses = [use for fact in facts.values() for use in fact.inputs]
+        feeder = Feeder(plan, uses, self.comm, self.state.device, microbatches=1)
+        executor = Executor(
+            plan, own, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed, training=False
+        )
+        self._bound.append((programs, executor, facts))
+        return executor, facts
+
+    def _lend(self, executor: Executor, facts: Mapping[Place, Facts]) -> None:
+        """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
+        nothing to do."""
+        for (index, _), fact in facts.items():
+            here = self.plan.stages[index]
+            for name, spec in {**fact.parameters, **fact.buffers}.items():
+                if index not in self.state.homes.get(name, ()):
+                    whole = self.state.whole(name)
+                    if index == self.state.stage:
+                        box = Layout(here.devices, here.mesh_shape, spec).box(whole.shape, self.state.rank)
+                        executor.borrowed[name] = cut(whole, box).contiguous()

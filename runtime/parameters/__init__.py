@@ -1,0 +1,1 @@
+"""Parameters on one rank: state, gradients, optimizer shards, and the reductions between ranks."""

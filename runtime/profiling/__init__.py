@@ -1,0 +1,1 @@
+"""Measurements on real ranks: probes, traces, memory, and the profile of a cluster."""

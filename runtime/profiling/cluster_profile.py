@@ -1,0 +1,390 @@
+"""``profile``: measure the ranks of this job, and make the Cluster that they are.
+
+    roll call      every rank answers, or the missing ones are named
+    collectives    all ranks together: every form of group that a plan can ask about            (``probes``)
+    ops            at most one rank per core at a time, the others asleep: facts, grid, exact ops      (``op_grid``)
+    codes, optimizers, overlap
+    again          whatever time is left: further visits, finer sizes
+    cluster        the same on every rank                                                    (``costmodel.profiled``)
+
+What has been measured is on disk every few seconds, so that an interrupted profile continues where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...compiler.ir.probe import Probe
+from ...costmodel.cluster import Cluster, Mesh
+from ...costmodel.codecs import CODECS
+from ...costmodel.hardware import Host
+from ...costmodel.op_grid import coarse, grid, op_task
+from ...costmodel.op_timing import fact_tasks, probe_task
+from ...costmodel.profiled import (
+    extended_device,
+    inner_link,
+    measured_device,
+    network_link,
+    view,
+    wires_of,
+    with_overlap,
+)
+from ...costmodel.profiler import Engine, Progress, Record, State, Task
+from ...costmodel.tables import machine
+from ..errors import AbsentRankError
+from ..transport.error_propagation import agree, alike, from_first
+from ..transport.launch import call_roll, ensure_initialized, missing_ranks, world_store
+from . import probes as over_ranks
+from .message_probes import PACE_S
+from .probes import KINDS, OWN, ROOTED, Form, Ranks
+from .profile_store import ProfileStore, gather_facts
+
+__all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
+
+QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
+QUICK_PACE_S = 0.002
+KIB, MIB = 1 << 10, 1 << 20
+# each in order of value: the ends first, so that a fit has both wherever the budget ends
+_COARSE = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
+_FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
+_QUICK = (KIB, MIB, 8 * MIB)
+_VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
+_LEAST = 0.05  # of the budget, for what no plan can do without
+_CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
+_LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
+
+
+def profile(
+    mesh: DeviceMesh | Mesh | Cluster | None = None,
+    *,
+    budget_s: float = 60.0,
+    quick: bool = False,
+    probes: Iterable[Probe] = (),
+    base: Cluster | None = None,
+    path: str | Path | None = None,
+    progress: Progress | None = None,
+    resume: bool = True,
+    timeout_s: float = 60.0,
+    pace: Callable[[], object] | None = None,
+    codes: Sequence[str] | None = None,
+) -> Cluster:
+    """Measure the ranks of this job within about ``budget_s`` seconds; the same Cluster on every rank. Collective.
+
+    mesh: only its size is checked. quick: a few seconds, or none where this machine's table is in the cache. probes:
+    exact ops (``compiler.cost.signature``) to measure as well, alike on every rank. base: a Cluster of these ranks
+    whose tables are kept; only what it lacks is measured. path: where rank 0 writes the result. resume: continue what
+    an interrupted profile left. timeout_s: how long a rank may be silent. pace: what a rank does before and beside each
+    collective that is measured; by default matmuls for some milliseconds, for that is how training meets collectives.
+    codes: compressors whose encoding and decoding is measured; by default those of "auto-lossy", none if quick.
+
+    Raises ValueError for bad input and TimeoutError that names the ranks that cannot be reached.
+    """
+    if not budget_s > 0:
+        raise ValueError(f"a budget is a positive number of seconds, but got {budget_s}; give it a few")
+    ensure_initialized()
+    _check_size(mesh, base)
+    call_roll("profiling", timeout_s)
+    try:
+        return _Profile(
+            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace,
+            (() if quick else _CODES) if codes is None else codes,
+        ).run()  # fmt: skip
+    except RuntimeError as error:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        missing = missing_ranks("the end of profiling", min(timeout_s, 10.0), world_store(), rank, world)
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise AbsentRankError(
+                f"every rank takes part in profiling to its end, but got no answer from rank {names} any more; "
+                "start again (what was measured is kept)"
+            ) from error
+        raise
+
+
+def default_cluster(codes: Sequence[str] = ()) -> Cluster:
+    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one, with the rates
+    of ``codes``, which take less than a second. Collective."""
+    found = profile(quick=True)
+    lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
+    return profile(quick=True, base=found, codes=lacking) if lacking else found
+
+
+def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
+    world = dist.get_world_size()
+    for name, given in (("mesh", mesh), ("base", base)):
+        size = world if given is None else given.size() if isinstance(given, DeviceMesh) else given.num_devices
+        if size != world:
+            raise ValueError(
+                f"profile measures one device per rank, but got a {name} of {size} devices and {world} ranks; "
+                f"start {size} ranks"
+            )
+
+
+class _Profile:
+    """One run of the profiler on this rank."""
+
+    def __init__(
+        self,
+        budget_s: float,
+        quick: bool,
+        probes: Sequence[Probe],
+        base: Cluster | None,
+        path: str | Path | None,
+        progress: Progress | None,
+        resume: bool,
+        timeout_s: float,
+        pace: Callable[[], object] | None,
+        codes: Sequence[str],
+    ) -> None:
+        self.codes = codes
+        self.budget_s, self.quick, self.probes, self.base, self.path = budget_s, quick, probes, base, path
+        self.pace = pace
+        self.cacheable = quick and base is None and not probes and pace is None and not codes
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        cuda = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.progress = progress if self.rank == 0 else None
+        self.resume, self.timeout_s, self.started = resume, timeout_s, perf_counter()
+        self.facts = gather_facts(self.device)
+        self.hosts = [facts.host for facts in self.facts]
+        mine, machines = self.facts[self.rank], [facts.machine for facts in self.facts]
+        sharing, place = machines.count(mine.machine), machines[: self.rank].count(mine.machine)
+        self.slowdown = max(1.0, sharing / mine.cores) if mine.kind == "cpu" else 1.0
+        self.measures_ops = mine.kind != "cpu" or place < mine.cores
+        self.names = list(dict.fromkeys(facts.device for facts in self.facts))
+        self.suffix = f"@{self.names.index(mine.device)}"
+        self.store = ProfileStore(self.facts, self.slowdown, path)
+        ops = grid(mine.kind)
+        self.ops = coarse(ops) if quick else ops
+        self.state = State(self.store.about)
+
+    # ---- the run
+
+    def run(self) -> Cluster:
+        """Measure and tell everyone."""
+        if self.cacheable and (cached := self.store.cached()) is not None:
+            return cached
+        if self.resume and not self.quick:
+            self.state = self.store.earlier()
+        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.pace, QUICK_PACE_S if self.quick else PACE_S)
+        wires = self._wire_tasks(ranks) if self.world > 1 and not (self.base and self.base.wires) else []
+        known = self.base is not None and bool(self.base.device(0).curves)
+        memory = min(self.facts[self.rank].memory_bytes / 8, 2e9)
+        facts = [] if known else fact_tasks(self.device)
+        if known and self.probes:
+            facts = fact_tasks(self.device)[-1:]  # what a backward is measured with
+        ops = [] if known else [op_task(op, self.device, memory) for op in self.ops]
+        steps, coded = self._optimizer_tasks(), self._coding_tasks(ranks.pace)
+        exact = [probe_task(f"probe/{probe.signature}", probe, self.device, memory) for probe in self.probes]
+        shares = (0.3, 0.5, 0.6, 0.9) if exact else (0.5, 0.9, 1.0, 1.0) if self.quick else (0.4, 0.75, 0.9, 0.9)
+        if not wires:
+            shares = (0.0, 0.45, 0.6, 0.9) if exact else (0.0, 0.75, 0.95, 0.95)
+        visits = 1 if self.quick else _VISITS
+        if steps:  # the first optimizer of a process imports for a second or two, which no step pays
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        self.started = perf_counter()
+        try:
+            self._alone(facts, 1.0, "facts", 1)
+            self._together(ranks, wires, shares[0], "collectives", visits)
+            self._alone(ops, shares[1], "ops", visits, _LEAST)
+            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _LEAST)
+            self._alone(steps, shares[2], "optimizers", visits)
+            if self.world > 1 and not known:
+                task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap, ranks), width=3)
+                self._together(ranks, [task], shares[2] + 0.03, "overlap", 1)
+            self._alone(exact, shares[3], "exact ops", visits)
+            if not self.quick:
+                several = sum(f.device == self.facts[self.rank].device for f in self.facts)  # whose visits are together
+                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _AGAIN)
+                self._together(ranks, wires, 1.0, "again", _VISITS + _AGAIN)
+        finally:
+            ranks.close()
+        return self._finish()
+
+    def _left(self, share: float) -> float:
+        return max(share * self.budget_s - (perf_counter() - self.started), 0.0)
+
+    def _together(self, ranks: Ranks, tasks: Sequence[Task], share: float, title: str, visits: int) -> None:
+        """Tasks of all ranks at once, until ``share`` of the budget is spent."""
+        if tasks:
+            (left,) = ranks.agree([self._left(share)])
+            engine = Engine(self.state, agree=ranks.agree, save=self.store.save, progress=self.progress)
+            engine.run(tasks, left, title=title, visits=visits)
+
+    def _alone(self, tasks: Sequence[Task], share: float, title: str, visits: int, least: float = 0.0) -> None:
+        """Tasks of single ranks, at most one per core at once; then every rank knows all results. least: share of the
+        budget that they have, however long what went before took."""
+        if not tasks:
+            return
+        until = perf_counter() + max(self._left(share), least * self.budget_s)
+        tasks = [replace(task, key=task.key + self.suffix) for task in tasks]
+        local = State.from_json(self.state.to_json())
+        before = {key: (len(record.visits), record.samples) for key, record in local.records.items()}
+        fault: Exception | None = None
+        try:
+            if self.measures_ops:
+                engine = Engine(local, save=self.store.save, progress=self.progress)
+                engine.run(tasks, until - perf_counter(), title=title, visits=visits)
+        except Exception as error:
+            fault = error
+        left = max(until - perf_counter(), 0.0)
+        call_roll("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
+        agree(fault)
+        new = {}
+        for key, record in local.records.items():
+            visits_before, samples_before = before.get(key, (0, 0))
+            if len(record.visits) > visits_before:
+                new[key] = (record.visits[visits_before:], record.samples - samples_before)
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, (new, local.skipped) if self.measures_ops else None)
+        for entry in everyone:
+            for key, (found, samples) in (entry[0] if entry else {}).items():
+                record = self.state.records.setdefault(key, Record())
+                record.visits += found
+                record.samples += samples
+        for entry in everyone:
+            for key, why in (entry[1] if entry else {}).items():
+                if key not in self.state.records:
+                    self.state.skipped.setdefault(key, why)
+        for key in [key for key in self.state.skipped if key in self.state.records]:
+            del self.state.skipped[key]
+        self.store.save(self.state)
+
+    # ---- tasks
+
+    def _wire_tasks(self, ranks: Ranks) -> list[Task]:
+        """In order of value: what every plan of the whole world asks for at a few sizes, then the rest."""
+        axes, sends = over_ranks.forms(self.hosts), over_ranks.send_forms(self.hosts)
+        whole = [form for form in axes if form.size * form.groups == self.world]
+        parts = [form for form in axes if form.size * form.groups != self.world]
+        largest = min(_LARGEST[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
+
+        def tasks(kinds: Sequence[str], among: Sequence[Form], sizes: Sequence[int]) -> list[Task]:
+            return [
+                self._wire_task(ranks, kind, form, nbytes)
+                for nbytes in sizes if nbytes <= largest for form in among for kind in kinds
+            ]  # fmt: skip
+
+        coarse = _QUICK if self.quick else _COARSE
+        first = [  # the smaller sizes of all before the larger ones of any: on slow links those take the whole budget
+            task for nbytes in coarse
+            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(KINDS, whole, (nbytes,)))
+        ]  # fmt: skip
+        if self.quick:
+            return first
+        return [
+            *first, *tasks(KINDS, parts, coarse), *tasks(KINDS, whole, _FINE), *tasks(("send",), sends, _FINE),
+            *tasks(ROOTED, whole, coarse), *tasks(KINDS, parts, _FINE), *tasks(ROOTED, parts, coarse),
+            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse),
+        ]  # fmt: skip
+
+    def _wire_task(self, ranks: Ranks, kind: str, form: Form, nbytes: int) -> Task:
+        series = f"wire/{kind}/{form.key}"
+        width = 2 if kind == "send" else 1
+        return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes), width)
+
+    def _optimizer_tasks(self) -> list[Task]:
+        known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
+        names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
+        sizes = over_ranks.OPTIMIZED[:-1] if self.quick else over_ranks.OPTIMIZED
+        return [
+            Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
+                 partial(over_ranks.optimizer_step, name, tensors, elements, self.device))
+            for name in names if name not in known for tensors, elements in sizes
+        ]  # fmt: skip
+
+    def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:
+        known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()
+        sizes = over_ranks.CODED[:-1] if self.quick else over_ranks.CODED
+        return [
+            Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
+                 partial(over_ranks.coded_sum, name, elements, self.device, pace))
+            for elements in sizes for name in self.codes if name not in known and name != "none"
+        ]  # fmt: skip
+
+    # ---- the result
+
+    def _finish(self) -> Cluster:
+        text = ""
+        with alike():
+            if self.rank == 0:
+                cluster = self._cluster()
+                if self.path is not None:
+                    cluster.save(self.path)
+                # a table with gaps is worth a profile, not a place in the cache
+                self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
+                text = cluster.to_json()
+        return Cluster.from_json(from_first(lambda: text))
+
+    def _cluster(self) -> Cluster:
+        provenance = self._provenance()
+        if self.base is not None:
+            return self._extended(self.base, provenance)
+        source = "measured: " + ", ".join(f"{key} {value}" for key, value in provenance if key != "skipped")
+        devices = {}
+        for number, name in enumerate(self.names):
+            facts = next(facts for facts in self.facts if facts.device == name)
+            mine = view(self.state, f"@{number}")
+            made = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
+            devices[name] = with_overlap(made, self.state)
+        wires = wires_of(self.state)
+        inner = inner_link(self.facts[0].kind, wires, self.slowdown)
+        hosts = []
+        for _, run in groupby(self.facts, lambda facts: facts.host):
+            of_host = list(run)
+            hosts.append(Host(devices[of_host[0].device], len(of_host), inner))
+        return Cluster(
+            f"measured:{self.world}",
+            tuple(hosts),
+            inner if len(hosts) == 1 else network_link(wires),
+            "switch",
+            dist.get_backend(),
+            self.slowdown,
+            wires,
+            provenance,
+        )
+
+    def _extended(self, base: Cluster, provenance: tuple[tuple[str, str], ...]) -> Cluster:
+        """The base with what it lacked."""
+        hosts = []
+        for host in base.hosts:
+            name = host.device.name
+            state = view(self.state, f"@{self.names.index(name)}" if name in self.names else "@0")
+            hosts.append(replace(host, device=extended_device(host.device, state, self.slowdown)))
+        before, after = dict(base.provenance), dict(provenance)
+        for key in ("seconds", "samples"):
+            after[key] = f"{float(before.get(key, 0)) + float(after[key]):.10g}"
+        known = {key.partition("@")[0] for key in self.state.records}
+        left = [entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known]
+        left += [entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in left]
+        skipped = {"skipped": "; ".join(left)} if left else {}
+        return replace(
+            base,
+            hosts=tuple(hosts),
+            wires=base.wires or wires_of(self.state),
+            provenance=tuple((before | after | skipped).items()),
+        )
+
+    def _provenance(self) -> tuple[tuple[str, str], ...]:
+        mine = self.facts[0]
+        out = dict(machine()) | dict(mine.software)
+        out |= {"ranks": str(self.world), "hosts": str(len(set(self.hosts))), "mode": "quick" if self.quick else "full"}
+        out |= {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": f"{perf_counter() - self.started:.1f}",
+            "samples": str(sum(record.samples for record in self.state.records.values())),
+        }
+        if self.state.skipped:
+            out["skipped"] = "; ".join(f"{key} ({why})" for key, why in self.state.skipped.items())
+        return tuple(out.items())

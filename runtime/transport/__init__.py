@@ -1,0 +1,1 @@
+"""Messages between ranks: process groups, transfers between meshes, shared memory, launch, and error propagation."""

@@ -1,0 +1,64 @@
+"""One error for all ranks: what goes wrong on one rank is raised on every rank, so that none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ...compiler.errors import InfeasibleError
+
+T = TypeVar("T")
+
+__all__ = ["agree", "alike", "from_first"]
+
+
+def agree(fault: Exception | None) -> None:
+    """Raise on every rank if any rank has a fault: on that rank the fault itself, elsewhere its text as ValueError
+    (RuntimeError for what is no user error). Collective over the world."""
+    told = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    if fault is not None:
+        raise fault
+    for rank, entry in enumerate(everyone):
+        if entry is not None:
+            users, kind, message = entry
+            if users:
+                raise ValueError(f"rank {rank}: {message}")
+            raise RuntimeError(f"rank {rank} failed: {kind}: {message}")
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """A block without collectives that succeeds on all ranks or fails on all (``agree``). Collective at its end."""
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    agree(fault)
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises.
+    Collective."""
+    fault: Exception | None = None
+    shared: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = make()
+        except Exception as error:
+            fault, shared = error, [None, f"{type(error).__name__}\n{error}"]
+    dist.broadcast_object_list(shared, src=0)
+    if fault is not None:
+        raise fault
+    if shared[1]:
+        kind, _, message = shared[1].partition("\n")
+        raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
+            kind, RuntimeError
+        )(message)
+    found: T = shared[0]
+    return found

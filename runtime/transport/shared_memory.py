@@ -1,0 +1,360 @@
+"""Ranks of one machine that reach each other without a network: numbers in pages that both have mapped, words about
+them over Unix sockets.
+
+Over a loopback every byte is copied four times, and on its way waits for a thread of the backend to get a core, which
+takes milliseconds where ranks compute on all of them. A word wakes the thread that waits for it, and nobody else.
+
+    near = Near.meet(group)  # collective
+    if near.is_all:
+        mine, theirs = near.share(1 << 20)  # collective
+
+A word is (kind, key, value); those of one kind and key arrive in the order in which they were told. A rank has one
+connection to each of its peers, from which one thread reads.
+
+Tagged messages between ranks that share memory.
+
+The sender copies a message into pages of its own that the receiver has mapped, and tells so; the receiver copies it out
+when it needs it, and tells that the pages are free. Neither needs the other one's processor meanwhile. Where ``_ROOMS``
+messages of a size are with a peer already, the next one is the backend's: rooms do not grow with what is in flight.
+
+Sums over ranks of one machine in memory that they share.
+
+Every rank has a row [n] in it. It tells the others when its numbers are there; once all have, each rank adds up its
+part of all rows, in the order of ranks, and writes the sum into every row. That moves some 2.5 n numbers with two
+ranks, no more than n (1 + 3/p) of them by one rank of p, where a ring over a loopback copies most of them eight times.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ..collectives.protocol import Pending, Submit
+from ..collectives.worker import submit
+from ..errors import PeerError
+
+__all__ = ["Arrival", "Near", "NearMessages", "SharedSum"]
+
+
+_WORD = struct.Struct("<qqq")
+_PAGES, _FIRST_KIND = 0, 1
+_TOKEN_BYTES = 16
+
+
+class Near:
+    """This rank's connections to the ``peers``, ranks of a group that are on its machine."""
+
+    def __init__(self, group: Any, peers: dict[int, socket.socket], timeout_s: float) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.peers = tuple(sorted(peers))
+        self._sockets = peers
+        self._ready = {peer: select.poll() for peer in peers}
+        for peer, connection in peers.items():
+            connection.settimeout(timeout_s)
+            self._ready[peer].register(connection, select.POLLIN)
+        self._inbox: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self._kinds, self._shared = _FIRST_KIND, 0
+        weakref.finalize(self, _close, list(peers.values()))
+
+    @classmethod
+    def meet(cls, group: Any = None) -> Near:
+        """Collective over the group. There are no peers where tensors are not in the machine's memory, where the system
+        cannot share it, for ranks that $MESHWRIGHT_HOST counts to different hosts, and where
+        $MESHWRIGHT_SHARED_MEMORY is 0."""
+        group = dist.group.WORLD if group is None else group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1 or dist.get_backend(group) != "gloo":
+            return cls(group, {}, 1.0)
+        listener, token = _listener(size), secrets.token_bytes(_TOKEN_BYTES)
+        mine = None if listener is None else (_machine(), listener.getsockname(), token)
+        every: list[tuple[tuple[Any, ...], bytes, bytes] | None] = [None] * size
+        dist.all_gather_object(every, mine, group=group)
+        near = [p for p, one in enumerate(every) if one and mine and one[0] == mine[0] and p != rank]
+        timeout_s = _patience_s(group)
+        peers: dict[int, socket.socket] = {}
+        if listener is not None:
+            try:
+                listener.settimeout(timeout_s)
+                for peer in (p for p in near if p < rank):  # their backlogs take all who come
+                    _, address, secret = every[peer]  # type: ignore[misc]
+                    peers[peer] = _socket()
+                    peers[peer].connect(address)
+                    peers[peer].send(struct.pack("<q", rank) + secret)
+                while len(peers) < len(near):
+                    connection, _ = listener.accept()
+                    connection.settimeout(timeout_s)
+                    said = connection.recv(64)
+                    if said[8:] == token:
+                        peers[struct.unpack_from("<q", said)[0]] = connection
+                    else:
+                        connection.close()  # of somebody else
+            except OSError as error:
+                raise PeerError(
+                    f"shared memory: of ranks {near} of this machine got only {sorted(peers)} ({error}); see the "
+                    "others' messages, then start all ranks again, or set MESHWRIGHT_SHARED_MEMORY=0"
+                ) from error
+            finally:
+                listener.close()
+        return cls(group, peers, timeout_s)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the group's other ranks are all peers, and there are any."""
+        return 0 < len(self.peers) == self.size - 1
+
+    def reserve(self, kinds: int) -> int:
+        """The first of so many kinds of words that nobody else uses. Alike on all ranks if they ask in the same
+        order."""
+        first, self._kinds = self._kinds, self._kinds + kinds
+        return first
+
+    def tell(self, peer: int, kind: int, key: int = 0, value: int = 0, pages: int = -1) -> None:
+        """Send a word, and with it a file of pages. Raises PeerError where the peer is no more."""
+        word = _WORD.pack(kind, key, value)
+        try:
+            if pages < 0:
+                self._sockets[peer].send(word)
+            else:
+                socket.send_fds(self._sockets[peer], [word], [pages])
+        except OSError as error:
+            raise self._failed(peer, str(error)) from error
+
+    def hear(self, peer: int, kind: int, key: int = 0) -> int:
+        """Wait for a word; its value. Raises PeerError if none comes within the group's time-out."""
+        return self._next(peer, kind, key)[0]
+
+    def heard(self, peer: int, kind: int, key: int = 0) -> bool:
+        """Whether such a word is here."""
+        while not self._inbox[peer, kind, key] and self._ready[peer].poll(0):
+            self._read(peer)
+        return bool(self._inbox[peer, kind, key])
+
+    def share(self, nbytes: int) -> tuple[torch.Tensor, dict[int, mmap.mmap]]:
+        """Bytes of this rank that the others can read and write, and theirs by rank. Collective, where ``is_all``.
+
+        Whoever sums what tensors hold finds every rank's bytes at this rank alone: theirs become tensors where they are
+        used.
+        """
+        self._shared += 1
+        mine, pages = own_pages(nbytes)
+        for peer in self.peers:
+            self.tell(peer, _PAGES, self._shared, nbytes, pages)
+        os.close(pages)
+        return mine, {peer: self.pages_of(peer, _PAGES, self._shared) for peer in self.peers}
+
+    def pages_of(self, peer: int, kind: int, key: int) -> mmap.mmap:
+        """The bytes of which a word tells, with the file of its pages and their number."""
+        nbytes, pages = self._next(peer, kind, key)
+        try:
+            return mmap.mmap(pages, nbytes)
+        finally:
+            os.close(pages)
+
+    def _next(self, peer: int, kind: int, key: int) -> tuple[int, int]:
+        inbox = self._inbox[peer, kind, key]
+        while not inbox:
+            self._read(peer)
+        return inbox.popleft()
+
+    def _read(self, peer: int) -> None:
+        try:
+            try:
+                said, pages, _, _ = socket.recv_fds(self._sockets[peer], _WORD.size, 1)
+            except ConnectionResetError:  # it left, with words unread; what it told before comes after this
+                said, pages, _, _ = socket.recv_fds(self._sockets[peer], _WORD.size, 1)
+        except OSError as error:
+            raise self._failed(peer, str(error)) from error
+        if not said:
+            raise self._failed(peer, os.strerror(errno.ECONNRESET))
+        kind, key, value = _WORD.unpack(said)
+        self._inbox[peer, kind, key].append((value, pages[0] if pages else -1))
+
+    def _failed(self, peer: int, why: str) -> PeerError:
+        return PeerError(
+            f"shared memory: got nothing from or through to rank {dist.get_global_rank(self.group, peer)}, which may "
+            f"have died or stand still ({why}); see its own messages, then start all ranks again"
+        )
+
+
+def own_pages(nbytes: int) -> tuple[torch.Tensor, int]:
+    """Fresh zeros [nbytes] that can be shared, and the file of their pages, which is to be closed."""
+    assert nbytes > 0, "there are no pages of nothing"
+    pages = os.memfd_create("meshwright")
+    os.ftruncate(pages, nbytes)
+    return torch.from_file(f"/proc/self/fd/{pages}", shared=True, size=nbytes, dtype=torch.uint8), pages
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _listener(backlog: int) -> socket.socket | None:
+    """None where this system, or the user, has no memory to share."""
+    if os.environ.get("MESHWRIGHT_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        listener = _socket()
+        listener.bind("")  # to a name that the kernel chooses, of no file
+        listener.listen(backlog)
+    except OSError:
+        return None
+    return listener
+
+
+def _patience_s(group: Any) -> float:
+    """How long the group waits for a rank."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return (default_pg_timeout if options is None else options._timeout).total_seconds()
+
+
+def _machine() -> tuple[Any, ...]:
+    """What ranks have in common if they can share memory: the kernel, and its network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        booted = file.read()
+    return booted, os.stat("/proc/self/ns/net").st_ino, os.environ.get("MESHWRIGHT_HOST", "")
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+
+
+_ROOMS = 4
+_BY_THE_BACKEND = -1
+
+
+class NearMessages:
+    """This rank's messages to and from its peers. Made on all ranks of the group of ``near`` alike."""
+
+    def __init__(self, near: Near) -> None:
+        self.near, self.peers = near, near.peers
+        self._here = near.reserve(3)
+        self._free, self._mapped = self._here + 1, self._here + 2
+        self._mine: list[torch.Tensor] = []
+        self._theirs: dict[tuple[int, int], mmap.mmap] = {}
+        self._empty: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        self._made: Counter[tuple[int, int]] = Counter()
+
+    def send(self, x: torch.Tensor, peer: int, tag: int) -> bool:
+        """Send a contiguous tensor, which may change at once. False: it is to be sent by the backend, as the peer
+        expects now."""
+        room = self._room(peer, x.nbytes) if x.numel() else _BY_THE_BACKEND
+        if room >= 0:
+            self._mine[room].copy_(x.view(-1).view(torch.uint8))
+        self.near.tell(peer, self._here, tag, room)
+        return room >= 0
+
+    def _room(self, peer: int, nbytes: int) -> int:
+        size, near = (peer, nbytes), self.near
+        empty = self._empty[size]
+        while not empty and near.heard(peer, self._free, nbytes):
+            empty.append(near.hear(peer, self._free, nbytes))
+        if empty:
+            return empty.pop()
+        if self._made[size] == _ROOMS:
+            return _BY_THE_BACKEND
+        self._made[size] += 1
+        bytes_, pages = own_pages(nbytes)
+        self._mine.append(bytes_)
+        near.tell(peer, self._mapped, len(self._mine) - 1, nbytes, pages)
+        os.close(pages)
+        return len(self._mine) - 1
+
+    def _take(self, x: torch.Tensor, peer: int, tag: int) -> bool:
+        room, near = self.near.hear(peer, self._here, tag), self.near
+        if room == _BY_THE_BACKEND:
+            return False
+        if (peer, room) not in self._theirs:
+            self._theirs[peer, room] = near.pages_of(peer, self._mapped, room)
+        x.view(-1).view(torch.uint8).copy_(torch.frombuffer(self._theirs[peer, room], dtype=torch.uint8))
+        with suppress(PeerError):  # who sends no more may have left
+            near.tell(peer, self._free, x.nbytes, room)
+        return True
+
+
+@dataclass
+class Arrival:
+    """A message that will be in ``out``, contiguous, once it has been waited for. group: where it comes by the
+    backend."""
+
+    messages: NearMessages
+    out: torch.Tensor
+    peer: int
+    tag: int
+    group: Any
+
+    def wait(self) -> None:
+        """Block until it is here. Raises PeerError."""
+        if not self.messages._take(self.out, self.peer, self.tag):
+            self.group.recv([self.out], self.peer, self.tag).wait()
+
+
+_ALIGNED = 64  # elements: parts begin at cache lines
+
+
+class SharedSum:
+    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all near. Made on all of
+    them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
+    be copied; other tensors, of any length, go through it piece by piece."""
+
+    def __init__(self, near: Near, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
+        assert near.is_all, "a shared sum is of ranks that share memory"
+        self.near, self._submit = near, submit
+        mine, self._others = near.share(length * dtype.itemsize)
+        self.buffer = mine.view(dtype)
+        self._there = near.reserve(2)
+        self._done = self._there + 1
+
+    def start(self, x: torch.Tensor) -> Pending:
+        """Start summing ``x``, contiguous, in place."""
+        flat = x.detach().view(-1)
+        if flat.data_ptr() != self.buffer.data_ptr():
+            return self._submit(lambda: self._pass(flat))
+        self._tell(self._there)
+        return self._submit(lambda: self._sum(len(flat)))
+
+    def _pass(self, x: torch.Tensor) -> None:
+        for piece in x.split(len(self.buffer)):
+            here = self.buffer[: len(piece)]
+            here.copy_(piece)
+            self._tell(self._there)
+            self._sum(len(piece))
+            piece.copy_(here)
+
+    def _sum(self, length: int) -> None:
+        """The sum of the first elements of all rows, once they are there, in all rows."""
+        self._hear(self._there)
+        rows = {rank: torch.frombuffer(row, dtype=self.buffer.dtype) for rank, row in self._others.items()}
+        rows[self.near.rank] = self.buffer
+        part = -(-length // (self.near.size * _ALIGNED)) * _ALIGNED
+        mine = slice(min(self.near.rank * part, length), min((self.near.rank + 1) * part, length))
+        total, *others = [rows[rank][mine] for rank in sorted(rows)]
+        for other in others:
+            total.add_(other)
+        for other in others:
+            other.copy_(total)
+        self._tell(self._done)
+        self._hear(self._done)
+
+    def _tell(self, kind: int) -> None:
+        for peer in self.near.peers:
+            self.near.tell(peer, kind)
+
+    def _hear(self, kind: int) -> None:
+        for peer in self.near.peers:
+            self.near.hear(peer, kind)
