@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import nn
 
 from .compiler.cost.gradient_communication import AskedCommunication
+from .compiler.errors import InfeasibleError
 from .compiler.frontend.capture import capture
 from .compiler.frontend.example_inputs import batch_extent, flat_inputs
-from .compiler.frontend.mixed_precision import check_precision
+from .compiler.frontend.mixed_precision import in_precision
 from .compiler.frontend.padding import check_multiple
 from .compiler.intra_op.vectorised.row_cache import KeptRows
+from .compiler.ir.graph import Graph
+from .compiler.memory.buffers import with_replicas
 from .compiler.plan.plan import Plan
+from .compiler.plan.validation import require
 from .compiler.search.driver import make_plans
-from .compiler.search.parallel_shape import Strategy, parse_strategy
+from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
+from .compiler.search.parallel_shape import Strategy
 from .compiler.search.plan_cache import known_plans
+from .compiler.search.request import PlanRequest
 from .compiler.search.requests import fastest, make_front, searched, undominated
-from .compiler.search.space import Space
 from .costmodel.cluster import Cluster, Mesh
 
 if TYPE_CHECKING:  # planning starts a second sooner without the runtime and torch.distributed.tensor
@@ -101,18 +108,14 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
     missing where and what would fit.
     """
-    asked = _asked(
-        model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
-        strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
-    )  # fmt: skip
-    space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions, count = check_precision(precision), 1 if top_k is None else top_k
-    arguments = {**asked(space), "top_k": count}
+    request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
+    question = _captured(Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims), model, cluster, request)
 
     def find(kept: KeptRows | None = None) -> list[Plan]:
-        return fastest(searched(make_plans, {**arguments, "kept": kept}, precisions), count)
+        return _fastest(question, progress or _silent, kept)
 
-    found = known_plans(arguments, precisions, find) if cache else find()
+    graph, where, request, capture_s = question
+    found = known_plans(graph, where, request, find, capture_s) if cache else find()
     return found[0] if top_k is None else found
 
 
@@ -147,58 +150,55 @@ def pareto(
 
     The other arguments as in ``plan``. Each plan's gap is against the bound under its own memory limit.
     """
-    asked = _asked(
-        model, cluster, example_inputs, example_kwargs, targets, loss_fn, batch_dims, global_batch, microbatches,
-        strategy, optimizer, recompute, constraints, time_limit_s, progress, workers,
-    )  # fmt: skip
-    space = Space.asked(schedule, recompute, zero, sequence, executable, communication)
-    precisions = check_precision(precision)
-    fronts = searched(make_front, {**asked(space), "points": points}, precisions)
+    request = PlanRequest.of(locals(), count=points)
+    example = Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
+    graph, where, request, capture_s = _captured(example, model, cluster, request)
+
+    def make(graph: Graph, request: PlanRequest) -> list[Plan]:
+        return make_front(graph, where, request, capture_s=capture_s, progress=progress or _silent)
+
+    fronts = searched(make, graph, request)
     return undominated([plan for front in fronts for plan in front])[:points]
 
 
-def _asked(
-    model: nn.Module,
-    cluster: Cluster | str,
-    example_inputs: tuple[Any, ...],
-    example_kwargs: Mapping[str, Any] | None,
-    targets: tuple[Any, ...],
-    loss_fn: Callable[..., torch.Tensor] | None,
-    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
-    global_batch: int | None,
-    microbatches: int | None,
-    strategy: Strategy | Mapping[str, int] | str | None,
-    optimizer: str,
-    recompute: str | Mapping[str, str],
-    constraints: Sequence[str] | str | None,
-    time_limit_s: float | None,
-    progress: Progress | None,
-    workers: int,
-) -> Callable[[Space], dict[str, Any]]:
-    """The arguments of ``make_plans`` but for the space, which is checked before the model is captured."""
+@dataclass(frozen=True)
+class Example:
+    """Inputs that a model is captured with, and its loss."""
 
-    def arguments(space: Space) -> dict[str, Any]:
-        where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-        started = time.perf_counter()
-        graph = capture(model, example_inputs, dict(example_kwargs or {}), targets, loss_fn, batch_dims)
-        inputs = flat_inputs(tuple(example_inputs), dict(example_kwargs or {}), tuple(targets))
-        return {
-            "graph": graph,
-            "cluster": where,
-            "global_batch": global_batch or batch_extent(graph, inputs),
-            "microbatches": microbatches,
-            "strategy": parse_strategy(strategy),
-            "optimizer": optimizer,
-            "capture_s": time.perf_counter() - started,
-            "progress": progress or (lambda name, fraction: None),
-            "recompute": None if isinstance(recompute, str) else recompute,
-            "space": space,
-            "constraints": constraints,
-            "time_limit_s": time_limit_s,
-            "workers": workers,
-        }
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    targets: tuple[Any, ...] = ()
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
 
-    return arguments
+
+#: the model, the cluster, what is asked, and the seconds that the capture took
+_Question = tuple[Graph, Cluster, PlanRequest, float]
+
+
+def _silent(name: str, fraction: float) -> None:
+    """No progress is told."""
+
+
+def _captured(example: Example, model: nn.Module, cluster: Cluster | str, request: PlanRequest) -> _Question:
+    """Everything that a search needs; the batch is that of the example, unless one is asked for."""
+    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    started = time.perf_counter()
+    args, kwargs, targets = tuple(example.args), dict(example.kwargs or {}), tuple(example.targets)
+    graph = capture(model, args, kwargs, targets, example.loss_fn, example.batch_dims)
+    if request.global_batch is None:
+        request = replace(request, global_batch=batch_extent(graph, flat_inputs(args, kwargs, targets)))
+    return graph, where, request, time.perf_counter() - started
+
+
+def _fastest(question: _Question, progress: Progress = _silent, kept: KeptRows | None = None) -> list[Plan]:
+    """The fastest plans over all searches that the request calls for."""
+    graph, cluster, request, capture_s = question
+
+    def make(graph: Graph, request: PlanRequest) -> list[Plan]:
+        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, kept=kept)
+
+    return fastest(searched(make, graph, request), request.count)
 
 
 def parallelize(
@@ -262,8 +262,9 @@ def parallelize(
 
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
-    from .parallel import Asked, Parallel
+    from .parallel import Parallel, TrainingOptions
     from .runtime.execution.independent_replicas import Looseness
+    from .runtime.parameters.optimizer import optimizer_name
     from .runtime.transport.launch import ensure_initialized
 
     choose = delay == "auto"
@@ -275,16 +276,15 @@ def parallelize(
     looseness = Looseness(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
     if plan is None and zero == "auto" and (choose or not looseness.is_tight):
         zero = 0  # every replica updates all that it has
-    own = None if plan is not None and microbatches == plan.microbatches else microbatches
-    check_precision(precision)
+    if plan is not None and microbatches == plan.microbatches:
+        microbatches = None
     check_multiple(pad_to_multiple_of)
-    asked = Asked(
-        own, strategy, schedule, recompute, zero, sequence, constraints, time_limit_s, precision, communication
-    )
-    if plan is not None and (besides := asked.decisions()):
+    name = "AdamW" if optimizer is None else optimizer_name(optimizer)
+    request = PlanRequest.of({**locals(), "optimizer": name}, executable=True)
+    if plan is not None and (besides := request.decisions()):
         raise ValueError(
             f"a given plan has decided everything (it has {plan.microbatches} microbatches), but got "
-            f"{', '.join(f'{name}={getattr(asked, name)!r}' for name in besides)} beside it; leave that out, or plan="
+            f"{', '.join(f'{name}={getattr(request, name)!r}' for name in besides)} beside it; leave that out, or plan="
         )
     if plan is not None and global_batch not in (None, plan.global_batch):
         raise ValueError(
@@ -294,13 +294,114 @@ def parallelize(
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
-    made = Parallel(
-        model, _cluster_of(mesh), loss_fn, batch_dims, global_batch, asked, plan, optimizer, clip_grad_norm, data, init,
-        state_dict, seed, compile, looseness, choose, pad_to_multiple_of, check_capture,
+    cluster = _cluster_of(mesh)
+    outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
+    replicas = ReplicaRequest(looseness.delay, local_steps, outer, choose)
+    planner = _RequestedPlan(request, replicas) if plan is None else _GivenPlan(request, replicas, plan, cluster)
+    options = TrainingOptions(
+        loss_fn, batch_dims, optimizer, clip_grad_norm, data, init, state_dict, seed, compile, looseness,
+        pad_to_multiple_of, check_capture,
     )  # fmt: skip
+    made = Parallel(model, cluster, planner, options)
     if example_inputs is not None or example_kwargs is not None:
         made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))
     return made
+
+
+@dataclass(frozen=True)
+class ReplicaRequest:
+    """What is asked of replicas that step by themselves: for how many steps means travel, steps between averages of
+    parameters, the name of the optimizer that applies these, and whether the delay is to be chosen."""
+
+    delay: int = 0
+    period: int = 1
+    outer: str | None = None
+    choose: bool = False
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether every step waits for its own gradients."""
+        return self.delay == 0 and self.period == 1
+
+    def decided(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
+        """The plan with the memory that such replicas take, and their delay. Raises InfeasibleError where an asked one
+        does not fit."""
+        graph = in_precision(graph, plan.precision)
+        if not self.choose:
+            return with_replicas(plan, graph, self.delay, self.period, self.outer), self.delay
+        delay = chosen_delay(plan, graph)
+        if delay is not None:
+            with suppress(InfeasibleError):
+                return with_replicas(delay_taken(plan, delay), graph, delay.steps, 1, None), delay.steps
+        return plan, 0
+
+
+@dataclass(frozen=True)
+class _RequestedPlan:
+    """The ``parallel.Planner`` that searches, with the code of ``plan``."""
+
+    request: PlanRequest
+    replicas: ReplicaRequest
+    needs_cluster: ClassVar[bool] = True
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes that messages may travel in."""
+        return self.request.open_space.communication.every_code
+
+    def decide(
+        self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
+    ) -> tuple[Plan, int]:
+        """The best plan; where a delay is to be chosen, of those that one makes faster."""
+        assert cluster is not None
+        global_batch = self.request.global_batch or batch()
+        request = replace(self.request, global_batch=global_batch)
+        question = graph, cluster, request, capture_s
+        found = self._search(question)
+        if self.replicas.choose and worthwhile_delay(found) is not None and chosen_delay(found, graph) is None:
+            with suppress(InfeasibleError):
+                other = self._search(question, independent=True)
+                delay = chosen_delay(other, graph)
+                if delay is not None and LEAST_GAIN * delay.step_s <= found.prediction.step_s:
+                    found = other
+        return self.replicas.decided(found, graph)
+
+    def plan_again(self, graph: Graph, cluster: Cluster, plan: Plan) -> Plan:
+        """The best plan on another cluster, of any strategy."""
+        request = replace(
+            self.request, global_batch=plan.global_batch, optimizer=plan.optimizer, strategy=None, alternatives=False
+        )
+        return self._search((graph, cluster, request, 0.0))
+
+    def _search(self, question: _Question, independent: bool = False) -> Plan:
+        """The fastest plan; of those whose replicas can step by themselves if ``independent``, and where there are some
+        if that is asked for."""
+        graph, cluster, request, capture_s = question
+        if independent or not self.replicas.is_synchronous:
+            apart = replace(request, space=replace(request.open_space, loose=True))
+            try:
+                return _fastest((graph, cluster, apart, capture_s))[0]
+            except InfeasibleError:
+                if independent:
+                    raise
+        return _fastest(question)[0]
+
+
+@dataclass(frozen=True)
+class _GivenPlan(_RequestedPlan):
+    """The ``parallel.Planner`` that takes a plan as it is, if it holds for the model and the cluster."""
+
+    given: Plan
+    cluster: Cluster | None
+    needs_cluster: ClassVar[bool] = False
+
+    def decide(
+        self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
+    ) -> tuple[Plan, int]:
+        """The given plan."""
+        require(self.given, graph, self.cluster)
+        self.given.require_executable(graph)
+        return self.replicas.decided(self.given, graph)
 
 
 def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:

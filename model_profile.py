@@ -7,6 +7,7 @@ times, until the best plan and the pure ones use nothing unknown. Every signatur
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,7 @@ from .compiler.ir.probe import Probe
 from .compiler.plan.plan import Plan
 from .compiler.search.driver import make_plan
 from .compiler.search.parallel_shape import Strategy
-from .compiler.search.space import Space
+from .compiler.search.request import PlanRequest
 from .costmodel.cluster import Cluster
 from .costmodel.profiler import Progress
 from .runtime.profiling.cluster_profile import profile
@@ -76,23 +77,13 @@ def profile_model(
 
 def candidates(graph: Graph, cluster: Cluster, global_batch: int, optimizer: str) -> list[Plan]:
     """The best plan, and those of the pure strategies that fit."""
-    space = Space.executable()
-    plans = [make_plan(graph, cluster, global_batch, optimizer=optimizer, alternatives=False, space=space)]
+    request = PlanRequest(global_batch, optimizer=optimizer, executable=True, alternatives=False)
+    plans = [make_plan(graph, cluster, request)]
     count = cluster.num_devices
     pure = [Strategy(dp=count), Strategy(tp=count), Strategy(pp=count)] if count > 1 else []
     for strategy in pure:
         try:
-            plans.append(
-                make_plan(
-                    graph,
-                    cluster,
-                    global_batch,
-                    strategy=strategy,
-                    optimizer=optimizer,
-                    alternatives=False,
-                    space=space,
-                )
-            )
+            plans.append(make_plan(graph, cluster, replace(request, strategy=strategy)))
         except (InfeasibleError, ValueError):
             continue  # more devices than layers or samples: no candidate
     return plans

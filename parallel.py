@@ -8,115 +8,107 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
-from .compiler.cost.gradient_communication import AskedCommunication
-from .compiler.errors import InfeasibleError
 from .compiler.frontend.example_inputs import batch_dims_of, batch_extent, flat_inputs
-from .compiler.frontend.mixed_precision import check_precision, in_precision
+from .compiler.frontend.mixed_precision import in_precision
 from .compiler.frontend.padding import Padding, capture_padded
 from .compiler.ir.graph import Graph, Source
 from .compiler.ir.program import ChunkProgram
 from .compiler.ir.spec import Pair
-from .compiler.memory.buffers import with_replicas
 from .compiler.plan.lower import lower
 from .compiler.plan.plan import Plan
 from .compiler.plan.recompute import PlanLayers
-from .compiler.plan.validation import require
 from .compiler.report.calibration import Recalibration
 from .compiler.report.explain import idle_text
 from .compiler.report.reprice import reprice
 from .compiler.report.step_report import THRESHOLD, Report
-from .compiler.search.driver import make_plans
 from .compiler.search.evaluation import plan_evaluation
-from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
-from .compiler.search.parallel_shape import Strategy, parse_strategy
-from .compiler.search.requests import fastest, searched
-from .compiler.search.space import Space
 from .compiler.verification.capture_check import check_capture, is_cheap
 from .costmodel.cluster import Cluster
 from .costmodel.tables import cache_directory
 from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
-from .runtime.execution.independent_replicas import Looseness
+from .runtime.execution.independent_replicas import TIGHT, Looseness
 from .runtime.execution.session import Session
-from .runtime.parameters.optimizer import optimizer_name
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
 from .runtime.transport.error_propagation import alike, from_first
 
-__all__ = ["Asked", "OptimizerFactory", "Outputs", "Parallel"]
+__all__ = ["OptimizerFactory", "Outputs", "Parallel", "Planner", "TrainingOptions"]
 
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Planner(Protocol):
+    """Makes the plans of a ``Parallel``, which never searches. Called on rank 0 alone."""
+
+    @property
+    def needs_cluster(self) -> bool:
+        """Whether the ranks' own machine is to be measured first."""
+        ...
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes that messages may travel in, which a measurement of the machine needs to know."""
+        ...
+
+    def decide(
+        self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
+    ) -> tuple[Plan, int]:
+        """The plan to train by, and for how many steps gradients may travel. batch: the samples of the example."""
+        ...
+
+    def plan_again(self, graph: Graph, cluster: Cluster, plan: Plan) -> Plan:
+        """The best plan on another cluster for what ``plan`` was asked for."""
+        ...
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What is asked of the search, as the arguments of ``parallelize`` say it."""
+class TrainingOptions:
+    """What ``parallelize`` was told of the model and its training, beside the plan."""
 
-    microbatches: int | None = None
-    strategy: Strategy | Mapping[str, int] | str | None = None
-    schedule: str = "auto"
-    recompute: str | Mapping[str, str] = "auto"
-    zero: str | int = "auto"
-    sequence: bool = True
-    constraints: Sequence[str] | str | None = None
-    time_limit_s: float | None = None
-    precision: str = "model"
-    communication: AskedCommunication = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
+    optimizer: OptimizerFactory | None = None
+    clip_grad_norm: float | None = None
+    data: str = "global"
+    init: Init | None = None
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    seed: int = 0
+    compile: bool | str = False
+    looseness: Looseness = TIGHT
+    pad_to_multiple_of: int | None = None
+    #: whether the capture is held against the model; None: where that is cheap
+    check_capture: bool | None = None
 
-    def space(self) -> Space:
-        """The decisions that are open, of those that the runtime can run."""
-        return Space.asked(self.schedule, self.recompute, self.zero, self.sequence, True, self.communication)
 
-    def decisions(self) -> list[str]:
-        """The names of what a plan decides, where something is asked of it."""
-        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+def _programs(graph: Graph, plan: Plan, stage: int | None) -> list[ChunkProgram]:
+    """The local programs of a stage's chunks; none on an idle rank."""
+    if stage is None:
+        return []
+    return [lower(graph, plan, stage, chunk) for chunk in range(len(plan.stages[stage].chunks))]
 
 
 class Parallel:
     """A model bound to its plan and to this job's ranks. Made by ``parallelize``; every method is called by all ranks
     alike."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster | None,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        batch_dims: Mapping[str, int | None] | Sequence[int | None] | None,
-        global_batch: int | None,
-        asked: Asked,
-        plan: Plan | None,
-        optimizer: OptimizerFactory | None,
-        clip_grad_norm: float | None,
-        data: str,
-        init: Init | None,
-        state_dict: Mapping[str, torch.Tensor] | None,
-        seed: int,
-        compile: bool | str,
-        looseness: Looseness,
-        choose_delay: bool = False,
-        pad_to_multiple_of: int | None = None,
-        check_capture: bool | None = None,
-    ) -> None:
-        self._check_capture = check_capture
-        self._model, self._cluster, self._loss_fn, self._batch_dims = model, cluster, loss_fn, batch_dims
-        self._global_batch, self._asked, self._space = global_batch, asked, asked.space()
-        self._plan, self._factory, self._clip, self._data = plan, optimizer, clip_grad_norm, data
-        self._init, self._state, self._seed, self._backend = init, state_dict, seed, backend_of(compile)
-        self._looseness, self._choose_delay = looseness, choose_delay
-        self._multiple, self._padding = pad_to_multiple_of, Padding()
+    def __init__(self, model: nn.Module, cluster: Cluster | None, planner: Planner, options: TrainingOptions) -> None:
+        self._model, self._cluster, self._planner, self._options = model, cluster, planner, options
+        self._backend = backend_of(options.compile)
+        self._padding = Padding()
         self._session: Session | None = None
+        self._plan: Plan | None = None
         self._graph: Graph | None = None
         self._training = True
         self._first = False  # whether the first batch stands for the example inputs
@@ -129,15 +121,16 @@ class Parallel:
     # ---- binding
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
-        """Capture, plan (or check the given plan), lower, and place the weights, for inputs like these."""
-        started = time.perf_counter()
+        """Capture, ask for a plan, lower, and place the weights, for inputs like these."""
+        options, started = self._options, time.perf_counter()
         inputs = flat_inputs(args, kwargs, targets)
         with alike():
             graph, self._padding = capture_padded(
-                self._model, args, kwargs, targets, self._batch_dims, self._multiple, loss_fn=self._loss_fn
-            )
+                self._model, args, kwargs, targets, options.batch_dims, options.pad_to_multiple_of,
+                loss_fn=options.loss_fn,
+            )  # fmt: skip
         capture_s = time.perf_counter() - started
-        decided = self._agreed(graph, capture_s, inputs, lambda: self._compare(graph, args, kwargs, targets))
+        decided, delay = self._agreed(graph, capture_s, inputs, lambda: self._compare(graph, args, kwargs, targets))
         with alike():
             if decided.model != graph.fingerprint():
                 raise ValueError(
@@ -145,33 +138,28 @@ class Parallel:
                     "on rank 0; build it alike on all ranks"
                 )
             small = in_precision(graph, decided.precision).with_batch(decided.microbatch_size)
-            stage = decided.stage_of(dist.get_rank())
-            programs = (
-                []
-                if stage is None
-                else [lower(small, decided, stage, c) for c in range(len(decided.stages[stage].chunks))]
-            )
+            programs = _programs(small, decided, decided.stage_of(dist.get_rank()))
             weights, compiler = self._weights(graph), self._compiler(small, decided)
         self._session = Session(
             decided,
             programs,
             ModelInfo.of(graph, self._model),
             weights,
-            init=self._init,
-            optimizer=self._factory,
-            seed=self._seed,
-            clip_grad_norm=self._clip,
-            data=self._data,
+            init=options.init,
+            optimizer=options.optimizer,
+            seed=options.seed,
+            clip_grad_norm=options.clip_grad_norm,
+            data=options.data,
             compiler=compiler,
-            looseness=self._looseness,
+            looseness=replace(options.looseness, delay=delay),
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
-        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, self._batch_dims)
+        self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, options.batch_dims)
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
     def _compiler(self, graph: Graph, plan: Plan) -> Compiler | None:
-        """Of this rank's programs. ValueError where the machine has none."""
+        """The compiler of this rank's programs. ValueError where the machine has none."""
         if self._backend is None:
             return None
         layering = PlanLayers(graph, plan).layering
@@ -181,111 +169,60 @@ class Parallel:
     def _compare(self, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
         """Hold the capture against the model, at the first bind, where it is asked for or cheap. A padded capture has
         other inputs, and checks of its own."""
-        wanted = is_cheap(graph) if self._check_capture is None else self._check_capture
-        if wanted and self._session is None and not self._multiple and any(r.kind == "loss" for r in graph.results):
-            check_capture(self._model, graph, args, kwargs, targets, self._loss_fn)
+        options = self._options
+        wanted = is_cheap(graph) if options.check_capture is None else options.check_capture
+        has_loss = any(result.kind == "loss" for result in graph.results)
+        if wanted and has_loss and self._session is None and not options.pad_to_multiple_of:
+            check_capture(self._model, graph, args, kwargs, targets, options.loss_fn)
 
-    def _agreed(self, graph: Graph, capture_s: float, inputs: Mapping[str, Any], compare: Callable[[], None]) -> Plan:
-        """Rank 0's plan, on every rank; ``compare`` is called on rank 0 before."""
-        cluster = self._cluster
-        if cluster is None and self._plan is None:
-            cluster = default_cluster(self._space.communication.every_code)
+    def _agreed(
+        self, graph: Graph, capture_s: float, inputs: Mapping[str, Any], compare: Callable[[], None]
+    ) -> tuple[Plan, int]:
+        """Rank 0's plan and its delay, on every rank; ``compare`` is called on rank 0 before."""
+        planner, cluster = self._planner, self._cluster
+        if cluster is None and planner.needs_cluster:
+            cluster = default_cluster(planner.codes)
+
+        def batch() -> int:
+            if self._options.data == "local" and self._first:
+                raise ValueError(
+                    "under data='local' a rank's first batch is not the global one, but got neither global_batch nor "
+                    "example_inputs; pass one of them to parallelize"
+                )
+            return batch_extent(graph, inputs)
 
         def decide() -> tuple[dict[str, Any], int]:
             compare()
-            plan, steps = self._loosened(self._decide(graph, cluster, capture_s, inputs), graph)
-            return plan.noted(*self._padding.notes).to_json(), steps
+            plan, delay = planner.decide(graph, cluster, batch, capture_s)
+            return plan.noted(*self._padding.notes).to_json(), delay
 
-        document, steps = from_first(decide)
+        document, delay = from_first(decide)
         decided = Plan.from_json(document)
         if dist.get_rank() == 0 and (idle := idle_text(decided)):
             print(f"meshwright: {idle}", file=sys.stderr, flush=True)
-        if self._choose_delay:
-            self._looseness = replace(self._looseness, delay=steps)
         if decided.num_devices != dist.get_world_size():
             raise ValueError(
                 f"a plan runs on as many ranks as its cluster has devices, but got a plan for {decided.num_devices} "
                 f"and {dist.get_world_size()} ranks; start {decided.num_devices} ranks or plan again"
             )
-        return decided
-
-    def _loosened(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
-        """The plan with what replicas that step by themselves take, and their delay. Raises InfeasibleError where an
-        asked one does not fit."""
-        how, graph = self._looseness, in_precision(graph, plan.precision)
-        if not self._choose_delay:
-            outer = None if how.outer is None else optimizer_name(how.outer)
-            return with_replicas(plan, graph, how.delay, how.every, outer), how.delay
-        delay = chosen_delay(plan, graph)
-        if delay is not None:
-            with suppress(InfeasibleError):
-                return with_replicas(delay_taken(plan, delay), graph, delay.steps, 1, None), delay.steps
-        return plan, 0
+        return decided, delay
 
     def _weights(self, graph: Graph) -> nn.Module | dict[str, torch.Tensor]:
         """The model, or the given state dict with the model's buffers that state dicts leave out. ValueError for a name
         that is not the model's."""
-        if self._state is None:
+        given = self._options.state_dict
+        if given is None:
             return self._model
         nodes = graph.placeholders("buffer")
         hidden = {node.meta["source"].name for node in nodes if not node.meta["source"].persistent}
         buffers = {name: x for name, x in self._model.named_buffers() if name in hidden}
         known = set(self._model.state_dict())
-        if unknown := [name for name in self._state if name not in known]:
+        if unknown := [name for name in given if name not in known]:
             raise ValueError(
                 f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; "
                 "is it of another model?"
             )
-        return {**buffers, **self._state}
-
-    def _decide(self, graph: Graph, cluster: Cluster | None, capture_s: float, inputs: Mapping[str, Any]) -> Plan:
-        if self._plan is not None:
-            require(self._plan, graph, self._cluster)
-            self._plan.require_executable(graph)
-            return self._plan
-        if self._data == "local" and self._global_batch is None and self._session is None and self._first:
-            raise ValueError(
-                "under data='local' a rank's first batch is not the global one, but got neither global_batch nor "
-                "example_inputs; pass one of them to parallelize"
-            )
-        assert cluster is not None
-        batch = self._global_batch or batch_extent(graph, inputs)
-        name = "AdamW" if self._factory is None else optimizer_name(self._factory)
-        facts: dict[str, Any] = {"optimizer": name, "capture_s": capture_s}
-        found = self._search(graph, cluster, batch, **facts)
-        if self._choose_delay and worthwhile_delay(found) is not None and chosen_delay(found, graph) is None:
-            with suppress(InfeasibleError):
-                other = self._search(graph, cluster, batch, True, **facts)
-                delay = chosen_delay(other, graph)
-                if delay is not None and LEAST_GAIN * delay.step_s <= found.prediction.step_s:
-                    return other
-        return found
-
-    def _search(self, graph: Graph, cluster: Cluster, batch: int, loose: bool = False, **besides: Any) -> Plan:
-        """The fastest plan of the precisions that are open; of those whose replicas can step by themselves if
-        ``independent_axes``, and where there are some if that is asked for. besides: more arguments of
-        ``make_plans``."""
-        arguments = {"graph": graph, "cluster": cluster, "global_batch": batch, **self._question(), **besides}
-        precisions, apart = check_precision(self._asked.precision), replace(self._space, loose=True)
-        if loose or not self._looseness.is_tight:
-            try:
-                return fastest(searched(make_plans, {**arguments, "space": apart}, precisions), 1)[0]
-            except InfeasibleError:
-                if loose:
-                    raise
-        return fastest(searched(make_plans, arguments, precisions), 1)[0]
-
-    def _question(self) -> dict[str, Any]:
-        """The arguments of ``make_plan`` that say what is asked for."""
-        asked = self._asked
-        return {
-            "microbatches": asked.microbatches,
-            "strategy": parse_strategy(asked.strategy),
-            "recompute": None if isinstance(asked.recompute, str) else asked.recompute,
-            "space": self._space,
-            "constraints": asked.constraints,
-            "time_limit_s": asked.time_limit_s,
-        }
+        return {**buffers, **given}
 
     @property
     def session(self) -> Session:
@@ -440,9 +377,7 @@ class Parallel:
         assert graph is not None
 
         def search(cluster: Cluster) -> Plan:
-            return self._search(
-                graph, cluster, plan.global_batch, optimizer=plan.optimizer, alternatives=False, strategy=None
-            )
+            return self._planner.plan_again(graph, cluster, plan)
 
         def find() -> Recalibration:
             found = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
@@ -472,7 +407,7 @@ class Parallel:
         session = self.session
         if self._outputs is None:
             assert self._graph is not None
-            self._outputs = Outputs(self._model, session, self._graph, self._dims, self._multiple)
+            self._outputs = Outputs(self._model, session, self._graph, self._dims, self._options.pad_to_multiple_of)
         return self._outputs(inputs, kwargs, self._training)
 
     # ---- state

@@ -26,6 +26,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy
+from meshwright.compiler.search.request import PlanRequest
 from meshwright.models.architectures import GPT, Llama
 from predictions.targets import fill
 from reporting.results import Record, save_records, write_results
@@ -77,7 +78,10 @@ def predicted(budget_s: float, table: Path) -> tuple[dict[str, dict[str, Any]], 
     plans, probes = {}, {}
     for model in MODELS:
         graph = graphs[model.name]
-        plans[model.name] = make_plan(graph, general, model.batch, 1, Strategy(), alternatives=False)
+        asked = PlanRequest(
+            model.batch, 1, Strategy(), "1f1b", recompute="none", zero=0, sequence=False, alternatives=False
+        )
+        plans[model.name] = make_plan(graph, general, asked)
         probes |= plan_probes(graph, plans[model.name])
     exact = mw.profile(budget_s=budget_s / 2, base=general, probes=list(probes.values()))
     exact.save(table)

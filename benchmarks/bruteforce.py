@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # ``tests``
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.driver import make_plan
+from meshwright.compiler.search.request import PlanRequest
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from reporting.results import Record, computed, save_records, write_results
@@ -40,7 +41,7 @@ PROCESSES = 2
 
 def plan_of(graph: Graph, cluster: Cluster, global_batch: int, space: Space) -> Plan:
     """Our plan."""
-    return make_plan(graph, cluster, global_batch, alternatives=False, space=space)
+    return make_plan(graph, cluster, PlanRequest(global_batch, alternatives=False, space=space))
 
 
 def one(task: tuple[int, bool, bool]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.report.explain import tflops_per_device
 from meshwright.compiler.search.driver import make_plan
-from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.request import PlanRequest
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models.architectures import GPT
 from reporting.results import Record, computed, save_records, write_results
@@ -137,6 +137,13 @@ def captured(row: Row) -> Graph:
     return capture(model, (tokens, tokens))
 
 
+def request_of(row: Row, recompute: str, microbatches: int | None = None, division: str | None = None) -> PlanRequest:
+    """A plan of what the rows' authors had: 1F1B, one recompute mode, replicated parameters, whole sequences."""
+    return PlanRequest(
+        row.batch, microbatches, division, "1f1b", recompute=recompute, zero=0, sequence=False, alternatives=False
+    )
+
+
 def published_plan(row: Row, graph: Graph) -> dict[str, Any]:
     """The figures of the row's own plan. Where it does not fit without sharded optimizer states, the memory limit is
     lifted, and ``lifted`` says so."""
@@ -145,9 +152,8 @@ def published_plan(row: Row, graph: Graph) -> dict[str, Any]:
     for limit in (None, ROOMY_BYTES):
         try:
             plan = make_plan(
-                graph, cluster_of(row.gpus, limit), row.batch, row.microbatches, parse_strategy(row.division),
-                alternatives=False, recompute="full",
-            )  # fmt: skip
+                graph, cluster_of(row.gpus, limit), request_of(row, "full", row.microbatches, row.division)
+            )
             break
         except InfeasibleError:
             if limit is not None:
@@ -168,7 +174,7 @@ def own_plan(row: Row, graph: Graph) -> dict[str, Any]:
     found: list[Plan] = []
     for recompute in ("none", "full"):
         try:
-            found.append(make_plan(graph, cluster_of(row.gpus), row.batch, alternatives=False, recompute=recompute))
+            found.append(make_plan(graph, cluster_of(row.gpus), request_of(row, recompute)))
         except InfeasibleError:
             continue
     best = min(found, key=lambda plan: plan.prediction.step_s)

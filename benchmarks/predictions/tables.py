@@ -22,6 +22,7 @@ from meshwright.compiler.plan.plan import Plan, Prediction
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
+from meshwright.compiler.search.request import PlanRequest
 from meshwright.runtime.profiling.cluster_profile import profile
 from meshwright.runtime.transport.error_propagation import from_first
 
@@ -83,7 +84,10 @@ def _planned(trial: Trial, graph: Graph, cluster: mw.Cluster) -> Plan:
     def make() -> dict[str, Any]:
         strategy = parse_strategy(trial.strategy) or Strategy()
         name = TARGETS[trial.target].optimizer
-        plan = make_plan(graph, cluster, trial.batch, trial.microbatches, strategy, optimizer=name, alternatives=False)
+        request = PlanRequest(
+            trial.batch, trial.microbatches, strategy, "1f1b", name, "none", 0, sequence=False, alternatives=False
+        )
+        plan = make_plan(graph, cluster, request)
         return plan.to_json()
 
     return Plan.from_json(from_first(make))

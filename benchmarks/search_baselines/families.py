@@ -22,6 +22,7 @@ from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
+from meshwright.compiler.search.request import PlanRequest
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
@@ -42,10 +43,10 @@ class Task:
     ) -> Plan | None:
         """The best plan of this shape; None if nothing fits or the model has too few layers for it."""
         try:
-            return make_plan(
-                self.graph, self.cluster, self.global_batch, microbatches, strategy, alternatives=False,
-                space=space or self.space,
-            )  # fmt: skip
+            asked = PlanRequest(
+                self.global_batch, microbatches, strategy, alternatives=False, space=space or self.space
+            )
+            return make_plan(self.graph, self.cluster, asked)
         except InfeasibleError:
             return None
         except ValueError as error:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,15 +46,13 @@ from ..rules import rule_for
 from ..workers import Forked
 from .alternatives import find_alternatives, pure_plans
 from .build_plan import Known, finish, with_memory
-from .constraints import by_layer, parse_constraints
 from .explore import candidates, corrected
 from .infeasible import infeasible
 from .local_sgd import delay_notes
 from .optimality import bounded, prove, proving
 from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
-from .parallel_shape import Strategy, check_batch
 from .refine import least_to_beat, may_settle, settled
-from .space import Space
+from .request import PlanRequest
 from .state import INTERRUPTED, TIMED_OUT, Candidate, PurePlan, Search, alike, prepare
 
 __all__ = [
@@ -73,119 +71,56 @@ LEANER = 3  # times that a candidate's stages are solved again within less
 TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
 
 
-def make_plan(
-    graph: Graph,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None = None,
-    strategy: Strategy | None = None,
-    schedule: str | None = None,
-    optimizer: str = "AdamW",
-    alternatives: bool = True,
-    capture_s: float = 0.0,
-    progress: Callable[[str, float], None] = lambda name, fraction: None,
-    recompute: str | Mapping[str, str] | None = None,
-    space: Space | None = None,
-    constraints: Sequence[str] | str | None = None,
-    time_limit_s: float | None = None,
-    workers: int = 1,
-) -> Plan:
-    """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input and InfeasibleError if nothing fits.
-
-    global_batch: samples per step over all devices. microbatches and strategy are searched where they are None.
-    space: which kinds of decision are open, by default 1F1B without recompute and parameter sharding; schedule and
-    recompute name one of each instead ("auto" leaves it open; recompute also takes modes by patterns of layer names).
-    constraints: texts of ``constraints``. capture_s:
-    what capture took, for the record. progress(pass, fraction) is called along the way. time_limit_s: seconds after
-    which the best plan so far is taken; Ctrl-C has the same effect. workers: processes, see ``workers``.
-    """
-    return make_plans(
-        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, alternatives, capture_s, progress,
-        recompute, space, constraints, time_limit_s, 1, workers,
-    )[0]  # fmt: skip
+def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
+    """The best plan for ``graph`` on ``cluster``. Raises ValueError for bad input, InfeasibleError if nothing fits."""
+    return make_plans(graph, cluster, request)[0]
 
 
 def make_plans(
     graph: Graph,
     cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None = None,
-    strategy: Strategy | None = None,
-    schedule: str | None = None,
-    optimizer: str = "AdamW",
-    alternatives: bool = True,
+    request: PlanRequest,
+    *,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    recompute: str | Mapping[str, str] | None = None,
-    space: Space | None = None,
-    constraints: Sequence[str] | str | None = None,
-    time_limit_s: float | None = None,
-    top_k: int = 1,
-    workers: int = 1,
     kept: KeptRows | None = None,
 ) -> list[Plan]:
-    """The ``top_k`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``.
-    kept: rows of other searches, to take from and to add to."""
+    """The ``request.count`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``.
+
+    capture_s: seconds that the capture took, for the record. progress(pass, fraction) is called along the way. kept:
+    rows of other searches, to take from and to add to.
+    """
     begin = time.perf_counter()
-    if top_k < 1:
-        raise ValueError(f"top_k is how many plans are wanted, 1 or more, but got {top_k}")
-    search = start_search(
-        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
-        space, constraints, time_limit_s, workers,
-    )  # fmt: skip
+    search = start_search(graph, cluster, request, capture_s, progress)
     search.kept = kept
-    search.alternatives = alternatives and cluster.num_devices > 1 and strategy is None
+    search.alternatives = request.alternatives and cluster.num_devices > 1 and request.strategy is None
     with without_gc(), proving(search):
-        if search.alternatives and search.workers > 1:
-            search.aside = Forked(partial(_pure_plans, search), True, later=True)
-        plans = best_plans(search, top_k)
-        others: list[dict[str, Any]] = []
-        if search.alternatives and not search.cut_short:
-            with search.timed("alternatives"):
-                others = _alternatives(search, plans[0])
+        search.aside = _pure_plans_aside(search)
+        plans = best_plans(search, request.count)
+        others = _alternatives(search, plans[0])
         plans = bounded(search, plans)
     search.passes["total"] = time.perf_counter() - begin
     return [recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
 
 
 def start_search(
-    graph: Graph,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None,
-    strategy: Strategy | None,
-    schedule: str | None,
-    optimizer: str,
-    capture_s: float,
-    progress: Callable[[str, float], None],
-    recompute: str | Mapping[str, str] | None,
-    space: Space | None,
-    constraints: Sequence[str] | str | None,
-    time_limit_s: float | None,
-    workers: int = 1,
+    graph: Graph, cluster: Cluster, request: PlanRequest, capture_s: float, progress: Callable[[str, float], None]
 ) -> Search:
-    """What is asked, checked and prepared."""
+    """The state of a search before its first pass. Raises ValueError for what can be refused at once."""
     begin = time.perf_counter()
-    check_batch(global_batch, microbatches)
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ValueError(f"time_limit_s is a positive number of seconds, but got {time_limit_s}; leave it out for none")
-    if workers < 1:
-        raise ValueError(f"workers is how many processes search, 1 or more, but got {workers}")
-    space = _opened(space or Space(), schedule, recompute)
-    asked = replace(parse_constraints(constraints), layer_modes=by_layer(recompute or "auto"))
     with without_gc():
-        search = prepare(graph, cluster, global_batch, microbatches, strategy, optimizer, space, asked)
-    search.passes["capture"], search.workers = capture_s, workers
-    search.progress, search.stop = progress, inf if time_limit_s is None else begin + time_limit_s
+        search = prepare(graph, cluster, request)
+    limit = request.time_limit_s
+    search.passes["capture"], search.workers = capture_s, request.workers
+    search.progress, search.stop = progress, inf if limit is None else begin + limit
     return search
 
 
-def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
-    try:
-        return find_alternatives(plan, search.aside.result() if search.aside is not None else pure_plans(search))
-    except KeyboardInterrupt:  # the plan is there
-        search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
-        return []
+def _pure_plans_aside(search: Search) -> Forked[dict[str, PurePlan]] | None:
+    """A fork that looks for alternatives beside the search, where there is a worker for it."""
+    if not search.alternatives or search.workers < 2:
+        return None
+    return Forked(partial(_pure_plans, search), True, later=True)
 
 
 def _pure_plans(search: Search) -> dict[str, PurePlan]:
@@ -193,10 +128,15 @@ def _pure_plans(search: Search) -> dict[str, PurePlan]:
         return pure_plans(search)
 
 
-def _opened(space: Space, schedule: str | None, recompute: str | Mapping[str, str] | None) -> Space:
-    if schedule is not None:
-        space = replace(space, schedules=Space.asked(schedule).schedules)
-    return space if recompute is None else replace(space, recompute=Space.asked(recompute=recompute).recompute)
+def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
+    if not search.alternatives or search.cut_short:
+        return []
+    with search.timed("alternatives"):
+        try:
+            return find_alternatives(plan, search.aside.result() if search.aside is not None else pure_plans(search))
+        except KeyboardInterrupt:  # the plan is there
+            search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
+            return []
 
 
 @contextmanager

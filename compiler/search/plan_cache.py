@@ -12,15 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from ...costmodel.cluster import Cluster
 from ...costmodel.files import write_atomically
 from ...costmodel.tables import cache_directory
 from ..frontend.mixed_precision import in_precision
@@ -28,22 +28,25 @@ from ..intra_op.vectorised.row_cache import KeptRows
 from ..ir.graph import Graph
 from ..plan.plan import Plan
 from ..rules import is_built_in
+from .request import PlanRequest
 
 __all__ = ["known_plans", "question"]
 
 MOST = 500  # files
-_APART = ("graph", "cluster", "capture_s", "progress", "workers")
 
 
 def known_plans(
-    arguments: Mapping[str, Any], precisions: Sequence[str], find: Callable[[KeptRows | None], list[Plan]]
+    graph: Graph,
+    cluster: Cluster,
+    request: PlanRequest,
+    find: Callable[[KeptRows | None], list[Plan]],
+    capture_s: float,
 ) -> list[Plan]:
-    """What ``find`` finds, or found before for the same question: ``make_plans``' arguments in these precisions. An
-    early end is not kept."""
-    begin, graph = time.perf_counter(), arguments["graph"]
+    """What ``find`` finds, or found before for the same question. An early end is not kept."""
+    begin = time.perf_counter()
     if not all(is_built_in(node) for node in graph.ops()):
         return find(None)
-    path = cache_directory() / "plans" / f"{question(arguments, precisions)}.json"
+    path = cache_directory() / "plans" / f"{question(graph, cluster, request)}.json"
     try:
         found = [Plan.from_json(one) for one in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
@@ -55,25 +58,18 @@ def known_plans(
             _keep(path, found)
         return found
     seconds = round(time.perf_counter() - begin, 4)
-    passes = {"capture": round(arguments["capture_s"], 4), "found before": seconds, "total": seconds}
+    passes = {"capture": round(capture_s, 4), "found before": seconds, "total": seconds}
     return [
         replace(plan, graph=in_precision(graph, plan.precision), provenance={**plan.provenance, "passes": passes})
         for plan in found
     ]
 
 
-def question(arguments: Mapping[str, Any], precisions: Sequence[str]) -> str:
-    """The key of a question, 32 hex digits."""
-    graph: Graph = arguments["graph"]
+def question(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
+    """The key of a question, 32 hex digits. The number of processes changes no answer."""
     facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
-    others = {name: value for name, value in arguments.items() if name not in _APART}
-    asked = [(name, repr(value)) for name, value in sorted(others.items())]
-    text = json.dumps(
-        [
-            _code(), torch.__version__, graph.batch, graph.text(), facts, arguments["cluster"].to_json(), asked,
-            list(precisions),
-        ]
-    )  # fmt: skip
+    asked = [repr(replace(request, workers=1)), repr(request.space)]
+    text = json.dumps([_code(), torch.__version__, graph.batch, graph.text(), facts, cluster.to_json(), asked])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

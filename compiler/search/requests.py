@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.memory import usable_bytes
@@ -22,32 +21,30 @@ from ..ir.graph import Graph
 from ..plan.plan import Plan
 from .driver import best_plans, recorded, search_plans, start_search, without_gc
 from .optimality import bounded, proving
-from .parallel_shape import Strategy
-from .space import Space
+from .request import PlanRequest
 from .state import INTERRUPTED, alike
 
 __all__ = ["fastest", "filled", "make_front", "searched", "undominated"]
 
 
-def searched(
-    make: Callable[..., list[Plan]], arguments: Mapping[str, Any], precisions: Sequence[str] = ("model",)
-) -> list[list[Plan]]:
-    """What ``make(**arguments)`` (``make_plans`` or ``make_front``) finds, once for each search; those in which nothing
-    fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit is shared
-    evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
-    graph: Graph = arguments["graph"]
-    space: Space = arguments["space"]
-    graphs = list({id(one): one for one in (in_precision(graph, name) for name in precisions)}.values())
+Make = Callable[[Graph, PlanRequest], list[Plan]]
+
+
+def searched(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
+    """What ``make`` (``make_plans`` or ``make_front``, with the cluster bound) finds, once for each search; those in
+    which nothing fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit
+    is shared evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
+    graphs = list({id(one): one for one in (in_precision(graph, name) for name in request.precisions())}.values())
+    space, limit = request.open_space, request.time_limit_s
     exactly = space.communication.exactly()
     spaces = [space] if exactly == space.communication else [replace(space, communication=exactly), space]
-    limit, number = arguments.get("time_limit_s"), len(graphs) * len(spaces)
+    share_s = limit / (len(graphs) * len(spaces)) if limit else limit
     found, error = [], None
     refused: Plan | None = None
     for one in graphs:
         for narrow in spaces:
-            asked = {"graph": one, "space": narrow, "time_limit_s": limit / number if limit else limit}
             try:
-                plans = make(**{**arguments, **asked})
+                plans = make(one, replace(request, space=narrow, time_limit_s=share_s))
             except InfeasibleError as missed:
                 error = missed
                 continue
@@ -90,38 +87,24 @@ SMALLER = 8 / 9  # a plan of the front fills at most this part of what the one b
 def make_front(
     graph: Graph,
     cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None = None,
-    strategy: Strategy | None = None,
-    schedule: str | None = None,
-    optimizer: str = "AdamW",
+    request: PlanRequest,
+    *,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    recompute: str | Mapping[str, str] | None = None,
-    space: Space | None = None,
-    constraints: Sequence[str] | str | None = None,
-    time_limit_s: float | None = None,
-    points: int = 8,
-    workers: int = 1,
 ) -> list[Plan]:
-    """Plans of which none is both faster and smaller than another, fastest first, at most ``points``; as in
-    ``make_plan``.
+    """Plans of which none is both faster and smaller than another, fastest first, at most ``request.count``; as
+    in ``make_plan``.
 
     A plan's size is the largest share that it fills of the memory of any of its devices. After the fastest plan the
     search runs again where plans may fill a ninth less than that one did, and so on until nothing fits. The tables of
     the search stay: another limit changes only which of their rows are needed.
     """
     begin = time.perf_counter()
-    if points < 1:
-        raise ValueError(f"points is how many plans are wanted at most, 1 or more, but got {points}")
-    search = start_search(
-        graph, cluster, global_batch, microbatches, strategy, schedule, optimizer, capture_s, progress, recompute,
-        space, constraints, time_limit_s, workers,
-    )  # fmt: skip
+    search = start_search(graph, cluster, request, capture_s, progress)
     front: list[Plan] = []
     with without_gc(), proving(search):
         front += bounded(search, best_plans(search))
-        while len(front) < points and not search.cut_short:
+        while len(front) < request.count and not search.cut_short:
             search.share = filled(front[-1]) * SMALLER
             try:
                 smaller, _ = search_plans(search)

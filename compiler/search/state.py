@@ -24,6 +24,7 @@ from ..plan.plan import Plan
 from ..workers import Forked
 from .constraints import Constraints, Resolved, distinguished, resolve
 from .parallel_shape import Strategy
+from .request import PlanRequest
 from .space import Space, Submesh, microbatch_counts
 
 __all__ = [
@@ -164,17 +165,11 @@ def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:
 # ---- The passes before the search, and everything that can be refused at once
 
 
-def prepare(
-    graph: Graph,
-    cluster: Cluster,
-    global_batch: int,
-    microbatches: int | None,
-    strategy: Strategy | None,
-    optimizer: str,
-    space: Space,
-    constraints: Constraints,
-) -> Search:
+def prepare(graph: Graph, cluster: Cluster, request: PlanRequest) -> Search:
     """The passes before the search, and everything that can be refused at once."""
+    assert request.global_batch is not None, "a request has its batch when a search begins"
+    global_batch, microbatches, strategy = request.global_batch, request.microbatches, request.forced_strategy
+    constraints, space = request.parsed_constraints(), request.open_space
     if strategy and strategy.num_devices > cluster.num_devices:
         raise ValueError(
             f"strategy {strategy} needs {strategy.num_devices} devices, but the cluster has {cluster.num_devices}"
@@ -205,7 +200,7 @@ def prepare(
     resolved = resolve(constraints, graph, layering)
     layering, resolved = distinguished(layering, graph, constraints, resolved)
     return Search(
-        graph, cluster, global_batch, optimizer, space, layering, strategy, microbatches, constraints, resolved,
+        graph, cluster, global_batch, request.optimizer, space, layering, strategy, microbatches, constraints, resolved,
         passes=passes, asked=asked,
     )  # fmt: skip
 

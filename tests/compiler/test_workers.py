@@ -16,13 +16,13 @@ import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
-from meshwright.compiler.search.constraints import parse_constraints
 from meshwright.compiler.search.driver import best_plans
-from meshwright.compiler.search.space import Space
 from meshwright.compiler.search.state import prepare
 from meshwright.compiler.workers import Forked, all_of
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
+
+from tests.support.planning import request_of
 
 
 def squares(number: int) -> tuple[int, np.ndarray]:
@@ -147,7 +147,7 @@ def test_alternatives_are_the_best_of_all_microbatch_counts() -> None:
         model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
         tokens = torch.zeros(64, 16, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
-    search = prepare(graph, cluster, 64, None, None, "AdamW", Space(), parse_constraints(None))
+    search = prepare(graph, cluster, request_of(64))
     found = pure_plans(search)
     for m in (1, 2, 4, 8, 16, 32, 64):
         for name, alone in pure_plans(replace(search, microbatches=m, tables=None, bounds={}, beside={})).items():

@@ -54,18 +54,18 @@ def test_any_mesh_and_no_example_inputs(ranks: Any, kind: str) -> None:
 
 def by_saved_plan(path: str) -> tuple[str | None, str | None, list[float]]:
     """The program, the model and the losses under a saved plan, on a rank where searching would fail."""
-    import meshwright.parallel as parallel_module
+    from meshwright import api
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the search was entered")
 
-    kept, parallel_module.make_plans = parallel_module.make_plans, refuse  # type: ignore[assignment]
+    kept, api.make_plans = api.make_plans, refuse  # type: ignore[assignment]
     try:
         plan = mw.Plan.load(path)
         parallel = mw.parallelize(net(), plan=plan, example_inputs=BATCHES[0], optimizer=sgd)
         losses = losses_of(parallel, BATCHES)
     finally:
-        parallel_module.make_plans = kept
+        api.make_plans = kept
     assert parallel.plan == plan
     program = next(iter(parallel.session.programs), None)
     return None if program is None else str(program.module.code), parallel.plan.model, losses

@@ -19,7 +19,8 @@ from dataclasses import asdict
 from typing import Any
 
 import meshwright as mw
-from golden_plans.questions import Question
+
+from tests.golden_plans.questions import Question
 
 __all__ = ["answer", "as_text", "differences"]
 

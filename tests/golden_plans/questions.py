@@ -15,6 +15,7 @@ from typing import Any
 import meshwright as mw
 import torch
 from meshwright import models
+
 from tests.support.zoo import ZOO, Case
 
 __all__ = ["BY_NAME", "LARGE", "QUICK", "Question"]
@@ -24,8 +25,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its example inputs: of ``tests/support/zoo.py`` ("zoo"), a built-in target ("target"), or a built-in family
-    ("family") of a small shape, whose inputs have ``inputs`` extents: [batch, sequence] or [batch, 3, height, width].
+    """A model and its example inputs: of ``tests/support/zoo.py`` ("zoo"), a built-in target ("target"), or a
+    built-in family ("family") of a small shape, whose inputs have ``inputs`` extents: [batch, sequence] or [batch, 3, height, width].
     """
 
     kind: str

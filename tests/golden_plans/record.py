@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # as tests/conftest.py does
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # ``tests``
 
-from golden_plans.answers import answer, as_text, differences
-from golden_plans.questions import BY_NAME, LARGE, QUICK
+from tests.golden_plans.answers import answer, as_text, differences
+from tests.golden_plans.questions import BY_NAME, LARGE, QUICK
 
 __all__ = ["PARTS", "main", "path_of", "recorded"]
 

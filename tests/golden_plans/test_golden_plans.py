@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from golden_plans.answers import answer, differences
-from golden_plans.questions import BY_NAME, LARGE, QUICK
-from golden_plans.record import FOLDER, PARTS, recorded
+
+from tests.golden_plans.answers import answer, differences
+from tests.golden_plans.questions import BY_NAME, LARGE, QUICK
+from tests.golden_plans.record import FOLDER, PARTS, recorded
 
 NAMES = [question.name for question in QUICK]
 

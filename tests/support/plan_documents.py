@@ -14,7 +14,6 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.spec import P, Pair, R
 from meshwright.compiler.plan.plan import Plan, Stage, Wire
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
@@ -23,6 +22,7 @@ from meshwright.runtime.profiling.memory_meter import storages_alive
 from tests.support.clusters import fast_links
 from tests.support.parity import STEPS, case, make_optimizer, single_device
 from tests.support.peak_memory import least_peak
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 

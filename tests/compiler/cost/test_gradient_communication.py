@@ -16,7 +16,6 @@ from meshwright.compiler.cost.pricing import MeshPricer, offered_ways, way_of
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster, Mesh
@@ -24,6 +23,7 @@ from meshwright.costmodel.codecs import CODECS, coded_messages, coded_seconds, s
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
 from meshwright.costmodel.measured import Piece, Wire
 
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 WORLD = Cluster.parse("p3.16xlarge:2@world")

@@ -27,7 +27,6 @@ from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.plan.cross_mesh import Layout, tiles
 from meshwright.compiler.plan.plan import Plan, Stage
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.compiler.search.predict import _post, simulate_plan
 from meshwright.costmodel.cluster import Cluster, Mesh
@@ -37,6 +36,7 @@ from meshwright.runtime.parameters.gradients import _buckets
 from torch import nn
 
 from tests.support import zoo
+from tests.support.planning import make_plan
 
 CLUSTER = Cluster.parse("p3.16xlarge:1")
 SHAPES = [Strategy(1, 1, 1), Strategy(1, 4, 1), Strategy(1, 2, 2), Strategy(2, 1, 2), Strategy(2, 2, 1)]

@@ -12,11 +12,11 @@ from meshwright.compiler.frontend.layers import differentiable
 from meshwright.compiler.frontend.strides import layout_of, made, note_layouts
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.ir.probe import Probe
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo
+from tests.support.planning import make_plan
 
 CLUSTER = Cluster.parse("p3.16xlarge:1")
 

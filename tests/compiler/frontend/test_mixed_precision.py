@@ -16,12 +16,12 @@ from meshwright.compiler.ir.precision import PRECISIONS
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import check_plan
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 H100 = Cluster.preset("dgx-h100")

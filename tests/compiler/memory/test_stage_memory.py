@@ -25,7 +25,6 @@ from meshwright.compiler.memory.kernel_workspace import attention_of
 from meshwright.compiler.memory.stage import footprints, stage_memory, with_footprints
 from meshwright.compiler.plan.recompute import NOTHING
 from meshwright.compiler.rules import mesh_choices
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state
@@ -35,6 +34,7 @@ from meshwright.runtime.profiling.memory_meter import live_bytes, storages_alive
 from torch import nn
 
 from tests.support.peak_memory import MEDIAN, MOST, least_peak
+from tests.support.planning import make_plan
 from tests.support.ranks import RankPool
 from tests.support.zoo import ZOO
 

@@ -10,11 +10,11 @@ import pytest
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.independent_axes import loose_axes
 from meshwright.compiler.plan.lower import lower
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 
 from tests.support.clusters import fast_links
+from tests.support.planning import make_plan
 from tests.support.replicas import BATCH
 from tests.support.zoo import ZOO
 

@@ -22,12 +22,12 @@ from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.recompute import HEAVY_KINDS, layer_modes, recompute_of
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.rules import mesh_choices, rule_for
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import writes_scores
 
 from tests.oracles.scalar_composer import Composer
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")

@@ -12,11 +12,11 @@ from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.plan.plan import Plan, Stage
 from meshwright.compiler.plan.validation import model_faults
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.predict import simulate_plan
 from meshwright.costmodel.cluster import Cluster
 
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")

@@ -14,11 +14,11 @@ from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import check_plan, require
 from meshwright.compiler.report.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
 from meshwright.compiler.report.explain import explain, summary_json
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.text import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
 from meshwright.costmodel.cluster import Cluster
 
+from tests.support.planning import make_plan
 from tests.support.zoo import gpt, mlp
 
 CLUSTER = Cluster.preset("p3.16xlarge")

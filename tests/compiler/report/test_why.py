@@ -10,11 +10,11 @@ import pytest
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.report.why import _min_marginals
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo
+from tests.support.planning import make_plan
 
 UP = "blocks.0.feed_forward.up"
 

@@ -8,13 +8,13 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search import explore
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.space import Space
 from meshwright.compiler.search.state import SMALL_OPS
 from meshwright.compiler.search.tables import SearchTables
 from meshwright.models import GPT
 
 from tests.support.clusters import limited
+from tests.support.planning import make_plan
 
 PLENTY = 16384  # MiB
 TIGHT = (120, 150, 200)  # MiB, of 972 that the model takes with everything replicated

@@ -12,12 +12,12 @@ from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.constraints import Range, parse_constraints, resolve
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo
+from tests.support.planning import make_plan
 
 V100 = Cluster.preset("p3.16xlarge", 1)
 WIDE = Space(residencies=PATTERNS, recompute=("none", "selective", "full"), sequence=True)

@@ -15,7 +15,6 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.search.driver import make_plan, make_plans
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.requests import filled
 from meshwright.compiler.search.space import Space
@@ -24,6 +23,7 @@ from meshwright.costmodel.memory import FRAMEWORK_BYTES
 from torch import Tensor, nn
 
 from tests.support import zoo
+from tests.support.planning import make_plan, make_plans
 
 CPU = Cluster.preset("cpu")
 

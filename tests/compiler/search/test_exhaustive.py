@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.space import SCHEDULES
 
 from tests.oracles.exhaustive import Exhaustive
 from tests.oracles.plan_difference import difference
 from tests.oracles.stage_documents import StageDocuments
 from tests.oracles.verdict import judge
+from tests.support.planning import make_plan
 from tests.support.random_instances import chunked_case, random_case
 
 MOST_DEVICES = 3

@@ -12,13 +12,13 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search import build_plan, driver
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.compiler.search.state import SLACK
 from meshwright.models import GPT
 
 from tests.support.clusters import FRAMEWORK, limited
+from tests.support.planning import make_plan
 
 WHOLE = 972  # MiB that the model takes with everything replicated
 

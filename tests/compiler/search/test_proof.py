@@ -9,12 +9,13 @@ import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.search import optimality
-from meshwright.compiler.search.driver import make_plan, start_search
+from meshwright.compiler.search.driver import start_search
 from meshwright.compiler.search.explore import candidates
 from meshwright.compiler.search.space import Space
 from meshwright.models import GPT
 
 from tests.support.clusters import limited
+from tests.support.planning import make_plan, request_of
 
 PLENTY = 16384  # MiB
 
@@ -69,9 +70,7 @@ def test_what_is_proven_far_enough_is_not_proven_again(graph, monkeypatch):
 
 def test_what_was_proven_outlives_another_look(graph):
     """Where nothing that was found fits, the search looks again, and begins with its bounds anew."""
-    search = start_search(
-        graph, limited(PLENTY), 64, None, None, None, "AdamW", 0.0, lambda *_: None, None, Space.whole(), None, None
-    )
+    search = start_search(graph, limited(PLENTY), request_of(64, space=Space.whole()), 0.0, lambda *_: None)
     _, found = candidates(search)
     optimality.prove(search, found[0].clock_s)
     proven = dict(search.bounds)

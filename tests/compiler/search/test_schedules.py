@@ -18,7 +18,6 @@ from meshwright.compiler.pipeline.virtual_stages import quick_bound
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import model_faults
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.optimality import family_bounds
 from meshwright.compiler.search.other_schedules import TIE, simplest_first
 from meshwright.compiler.search.space import SCHEDULES, Space
@@ -28,6 +27,7 @@ from meshwright.costmodel.memory import FRAMEWORK_BYTES
 
 from tests.oracles.pipelines import clock, every_pipeline, over_the_limit
 from tests.support.pipeline_tables import random_table
+from tests.support.planning import make_plan
 from tests.support.random_instances import with_memory
 from tests.support.zoo import ZOO
 

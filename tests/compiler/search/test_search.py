@@ -18,7 +18,6 @@ from meshwright.compiler.intra_op.solver.problem import evaluate
 from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
 from meshwright.compiler.search.space import Space, submeshes
 from meshwright.compiler.search.tables import SearchTables
@@ -26,6 +25,7 @@ from meshwright.costmodel.cluster import Cluster
 from meshwright.models.architectures import GPT
 
 from tests.oracles.scalar_composer import Composer
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import StageShape, Strategy, divide, parse_strategy
 from meshwright.costmodel.cluster import Cluster
 
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 V100 = Cluster.preset("p3.16xlarge")

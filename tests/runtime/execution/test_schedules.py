@@ -16,7 +16,6 @@ from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.pipeline.schedule import Action
 from meshwright.compiler.plan.boundaries import facts_of, links_of, places_of
 from meshwright.compiler.plan.lower import lower
-from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.runtime.execution import executor as executor_module
@@ -26,6 +25,7 @@ from torch import nn
 
 from tests.support.clusters import fast_links
 from tests.support.parity import compare
+from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 # model, strategy, microbatches, schedule, options
