@@ -20,6 +20,7 @@ from itertools import product
 from math import gcd, isfinite
 from typing import Any
 
+from ...costmodel.cluster import Cluster
 from ...costmodel.memory import state_tensors, usable_bytes
 from ..cost.parameter_sharding import PATTERNS, residencies, residency_bytes
 from ..cost.pricing import MeshPricer
@@ -27,7 +28,6 @@ from ..errors import InfeasibleError
 from ..ir.spec import parse_pair
 from ..plan.plan import RECOMPUTE_MODES
 from ..text import bytes_text
-from .constraints import parse_constraints
 from .explore import fits, nearest_misses
 from .parallel_shape import divisors_of
 from .space import Space, microbatch_counts, submeshes
@@ -83,24 +83,14 @@ def _guilty(search: Search) -> list[str]:
 
 
 def _fits(search: Search, texts: Sequence[str]) -> bool:
-    return _possible(search, constraints=replace(parse_constraints(texts), layer_modes=search.constraints.layer_modes))
+    return _possible(search, constraints=tuple(texts))
 
 
-def _possible(search: Search, **instead: Any) -> bool:
-    """Whether something fits with these arguments of ``prepare`` instead of the search's own."""
-    asked = {
-        "graph": search.graph,
-        "cluster": search.cluster,
-        "global_batch": search.global_batch,
-        "microbatches": search.microbatches,
-        "strategy": search.strategy,
-        "optimizer": search.optimizer,
-        "space": search.asked or search.space,
-        "constraints": search.constraints,
-        **instead,
-    }
+def _possible(search: Search, cluster: Cluster | None = None, **instead: Any) -> bool:
+    """Whether something fits on another cluster, or with these words of the request instead."""
+    assert search.request is not None
     try:
-        other = prepare(**asked)
+        other = prepare(search.graph, cluster or search.cluster, replace(search.request, **instead))
         counts = microbatch_counts(other.global_batch, other.strategy)
         counts = [m for m in counts if m in other.constraints.microbatches]
         other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS)][::-1])

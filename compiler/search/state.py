@@ -94,6 +94,7 @@ class Search:
     beside: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)  # (shape, microbatches, level)
     # → bytes that stages turned out to hold beside what tables say
     asked: Space | None = None  # the space before the constraints narrowed it
+    request: PlanRequest | None = None  # None: of a search that a test put together
     share: float = 1.0  # of the memory of each device, what plans may fill
     counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
     thorough: bool = True  # whether to look further than at the first pipelines of all counts
@@ -201,7 +202,7 @@ def prepare(graph: Graph, cluster: Cluster, request: PlanRequest) -> Search:
     layering, resolved = distinguished(layering, graph, constraints, resolved)
     return Search(
         graph, cluster, global_batch, request.optimizer, space, layering, strategy, microbatches, constraints, resolved,
-        passes=passes, asked=asked,
+        passes=passes, asked=asked, request=request,
     )  # fmt: skip
 
 

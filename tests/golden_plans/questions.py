@@ -26,7 +26,8 @@ MIB = 2**20
 @dataclass(frozen=True)
 class Model:
     """A model and its example inputs: of ``tests/support/zoo.py`` ("zoo"), a built-in target ("target"), or a
-    built-in family ("family") of a small shape, whose inputs have ``inputs`` extents: [batch, sequence] or [batch, 3, height, width].
+    built-in family ("family") of a small shape, whose inputs have ``inputs`` extents: [batch, sequence] or
+    [batch, 3, height, width].
     """
 
     kind: str
