@@ -51,7 +51,7 @@ def main() -> int:
     save_records("equivalence", [
         Record("plans that differ or fail", float(wrong), "plans", 0, None, "one device", 0.0, "less", note),
         Record("plans compared", float(cases), "plans", 0, note=note),
-        Record("largest difference of the equal ones", worst, "relative to the largest", note="float64"),
+        Record("largest difference of the equal ones", worst, "relative", note="float64"),
     ])  # fmt: skip
     return int(wrong > 0)
 

@@ -175,14 +175,21 @@ def _record(found: Mapping[str, Any]) -> Record:
 
 
 def _brief(record: Record) -> dict[str, Any]:
-    """The record's fields, without those that say nothing; a spread that is not known stays, as null."""
-    found = asdict(record)
+    """The record's fields, without those that say nothing; a spread that is not known stays, as null. Numbers have six
+    significant digits."""
+    found = _rounded(asdict(record))
     for name, nothing in (("decimals", None), ("peer", ""), ("note", ""), ("even", None)):
         if found[name] == nothing:
             del found[name]
     if "even" not in found:
         del found["better"]
     return found
+
+
+def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: float(f"{value:.6g}") for name, value in found.items() if isinstance(value, float)}
+    parts = {name: _rounded(value) for name, value in found.items() if isinstance(value, dict)}
+    return {**found, **numbers, **parts}
 
 
 def _without(run: Run, rows: set[str]) -> Run:
