@@ -17,7 +17,7 @@ from .compiler.frontend.capture import capture
 from .compiler.frontend.example_inputs import batch_extent, flat_inputs
 from .compiler.frontend.mixed_precision import in_precision
 from .compiler.frontend.padding import check_multiple
-from .compiler.intra_op.vectorised.row_cache import KeptRows
+from .compiler.intra_op.vectorised.row_cache import RowCache
 from .compiler.ir.graph import Graph
 from .compiler.memory.buffers import with_replicas
 from .compiler.plan.plan import Plan
@@ -111,7 +111,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
     question = _captured(Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims), model, cluster, request)
 
-    def find(kept: KeptRows | None = None) -> list[Plan]:
+    def find(kept: RowCache | None = None) -> list[Plan]:
         return _fastest(question, progress or _silent, kept)
 
     graph, where, request, capture_s = question
@@ -191,7 +191,7 @@ def _captured(example: Example, model: nn.Module, cluster: Cluster | str, reques
     return graph, where, request, time.perf_counter() - started
 
 
-def _fastest(question: _Question, progress: Progress = _silent, kept: KeptRows | None = None) -> list[Plan]:
+def _fastest(question: _Question, progress: Progress = _silent, kept: RowCache | None = None) -> list[Plan]:
     """The fastest plans over all searches that the request calls for."""
     graph, cluster, request, capture_s = question
 
@@ -263,7 +263,7 @@ def parallelize(
     Raises ValueError for bad input (also if the number of ranks is not the plan's) and InfeasibleError if nothing fits.
     """
     from .parallel import Parallel, TrainingOptions
-    from .runtime.execution.independent_replicas import Looseness
+    from .runtime.execution.independent_replicas import LocalUpdates
     from .runtime.parameters.optimizer import optimizer_name
     from .runtime.transport.launch import ensure_initialized
 
@@ -273,8 +273,8 @@ def parallelize(
             f"delay is a number of steps, or 'auto' without local_steps, but got delay={delay!r} and "
             f"local_steps={local_steps}"
         )
-    looseness = Looseness(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
-    if plan is None and zero == "auto" and (choose or not looseness.is_tight):
+    looseness = LocalUpdates(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
+    if plan is None and zero == "auto" and (choose or not looseness.is_synchronous):
         zero = 0  # every replica updates all that it has
     if plan is not None and microbatches == plan.microbatches:
         microbatches = None

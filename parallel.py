@@ -36,7 +36,7 @@ from .costmodel.tables import cache_directory
 from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
-from .runtime.execution.independent_replicas import TIGHT, Looseness
+from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
 from .runtime.execution.session import Session
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
@@ -86,7 +86,7 @@ class TrainingOptions:
     state_dict: Mapping[str, torch.Tensor] | None = None
     seed: int = 0
     compile: bool | str = False
-    looseness: Looseness = TIGHT
+    looseness: LocalUpdates = SYNCHRONOUS
     pad_to_multiple_of: int | None = None
     #: whether the capture is held against the model; None: where that is cheap
     check_capture: bool | None = None

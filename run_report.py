@@ -21,7 +21,7 @@ from .compiler.report.calibration import Recalibration, refit
 from .compiler.report.prediction_error import compare, without_skew
 from .compiler.report.step_report import Report
 from .costmodel.cluster import Cluster
-from .costmodel.scaling import Factors
+from .costmodel.scaling import CalibrationFactors
 from .costmodel.tables import usable_cores
 from .runtime.execution.session import Session
 from .runtime.profiling.trace import meetings, middle, peak_bytes, rank_times
@@ -76,5 +76,5 @@ def recalibration(
     )  # fmt: skip
 
 
-def _words(factors: Factors) -> str:
+def _words(factors: CalibrationFactors) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in factors.to_json().items())

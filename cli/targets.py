@@ -12,11 +12,11 @@ from torch import nn
 
 from .. import models
 
-__all__ = ["Target", "build_target"]
+__all__ = ["PlanningTarget", "build_target"]
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanningTarget:
     """A model with example inputs. ``global_batch``: what it is meant to be trained with, if it says."""
 
     model: nn.Module
@@ -25,12 +25,12 @@ class Target:
     global_batch: int | None
 
 
-def build_target(name: str) -> Target:
+def build_target(name: str) -> PlanningTarget:
     """The model and example inputs that a TARGET names; ValueError says what is wrong with it."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         built = models.build(name)
-        return Target(built.model, built.args, built.kwargs, built.global_batch)
+        return PlanningTarget(built.model, built.args, built.kwargs, built.global_batch)
     sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module_name), attribute)()
@@ -41,7 +41,7 @@ def build_target(name: str) -> Target:
     return _unpacked(name, made)
 
 
-def _unpacked(name: str, made: Any) -> Target:
+def _unpacked(name: str, made: Any) -> PlanningTarget:
     wanted = "a target returns (model, example inputs) or (model, args, kwargs)"
     if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
@@ -52,4 +52,4 @@ def _unpacked(name: str, made: Any) -> Target:
     if not isinstance(kwargs, dict):
         raise ValueError(f"{wanted}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
-    return Target(made[0], args, dict(kwargs), None)
+    return PlanningTarget(made[0], args, dict(kwargs), None)

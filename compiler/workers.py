@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["Forked", "all_of", "usable_cores"]
+__all__ = ["ForkedTask", "all_of", "usable_cores"]
 
 BEHIND = 10  # of ``nice``: a tenth of the share
 
 T = TypeVar("T")
 
 
-class Forked(Generic[T]):
+class ForkedTask(Generic[T]):
     """The answer of ``work()``, which must not depend on who asks: made by a child if ``apart``, else here and now.
 
     The child prints nothing and outlives Ctrl-C; what it changes but does not return is lost. later: whether its answer
@@ -89,10 +89,10 @@ class Forked(Generic[T]):
 
 def all_of(works: Sequence[Callable[[], T]]) -> list[T]:
     """What all of these give, the first of them made here while a child each makes the others."""
-    others: list[Forked[T]] = []
+    others: list[ForkedTask[T]] = []
     try:
         for work in works[1:]:
-            others.append(Forked(work, True))
+            others.append(ForkedTask(work, True))
         first = works[0]()
         return [first, *(other.result() for other in others)]
     finally:

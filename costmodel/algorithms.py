@@ -47,7 +47,7 @@ __all__ = [
     "BACKENDS",
     "HIERARCHICAL",
     "IN_PLACE",
-    "Levels",
+    "HierarchicalCollective",
     "Steps",
     "is_defined",
     "levels_of",
@@ -128,7 +128,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class HierarchicalCollective:
     """A hierarchical collective: steps on the links of a host and on the network, and how many devices of a host use
     its adapter at once, each for ``between.sent``."""
 
@@ -200,7 +200,7 @@ def is_defined(kind: str, algorithm: str, p: int) -> bool:
     return kind == "all_reduce" or p & (p - 1) == 0 or algorithm not in ("recursive_doubling", "recursive_halving")
 
 
-def levels_of(kind: str, between: str, hosts: int, members: int) -> Levels:
+def levels_of(kind: str, between: str, hosts: int, members: int) -> HierarchicalCollective:
     """The steps of a hierarchical collective over ``hosts`` hosts of ``members`` devices, with ``between`` (one of
     ``HIERARCHICAL[kind]``) on the network; ValueError for another."""
     kind = ALIASES.get(kind, kind)
@@ -209,8 +209,8 @@ def levels_of(kind: str, between: str, hosts: int, members: int) -> Levels:
         raise ValueError(f"hierarchical are {known}, but got {kind} with {between!r}; use one of them")
     outer = steps_of(kind, between, hosts)
     if kind in ("broadcast", "reduce"):
-        return Levels(steps_of(kind, "tree", members), outer, 1)
-    return Levels(
+        return HierarchicalCollective(steps_of(kind, "tree", members), outer, 1)
+    return HierarchicalCollective(
         steps_of(kind, "ring", members),
         Steps(outer.rounds, outer.sent / members, outer.messages, outer.incast),
         members,

@@ -36,9 +36,9 @@ import torch
 from .curves import Curve, curve_from, surface_from
 from .files import parse_document, read_document, write_atomically
 from .hardware import LINK_KINDS, Device, HashedOnce, Host, Link, device_of, link_behind, link_of, positive
-from .measured import CodingRate, OpTime, OptimizerRate, Piece, Wire
+from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from .presets import DEFAULT_HOSTS, LOOPBACK, NETWORKS, PRESETS
-from .tables import Table, local_table, machine, machine_memory_bytes, usable_cores
+from .tables import MachineTable, local_table, machine, machine_memory_bytes, usable_cores
 
 __all__ = ["Cluster", "Mesh", "T", "check", "cluster_fields", "cluster_text", "merged"]
 
@@ -55,7 +55,7 @@ class Cluster(HashedOnce):
     link_kind: str = "switch"
     backend: str = "nccl"
     oversubscription: float = 1.0
-    wires: tuple[Wire, ...] = ()
+    wires: tuple[CollectiveMeasurement, ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -290,7 +290,7 @@ class Cluster(HashedOnce):
         return read_document(path, sound)
 
 
-def _local(table: Table, ranks: int, slowdown: float) -> Cluster:
+def _local(table: MachineTable, ranks: int, slowdown: float) -> Cluster:
     where = dict(table.provenance)
     device = Device(
         name=f"{where.get('processor', 'cpu')} core",
@@ -444,13 +444,13 @@ def _device(entry: Mapping[str, Any]) -> Device:
     return Device(**fields)
 
 
-def _wire(entry: Mapping[str, Any]) -> Wire:
+def _wire(entry: Mapping[str, Any]) -> CollectiveMeasurement:
     try:
         pieces = tuple(Piece(**piece) for piece in entry["pieces"])
     except ValueError as error:
         raise ValueError(f"wire {entry['kind']} of {entry['size']}: {error}") from None
     points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in entry["points"])
-    return Wire(**(dict(entry) | {"pieces": pieces, "points": points}))
+    return CollectiveMeasurement(**(dict(entry) | {"pieces": pieces, "points": points}))
 
 
 T = TypeVar("T")

@@ -56,10 +56,10 @@ __all__ = [
     "Codec",
     "Dense",
     "Entries",
-    "Factors",
-    "Levels",
+    "LowRankFactors",
     "Payload",
     "Picked",
+    "QuantizationLevels",
     "Run",
     "carried_bytes",
     "carried_share",
@@ -108,7 +108,7 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class QuantizationLevels:
     """All elements, each as one of ``levels``, ``per_byte`` of them in a byte; ``scales`` numbers per block of at most
     ``block`` elements; by_row: blocks are rows of the tensors."""
 
@@ -159,7 +159,7 @@ class Levels:
 
     def _strips(self, shapes: Sequence[Sequence[int]], start: int) -> list[Run]:
         found, at = [], -start
-        for rows, columns in Factors.sizes(shapes):
+        for rows, columns in LowRankFactors.sizes(shapes):
             if rows * columns:
                 pieces = ceil(columns / self.block)
                 even = next((k for k in range(pieces, 4 * pieces) if columns % k == 0), 0)
@@ -217,7 +217,7 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LowRankFactors:
     """Matrices by two factors of ``rank`` columns; ``header`` bytes go before them."""
 
     rank: int
@@ -242,7 +242,7 @@ class Factors:
         return sum(self.rank * (r + c) if self.pays(r, c) else r * c for r, c in self.sizes(shapes))
 
 
-Payload = Dense | Picked | Levels | Entries | Factors
+Payload = Dense | Picked | QuantizationLevels | Entries | LowRankFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,26 +283,44 @@ CODECS: dict[str, Codec] = {
         Codec("none", "none", "all_reduce", Dense(4), 0.0, 0.0, lossy=False),
         Codec("bf16", "bf16", "all_reduce", Dense(2), 1.5, 0.35),
         Codec("fp16", "fp16", "all_reduce", Dense(2), 1.5, 0.35),
-        Codec("int8", "int", "two_step", Levels(255, 1, 512), 6.0, 2.0),
-        Codec("int4", "int", "two_step", Levels(15, 2, 256), 6.0, 2.9),
-        Codec("int2", "int", "two_step", Levels(4, 4, 256), 6.0, 2.9, drop_in=False),
-        Codec("terngrad", "int", "two_step", Levels(3, 5, 640), 6.0, 3.1, drop_in=False),
-        Codec("1bit", "1bit", "two_step", Levels(2, 8, 4096, 2, by_row=True), 8.0, 2.5, drop_in=False, residuals=1),
+        Codec("int8", "int", "two_step", QuantizationLevels(255, 1, 512), 6.0, 2.0),
+        Codec("int4", "int", "two_step", QuantizationLevels(15, 2, 256), 6.0, 2.9),
+        Codec("int2", "int", "two_step", QuantizationLevels(4, 4, 256), 6.0, 2.9, drop_in=False),
+        Codec("terngrad", "int", "two_step", QuantizationLevels(3, 5, 640), 6.0, 3.1, drop_in=False),
+        Codec(
+            "1bit",
+            "1bit",
+            "two_step",
+            QuantizationLevels(2, 8, 4096, 2, by_row=True),
+            8.0,
+            2.5,
+            drop_in=False,
+            residuals=1,
+        ),
         Codec(
             "ef-signsgd",
             "ef-signsgd",
             "two_step",
-            Levels(2, 8, 4096, by_row=True),
+            QuantizationLevels(2, 8, 4096, by_row=True),
             8.0,
             2.2,
             drop_in=False,
             residuals=1,
         ),
-        Codec("signsgd", "signsgd", "two_step", Levels(2, 8, 4096, 0), 4.0, 2.1, drop_in=False),
+        Codec("signsgd", "signsgd", "two_step", QuantizationLevels(2, 8, 4096, 0), 4.0, 2.1, drop_in=False),
         Codec("randomk1%", "randomk", "all_reduce", Picked(0.01), 3.0, 0.6, drop_in=False, residuals=1),
         Codec("randomk10%", "randomk", "all_reduce", Picked(0.1), 4.0, 1.7, drop_in=False, residuals=1),
         *(
-            Codec(f"powersgd{rank}", "powersgd", "all_reduce", Factors(rank), 12.0, 2.2, drop_in=rank > 1, residuals=1)
+            Codec(
+                f"powersgd{rank}",
+                "powersgd",
+                "all_reduce",
+                LowRankFactors(rank),
+                12.0,
+                2.2,
+                drop_in=rank > 1,
+                residuals=1,
+            )
             for rank in (1, 2, 4, 8)
         ),
         _sparse("topk1%", 2, 40.0, 14.0, drop_in=False),
@@ -312,8 +330,8 @@ CODECS: dict[str, Codec] = {
         Codec("threshold10", "threshold", "all_gather", Entries(1 / 32, 0, 1), 40.0, 14.0, drop_in=False, residuals=1),
         _sparse("atomo1%", 4, 60.0, 18.0, drop_in=False, residuals=0),
         _sparse("atomo5%", 4, 60.0, 18.0, residuals=0),
-        Codec("atomo-svd2", "atomo-svd", "all_gather", Factors(2, 4), 4000.0, 350.0, drop_in=False),
-        Codec("atomo-svd4", "atomo-svd", "all_gather", Factors(4, 4), 4000.0, 350.0, drop_in=False),
+        Codec("atomo-svd2", "atomo-svd", "all_gather", LowRankFactors(2, 4), 4000.0, 350.0, drop_in=False),
+        Codec("atomo-svd4", "atomo-svd", "all_gather", LowRankFactors(4, 4), 4000.0, 350.0, drop_in=False),
     )
 }
 
@@ -329,7 +347,7 @@ def sent_bytes(
         return {"all_reduce": n * (itemsize if codec.name == "none" else payload.itemsize)}
     if isinstance(payload, Picked):
         return {"all_reduce": 4 * payload.count(n)}
-    if isinstance(payload, Levels):
+    if isinstance(payload, QuantizationLevels):
         blocks = payload.blocks(payload.tiles(n, group, shapes, start))
         whole = group * payload.part_bytes(payload.part(n, group), blocks)
         return {"all_to_all": whole, "all_gather": whole}
@@ -365,7 +383,7 @@ def _calls(codec: Codec, group: int) -> float:
 
 
 @lru_cache(maxsize=64)  # a search asks for each of its meshes
-def _factor_bytes(payload: Factors, shapes: tuple[tuple[int, ...], ...]) -> float:
+def _factor_bytes(payload: LowRankFactors, shapes: tuple[tuple[int, ...], ...]) -> float:
     """Per element of tensors, without the header; of none those of a large square matrix."""
     count = sum(map(prod, shapes))
     return 4 * payload.elements(shapes) / count if count else payload.wire_bytes
@@ -378,10 +396,10 @@ def coded_messages(
     all-reduce of the gradient in its own dtype. shapes: of the tensors that gradients are made of; of none factors are
     those of large square matrices."""
     payload = codec.payload
-    share = (_factor_bytes(payload, shapes) if isinstance(payload, Factors) else codec.wire_bytes) / itemsize
+    share = (_factor_bytes(payload, shapes) if isinstance(payload, LowRankFactors) else codec.wire_bytes) / itemsize
     if codec.name == "none":
         return ((IN_PLACE, 1.0),)
-    if isinstance(payload, Factors) and codec.pattern == "all_reduce":  # the second is made from the first
+    if isinstance(payload, LowRankFactors) and codec.pattern == "all_reduce":  # the second is made from the first
         return ((IN_PLACE, share / 2), (IN_PLACE, share / 2))
     if codec.pattern == "all_reduce":
         return ((IN_PLACE, share),)

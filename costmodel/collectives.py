@@ -20,8 +20,8 @@ import numpy as np
 from .algorithms import ALGORITHMS, ALIASES, BACKENDS, HIERARCHICAL, Steps, is_defined, levels_of, steps_of
 from .cluster import Cluster, Mesh
 from .hardware import Host, Link
-from .measured import Wire
-from .measured_collectives import Form, Lines, WirePrice, cheapest, form_of, matching
+from .measured import CollectiveMeasurement
+from .measured_collectives import CollectiveForm, Lines, WirePrice, cheapest, form_of, matching
 
 __all__ = [
     "ALGORITHMS",
@@ -198,7 +198,7 @@ def _axis_price(
         )
     pieces: dict[str, Lines] = {}
     wires: dict[str, tuple[WirePrice, ...]] = {}
-    form = Form(size, max(shape.members for shape in shapes), len(groups))
+    form = CollectiveForm(size, max(shape.members for shape in shapes), len(groups))
     slowest = max(shapes, key=_slowness)
     for kind, names in kinds.items():
         lines = [_lines(cluster, shape, kind, names) for shape in shapes]
@@ -229,7 +229,7 @@ def _slowness(group: _Group) -> tuple[float | str, ...]:
     return group.hosts, group.crossing, group.active, -group.host_link.bytes_per_s, group.host_link.name
 
 
-def _measured_on(cluster: Cluster, wire: Wire, like: _Group) -> _Group:
+def _measured_on(cluster: Cluster, wire: CollectiveMeasurement, like: _Group) -> _Group:
     """The group that a wire was measured on, taken to be on hosts like those of ``like``."""
     form, widest = form_of(wire), max(host.num_devices for host in cluster.hosts)
     beside = min(form.groups, max(widest // form.members, 1))  # such groups on one host
@@ -324,7 +324,9 @@ def p2p_source(cluster: Cluster, src_device: int, dst_device: int, concurrent: i
 @lru_cache(maxsize=65536)
 def _p2p(cluster: Cluster, here: int, there: int, concurrent: int) -> tuple[tuple[float, float], WirePrice | None]:
     line = _p2p_line(cluster, here, there, concurrent)
-    found, exact = matching(cluster.wires, "send", Form(2, 2 if here == there else 1, concurrent), ("backend",))
+    found, exact = matching(
+        cluster.wires, "send", CollectiveForm(2, 2 if here == there else 1, concurrent), ("backend",)
+    )
     if not found:
         return line, None
     if exact:

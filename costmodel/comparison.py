@@ -14,7 +14,7 @@ from math import log
 
 from .cluster import Cluster
 from .hardware import Device
-from .measured import Wire
+from .measured import CollectiveMeasurement
 
 __all__ = ["Change", "changes", "compare"]
 
@@ -60,7 +60,7 @@ def _readable(value: float, unit: str) -> tuple[float, str]:
 # ---- what there is, by name
 
 
-def _wires(cluster: Cluster) -> dict[str, Wire]:
+def _wires(cluster: Cluster) -> dict[str, CollectiveMeasurement]:
     return {wire.label: wire for wire in cluster.wires}
 
 

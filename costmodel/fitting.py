@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from statistics import median
 
-from .measured import CodingRate, OptimizerRate, Piece, Wire
+from .measured import CodingRate, CollectiveMeasurement, OptimizerRate, Piece
 
 __all__ = ["TOLERANCE", "fit_optimizer", "fit_pieces", "fit_wire", "rising", "two_rates"]
 
@@ -178,11 +178,11 @@ def _at(pieces: Sequence[Piece], nbytes: float) -> float:
 
 def fit_wire(
     kind: str, size: int, members: int, groups: int, measured: Mapping[float, float], samples: int, algorithm: str
-) -> Wire:
+) -> CollectiveMeasurement:
     """The Wire of one collective on one form of group from {bytes: median seconds}."""
     pieces, residual = fit_pieces(sorted(measured.items()))
     points = tuple(rising(list(measured.items())))
-    return Wire(kind, algorithm, size, members, groups, pieces, points, residual, samples)
+    return CollectiveMeasurement(kind, algorithm, size, members, groups, pieces, points, residual, samples)
 
 
 def fit_optimizer(name: str, rows: Sequence[tuple[float, float, float]], samples: int) -> OptimizerRate:

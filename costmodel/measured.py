@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
-__all__ = ["CodingRate", "OpTime", "OptimizerRate", "Piece", "RankTimes", "Wire"]
+__all__ = ["CodingRate", "CollectiveMeasurement", "OpTime", "OptimizerRate", "Piece", "RankTimes"]
 
 
 def _not_negative(where: str, **values: float) -> None:
@@ -98,7 +98,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class CollectiveMeasurement:
     """One collective (or "send") on groups of one form.
 
     algorithm: "backend" (what the runtime calls by default) or a name of ``collectives.ALGORITHMS``. size: devices of a

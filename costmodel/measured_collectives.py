@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
 
-from .measured import Piece, Wire
+from .measured import CollectiveMeasurement, Piece
 
-__all__ = ["Form", "Lines", "WirePrice", "cheapest", "matching"]
+__all__ = ["CollectiveForm", "Lines", "WirePrice", "cheapest", "matching"]
 
 Lines = tuple[tuple[float, float], ...]  # (a, b) of seconds = a + b · bytes; the cheapest counts
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CollectiveForm:
     """What a collective's measured price depends on beside its kind and bytes."""
 
     size: int
@@ -37,20 +37,20 @@ class Form:
         """Whether a group leaves its host."""
         return self.members < self.size
 
-    def distance(self, other: Form) -> float:
+    def distance(self, other: CollectiveForm) -> float:
         """Sum of the absolute logarithms of the ratios of the three numbers."""
         pairs = ((self.size, other.size), (self.members, other.members), (self.groups, other.groups))
         return sum(abs(log(a / b)) for a, b in pairs)
 
 
-def form_of(wire: Wire) -> Form:
+def form_of(wire: CollectiveMeasurement) -> CollectiveForm:
     """The form that a wire was measured on."""
-    return Form(wire.size, wire.members, wire.groups)
+    return CollectiveForm(wire.size, wire.members, wire.groups)
 
 
 def matching(
-    wires: Iterable[Wire], kind: str, form: Form, algorithms: Collection[str] | None = None
-) -> tuple[tuple[Wire, ...], bool]:
+    wires: Iterable[CollectiveMeasurement], kind: str, form: CollectiveForm, algorithms: Collection[str] | None = None
+) -> tuple[tuple[CollectiveMeasurement, ...], bool]:
     """(wires that answer for ``form``, whether exactly): all exact ones, else the nearest one, else none.
     ``algorithms``: only these; None: any."""
     own = [wire for wire in wires if wire.kind == kind and (algorithms is None or wire.algorithm in algorithms)]
@@ -71,11 +71,11 @@ class WirePrice:
     """A wire as the price of a form: its own pieces, or those ``scaled`` to the form. ``exact``: whether it was
     measured on this very form."""
 
-    wire: Wire
+    wire: CollectiveMeasurement
     exact: bool
 
     @staticmethod
-    def scaled(wire: Wire, here: Lines, there: Lines) -> WirePrice:
+    def scaled(wire: CollectiveMeasurement, here: Lines, there: Lines) -> WirePrice:
         """The price of the form whose analytic lines are ``here``, from a wire of a form whose lines are ``there``;
         latency by the ratio for small messages, rate by that for large ones. More bytes never take less time."""
         small, large = _ratio(min(here)[0], min(there)[0]), _ratio(here[-1][1], there[-1][1])

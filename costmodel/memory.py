@@ -7,7 +7,7 @@ and summed in fp32 (``summed``), they are 2 + 4 + 12.
 
 Bytes that a compressed sum of n elements over p devices keeps from step to step, on each of them.
 
-State, which checkpoints hold, all of it fp32; in two steps of the part m (``Levels.part``), too, that a device sums::
+State, which checkpoints hold, all of it fp32; in two steps of the part m (``QuantizationLevels.part``), too, that a device sums::
 
     two_step     residuals (n + m)            error feedback at both stages
     others       residuals n                  what was not sent yet, and of dgc the velocity
@@ -32,7 +32,7 @@ from math import ceil, prod
 import torch
 
 from .cluster import Cluster
-from .codecs import CHUNK, TILE, Codec, Dense, Entries, Factors, Levels
+from .codecs import CHUNK, TILE, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
 
 __all__ = [
     "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes", "measured_state",
@@ -143,10 +143,10 @@ _TABLE = 4 * (2**20 + TILE)
 def state_bytes(codec: Codec, n: int, group: int, shapes: Sequence[Sequence[int]] = ()) -> int:
     """Of what ``state_dict`` gives, without its count of steps. shapes: as ``sent_bytes`` has them."""
     payload, residuals = codec.payload, codec.residuals
-    if isinstance(payload, Levels):
+    if isinstance(payload, QuantizationLevels):
         return sum(4 * residuals * (chunk + payload.part(chunk, group)) for chunk in _chunks(n))
     warm = 0
-    if isinstance(payload, Factors) and codec.pattern == "all_reduce":
+    if isinstance(payload, LowRankFactors) and codec.pattern == "all_reduce":
         warm = sum(payload.rank * c for r, c in payload.sizes(shapes or [(n,)]) if payload.pays(r, c))
     return 4 * (residuals * n + warm)
 
@@ -161,10 +161,10 @@ def held_bytes(codec: Codec, n: int, group: int, shapes: Sequence[Sequence[int]]
     if isinstance(payload, Entries):
         spans = sum(ceil(chunk / payload.span) for chunk in _chunks(n))
         return held + (4 * n if codec.residuals else 0) + 8 * spans
-    if isinstance(payload, Factors) and codec.pattern == "all_reduce":
+    if isinstance(payload, LowRankFactors) and codec.pattern == "all_reduce":
         sizes = payload.sizes(shapes or [(n,)])
         return held + 4 * sum(payload.rank * r if payload.pays(r, c) else r * c for r, c in sizes)
-    if isinstance(payload, Levels):
+    if isinstance(payload, QuantizationLevels):
         start = widest = 0
         for chunk in _chunks(n):
             part, blocks = payload.part(chunk, group), payload.blocks(payload.tiles(chunk, group, shapes, start))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from .curves import Curve, Surface
 from .fitting import rising
 from .op_timing import Make, timed, without_entry
-from .profiler import State, Task
+from .profiler import ProfileState, Task
 
 __all__ = ["GridOp", "coarse", "curves_of", "grid", "op_task", "surfaces_of"]
 
@@ -188,7 +188,7 @@ def op_task(op: GridOp, device: torch.device, memory_bytes: float) -> Task:
 # ---- from samples to values
 
 
-def curves_of(ops: Sequence[GridOp], state: State, slowdown: float = 1.0) -> list[Curve]:
+def curves_of(ops: Sequence[GridOp], state: ProfileState, slowdown: float = 1.0) -> list[Curve]:
     """The forward and backward curve of each kind and dtype; several ops of equal work count by their mean."""
     found: dict[tuple[str, str, str], dict[float, list[tuple[float, float]]]] = {}
     for op in ops:
@@ -204,7 +204,7 @@ def curves_of(ops: Sequence[GridOp], state: State, slowdown: float = 1.0) -> lis
     return out
 
 
-def surfaces_of(ops: Sequence[GridOp], state: State, slowdown: float = 1.0) -> list[Surface]:
+def surfaces_of(ops: Sequence[GridOp], state: ProfileState, slowdown: float = 1.0) -> list[Surface]:
     """The forward and backward surface of the matmuls of each dtype, over the largest full grid that was measured."""
     found: dict[str, dict[tuple[int, ...], tuple[float, float]]] = {}
     for op in ops:
@@ -234,7 +234,7 @@ def _product(lines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [(m, k, n) for m in lines[0] for k in lines[1] for n in lines[2]]
 
 
-def _both(key: str, state: State, slowdown: float) -> tuple[float, float] | None:
+def _both(key: str, state: ProfileState, slowdown: float) -> tuple[float, float] | None:
     """(forward, backward) seconds of one op, without the engine's entry."""
     seconds = state.seconds(key)
     if seconds is None:

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from .profiler import State, Task, Visit
+from .profiler import ProfileState, Task, Visit
 
 __all__ = [
     "ENTRY",
     "FACTS",
-    "Instance",
     "Make",
+    "TimedOp",
     "fact_tasks",
     "probe_task",
     "stream_bytes_per_s",
@@ -40,7 +40,7 @@ ENTRY = "fact/backward of a view"
 FACTS = ("fact/launch", "fact/view", "fact/stream", ENTRY)
 
 
-class Instance(Protocol):
+class TimedOp(Protocol):
     """One op with its own operands: ``forward`` keeps the output and its graph, ``backward`` uses them up."""
 
     def forward(self) -> object:
@@ -50,7 +50,7 @@ class Instance(Protocol):
         """Compute the gradients that are wanted, and let go of the output."""
 
 
-Make = Callable[[torch.device], Instance]
+Make = Callable[[torch.device], TimedOp]
 
 
 def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
@@ -108,7 +108,7 @@ Watch = Callable[[Callable[[], object]], float]
 
 def _instances(
     make: Make, device: torch.device, memory_bytes: float, nbytes: int, watch: Watch
-) -> tuple[list[Instance], int]:
+) -> tuple[list[TimedOp], int]:
     """(instances, sweeps): as many as go beyond the cache, fit the memory and do not take too long."""
     first = make(device)
     first.forward()
@@ -125,7 +125,7 @@ def _instances(
     return out, 1 if once > _LONG_S else _SWEEPS
 
 
-def _sweeps(instances: Sequence[Instance], sweeps: int, watch: Watch) -> tuple[float, float, int]:
+def _sweeps(instances: Sequence[TimedOp], sweeps: int, watch: Watch) -> tuple[float, float, int]:
     """(forward seconds, backward seconds, samples) of one instance."""
 
     def forwards() -> None:
@@ -202,7 +202,7 @@ def stream_bytes_per_s(seconds: float) -> float:
     return 12.0 * _STREAM / seconds
 
 
-def without_entry(backward_s: float, state: State) -> float:
+def without_entry(backward_s: float, state: ProfileState) -> float:
     """Seconds of a backward without those of entering the autograd engine, but never less than a tenth of it."""
     entry: Any = state.seconds(ENTRY)
     return max(backward_s - (entry[0] if entry else 0.0), 0.1 * backward_s)

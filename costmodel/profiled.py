@@ -4,7 +4,7 @@ Keys of the state::
 
     fact/… , op/… , optimizer/… , probe/<signature>     what one rank does alone      (``op_grid``, ``fact/overlap``)
     coding/<code>/<elements>                            also alone: to encode and decode
-    wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together       (``measured.Wire``)
+    wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together       (``measured.CollectiveMeasurement``)
          a kind may be "all_reduce:<algorithm>", where it is not the backend's
 
 Times of ops are those of at most one rank per core; where more ranks share the cores, every rate is divided by their
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from .fitting import fit_coding, fit_optimizer, fit_wire, two_rates
 from .hardware import Device, Link, link_of
-from .measured import CodingRate, OpTime, OptimizerRate, Wire
+from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate
 from .op_grid import GridOp, curves_of, surfaces_of
 from .op_timing import ENTRY, stream_bytes_per_s, without_entry
 from .presets import LOOPBACK, OVERLAP
-from .profiler import State
+from .profiler import ProfileState
 
 __all__ = [
     "RankFacts", "extended_device", "inner_link", "measured_device", "network_link", "op_times_of", "view", "wires_of",
@@ -46,14 +46,14 @@ class RankFacts:
     software: tuple[tuple[str, str], ...]
 
 
-def view(state: State, suffix: str) -> State:
+def view(state: ProfileState, suffix: str) -> ProfileState:
     """The records whose keys end in ``suffix``, without it."""
     cut = {key.removesuffix(suffix): record for key, record in state.records.items() if key.endswith(suffix)}
-    return State(state.about, cut)
+    return ProfileState(state.about, cut)
 
 
 def measured_device(
-    facts: RankFacts, ops: Sequence[GridOp], state: State, every: State, slowdown: float, source: str
+    facts: RankFacts, ops: Sequence[GridOp], state: ProfileState, every: ProfileState, slowdown: float, source: str
 ) -> Device:
     """The Device of one rank from its ops (``state``) and what all ranks measured together (``every``); ValueError
     where too little was measured to price anything."""
@@ -91,7 +91,7 @@ def measured_device(
     )
 
 
-def _post_rates(state: State) -> tuple[float, float]:
+def _post_rates(state: ProfileState) -> tuple[float, float]:
     """What starting a message between stages costs its ends: seconds, and seconds per byte."""
     rows = [
         (1.0, float(key.rsplit("/", 1)[1]), record.medians()[1])
@@ -102,7 +102,7 @@ def _post_rates(state: State) -> tuple[float, float]:
     return two_rates(rows) if len(rows) > 1 else (0.0, 0.0)
 
 
-def with_overlap(device: Device, state: State) -> Device:
+def with_overlap(device: Device, state: ProfileState) -> Device:
     """The device with its measured overlap, if it was measured."""
     seconds = state.seconds("fact/overlap")
     if seconds is None:
@@ -112,7 +112,7 @@ def with_overlap(device: Device, state: State) -> Device:
     return replace(device, overlap=min(max(hidden, 0.0), 1.0))
 
 
-def extended_device(device: Device, state: State, slowdown: float) -> Device:
+def extended_device(device: Device, state: ProfileState, slowdown: float) -> Device:
     """The device with the exact ops, optimizers and codes that the state has besides; a new op time replaces an old."""
     ops, rates, codings = op_times_of(state, slowdown), _optimizers(state, slowdown), _codings(state, slowdown)
     fresh = {time.signature for time in ops}
@@ -125,7 +125,7 @@ def extended_device(device: Device, state: State, slowdown: float) -> Device:
     )
 
 
-def op_times_of(state: State, slowdown: float) -> tuple[OpTime, ...]:
+def op_times_of(state: ProfileState, slowdown: float) -> tuple[OpTime, ...]:
     """The exact ops, by signature ("*" marks an activation whose gradient is wanted, "^" a parameter)."""
     out = []
     for key, record in state.records.items():
@@ -145,7 +145,7 @@ def op_times_of(state: State, slowdown: float) -> tuple[OpTime, ...]:
     return tuple(out)
 
 
-def _optimizers(state: State, slowdown: float) -> tuple[OptimizerRate, ...]:
+def _optimizers(state: ProfileState, slowdown: float) -> tuple[OptimizerRate, ...]:
     """optimizer/<name>/<tensors>x<elements>, fp32."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     samples: dict[str, int] = {}
@@ -158,7 +158,7 @@ def _optimizers(state: State, slowdown: float) -> tuple[OptimizerRate, ...]:
     return tuple(fit_optimizer(name, found, samples[name]) for name, found in rows.items() if len(found) > 1)
 
 
-def _codings(state: State, slowdown: float) -> tuple[CodingRate, ...]:
+def _codings(state: ProfileState, slowdown: float) -> tuple[CodingRate, ...]:
     """coding/<code>/<elements>."""
     rows: dict[str, list[tuple[float, float]]] = {}
     samples: dict[str, int] = {}
@@ -170,7 +170,7 @@ def _codings(state: State, slowdown: float) -> tuple[CodingRate, ...]:
     return tuple(fit_coding(name, found, samples[name]) for name, found in rows.items() if len(found) > 1)
 
 
-def wires_of(state: State) -> tuple[Wire, ...]:
+def wires_of(state: ProfileState) -> tuple[CollectiveMeasurement, ...]:
     """One Wire for each kind, algorithm and form that was measured at two sizes or more."""
     points: dict[tuple[str, int, int, int], dict[float, float]] = {}
     samples: dict[tuple[str, int, int, int], int] = {}
@@ -188,19 +188,19 @@ def wires_of(state: State) -> tuple[Wire, ...]:
     return tuple(wires)
 
 
-def inner_link(kind: str, wires: Sequence[Wire], slowdown: float) -> Link:
+def inner_link(kind: str, wires: Sequence[CollectiveMeasurement], slowdown: float) -> Link:
     """The link within hosts, which prices what no wire tells: between CPU ranks the loopback, else as sends take."""
     if kind == "cpu":
         return link_of(LOOPBACK, slowdown)
     return _sent("in a host", [wire for wire in wires if wire.kind == "send" and wire.members > 1])
 
 
-def network_link(wires: Sequence[Wire]) -> Link:
+def network_link(wires: Sequence[CollectiveMeasurement]) -> Link:
     """The link between hosts, as sends take."""
     return _sent(NETWORK, [wire for wire in wires if wire.kind == "send" and wire.members == 1])
 
 
-def _sent(name: str, wires: Sequence[Wire]) -> Link:
+def _sent(name: str, wires: Sequence[CollectiveMeasurement]) -> Link:
     if not wires:
         loopback = link_of(LOOPBACK)
         return replace(

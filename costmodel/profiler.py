@@ -27,7 +27,7 @@ import torch
 
 from .files import read_document, write_atomically
 
-__all__ = ["Agree", "Engine", "Progress", "Record", "State", "Task", "Visit", "out_of_memory"]
+__all__ = ["Agree", "Engine", "ProfileState", "Progress", "Task", "TaskRecord", "Visit", "out_of_memory"]
 
 FORMAT, SCHEMA = "meshwright-profile-state", 1
 NO_TIME = "the budget ended before it"
@@ -53,7 +53,7 @@ class Task:
 
 
 @dataclass
-class Record:
+class TaskRecord:
     """What is known of one task: a vector of seconds per visit, and how many samples they stand for."""
 
     visits: list[list[float]] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Record:
 
 
 @dataclass
-class State:
+class ProfileState:
     """All measurements so far. ``about``: what they hold for (a fingerprint); ``skipped``: key → why."""
 
     about: str
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, TaskRecord] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, key: str) -> tuple[float, ...] | None:
@@ -84,17 +84,17 @@ class State:
         return json.dumps({**body, "records": records}, indent=0)
 
     @staticmethod
-    def from_json(text: str) -> State:
+    def from_json(text: str) -> ProfileState:
         """The inverse of ``to_json``; ValueError on a corrupt or foreign document."""
         try:
             data: Any = json.loads(text)
             if data["format"] != FORMAT or data["schema"] != SCHEMA:
                 raise KeyError(f"{FORMAT} {SCHEMA}")
             records = {
-                str(key): Record([[float(x) for x in visit] for visit in entry["visits"]], int(entry["samples"]))
+                str(key): TaskRecord([[float(x) for x in visit] for visit in entry["visits"]], int(entry["samples"]))
                 for key, entry in data["records"].items()
             }
-            return State(str(data["about"]), records, {str(k): str(v) for k, v in data["skipped"].items()})
+            return ProfileState(str(data["about"]), records, {str(k): str(v) for k, v in data["skipped"].items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"an interrupted profile is a JSON document of format {FORMAT!r}, but this is none ({error!r}); "
@@ -106,9 +106,9 @@ class State:
         write_atomically(path, self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> State:
+    def load(path: str | Path) -> ProfileState:
         """Read an interrupted profile; ValueError names the file."""
-        return read_document(path, State.from_json)
+        return read_document(path, ProfileState.from_json)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -131,11 +131,11 @@ class Engine:
 
     def __init__(
         self,
-        state: State,
+        state: ProfileState,
         *,
         agree: Agree = _alone,
         clock: Callable[[], float] = perf_counter,
-        save: Callable[[State], None] | None = None,
+        save: Callable[[ProfileState], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.state, self.agree, self.clock, self.save, self.progress = state, agree, clock, save, progress
@@ -214,7 +214,7 @@ class Engine:
         if fault:
             self._skip(task)
             return
-        record = self.state.records.setdefault(task.key, Record())
+        record = self.state.records.setdefault(task.key, TaskRecord())
         record.visits.append(list(together))
         record.samples += samples
         self.state.skipped.pop(task.key, None)

@@ -11,9 +11,9 @@ from .cluster import Cluster
 from .compute import TWO_SIDED
 from .curves import Curve, Surface
 from .hardware import Device, Link
-from .measured import Piece, Wire
+from .measured import CollectiveMeasurement, Piece
 
-__all__ = ["LIMIT", "Factors", "limited", "scaled_cluster"]
+__all__ = ["LIMIT", "CalibrationFactors", "limited", "scaled_cluster"]
 
 LIMIT = 100.0  # no factor is beyond this, or below one over it
 
@@ -24,7 +24,7 @@ def limited(factor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Factors:
+class CalibrationFactors:
     """How many times longer than priced; ``forward``, ``backward``, ``optimizer`` and ``action_s`` (seconds to add) by
     host."""
 
@@ -36,14 +36,14 @@ class Factors:
     transfers: float = 1.0
 
     @classmethod
-    def none(cls, hosts: int) -> Factors:
+    def none(cls, hosts: int) -> CalibrationFactors:
         """Those that change nothing."""
         return cls((1.0,) * hosts, (1.0,) * hosts, (1.0,) * hosts, (0.0,) * hosts)
 
-    def then(self, other: Factors) -> Factors:
+    def then(self, other: CalibrationFactors) -> CalibrationFactors:
         """Both, one after the other."""
         product = lambda a, b: tuple(limited(x * y) for x, y in zip(a, b))  # noqa: E731
-        return Factors(
+        return CalibrationFactors(
             product(self.forward, other.forward),
             product(self.backward, other.backward),
             product(self.optimizer, other.optimizer),
@@ -52,10 +52,10 @@ class Factors:
             limited(self.transfers * other.transfers),
         )
 
-    def all_by(self, factor: float) -> Factors:
+    def all_by(self, factor: float) -> CalibrationFactors:
         """Every factor times ``factor``."""
         every = (factor,) * len(self.forward)
-        return self.then(Factors(every, every, every, (0.0,) * len(every), factor, factor))
+        return self.then(CalibrationFactors(every, every, every, (0.0,) * len(every), factor, factor))
 
     def to_json(self) -> dict[str, float]:
         """Name → number, of the host where there are several."""
@@ -67,7 +67,7 @@ class Factors:
         return out | {"collectives": self.collectives, "transfers": self.transfers}
 
 
-def scaled_cluster(cluster: Cluster, factors: Factors, forward_share: float = 1 / 3) -> Cluster:
+def scaled_cluster(cluster: Cluster, factors: CalibrationFactors, forward_share: float = 1 / 3) -> Cluster:
     """``cluster`` with every price times its factor. ``forward_share``: of forward and backward together, where one
     rate serves both."""
     hosts = []
@@ -142,7 +142,7 @@ def _link(link: Link, factor: float) -> Link:
     )
 
 
-def _wire(wire: Wire, factor: float) -> Wire:
+def _wire(wire: CollectiveMeasurement, factor: float) -> CollectiveMeasurement:
     return replace(
         wire,
         pieces=tuple(Piece(p.from_bytes, p.alpha_s * factor, p.beta_s_per_byte * factor) for p in wire.pieces),

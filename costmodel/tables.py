@@ -30,7 +30,7 @@ from .fitting import rising, two_rates
 __all__ = [
     "Curve",
     "Fit",
-    "Table",
+    "MachineTable",
     "cache_directory",
     "fit_alpha_beta",
     "local_table",
@@ -78,7 +78,7 @@ def fit_alpha_beta(samples: Sequence[tuple[float, float]]) -> Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class MachineTable:
     """One machine's measurements. ``launch``: the fit of additions within the cache, whose α is the cost of one call;
     ``view_s``: one view-like op; ``memory_bytes_per_s``: an in-place addition beyond the cache; ``provenance``: what
     was measured where and when, as (name, text) pairs."""
@@ -108,7 +108,7 @@ class Table:
         return json.dumps(body | {"launch": asdict(self.launch), "curves": [asdict(c) for c in self.curves]}, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Table:
+    def from_json(text: str) -> MachineTable:
         """The inverse of ``to_json``; ValueError on a corrupt, foreign, or outdated document and on impossible
         values."""
         data = parse_document(text, "table", FORMAT, (SCHEMA,), "profile again")
@@ -118,7 +118,7 @@ class Table:
             alpha, beta, residual = (float(fit[key]) for key in ("alpha_s", "beta_s_per_byte", "residual"))
             launch = Fit(alpha, beta, residual, int(fit["sizes"]), int(fit["samples"]))
             provenance = tuple((str(k), str(v)) for k, v in data["provenance"].items())
-            return Table(curves, launch, float(data["view_s"]), float(data["memory_bytes_per_s"]), provenance)
+            return MachineTable(curves, launch, float(data["view_s"]), float(data["memory_bytes_per_s"]), provenance)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"a table needs curves, launch, view_s and provenance, but {error!r}; profile again"
@@ -129,9 +129,9 @@ class Table:
         write_atomically(path, self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> Table:
+    def load(path: str | Path) -> MachineTable:
         """Read a table; ValueError names the file and what is wrong with it."""
-        return read_document(path, Table.from_json)
+        return read_document(path, MachineTable.from_json)
 
 
 # ---- measuring
@@ -187,7 +187,7 @@ def _grid() -> list[tuple[str, str, float, Callable[[], object]]]:
     return out
 
 
-def measure_machine(budget_s: float = 1.4) -> Table:
+def measure_machine(budget_s: float = 1.4) -> MachineTable:
     """Time the grid on one thread of this machine within about ``budget_s`` seconds. "pointwise" is the mean of add and
     gelu at equal bytes."""
     threads = torch.get_num_threads()
@@ -218,7 +218,7 @@ def measure_machine(budget_s: float = 1.4) -> Table:
     provenance = (*machine().items(), ("date", datetime.now(UTC).isoformat(timespec="seconds")))
     spent = (("threads", "1"), ("samples", str(samples)), ("seconds", f"{time.perf_counter() - started:.2f}"))
     launch = fit_alpha_beta([point for point in add if point[0] < _IN_CACHE])
-    return Table(curves, launch, view_s, 12.0 * _STREAM / stream_s, provenance + spent)
+    return MachineTable(curves, launch, view_s, 12.0 * _STREAM / stream_s, provenance + spent)
 
 
 # ---- this machine
@@ -262,16 +262,16 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "meshwright"
 
 
-def local_table() -> Table:
+def local_table() -> MachineTable:
     """This machine's table: from this process, else from the cache on disk, else measured now (≤ 2 s) and cached."""
     key = hashlib.sha256(json.dumps([SCHEMA, machine()]).encode()).hexdigest()[:16]
     return _table_at(cache_directory() / f"local-{key}.json")
 
 
 @cache
-def _table_at(path: Path) -> Table:
+def _table_at(path: Path) -> MachineTable:
     try:
-        return Table.load(path)
+        return MachineTable.load(path)
     except ValueError:
         pass  # none yet, or one that cannot be read: either way it is measured and replaced
     table = measure_machine()

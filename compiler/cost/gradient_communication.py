@@ -32,7 +32,7 @@ from ..ir.graph import Graph
 from ..plan.plan import Stage
 from ..plan.tensor_codecs import carrier_faults
 
-__all__ = ["EXACT", "AskedCommunication", "Communication", "Way", "cheapest_offers"]
+__all__ = ["EXACT", "AskedCommunication", "Communication", "GradientRoute", "cheapest_offers"]
 
 
 AskedCommunication = str | Sequence[str] | Mapping[str, Any] | None  # see ``Communication.asked``
@@ -135,7 +135,7 @@ EXACT = Communication()
 
 
 @dataclass(frozen=True)
-class Way:
+class GradientRoute:
     """A way with its prices in the groups of some axes, for elements of one size. messages: per collective of the code
     its offers, of which the cheapest counts, by bytes of the gradient; source: where these prices come from."""
 
@@ -187,7 +187,7 @@ def _added(one: Offer, other: Offer) -> Offer:
     return tuple((start, first[1] + second[1], first[2] + second[2]) for start, first, second in pairs)
 
 
-def cheapest_offers(ways: Sequence[Way]) -> tuple[Offer, ...]:
+def cheapest_offers(ways: Sequence[GradientRoute]) -> tuple[Offer, ...]:
     """Offers of which the cheapest is what the cheapest way takes, without those that never are."""
     return _undercut(tuple(dict.fromkeys(offer for way in ways for offer in way.offers)))
 

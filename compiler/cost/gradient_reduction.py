@@ -25,8 +25,8 @@ import torch
 from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import CODECS
 from ..ir.graph import Graph
-from ..plan.plan import BUCKET_BYTES, Stage, Wire, gradient_buckets
-from .gradient_communication import Way
+from ..plan.plan import BUCKET_BYTES, GradientReduction, Stage, gradient_buckets
+from .gradient_communication import GradientRoute
 from .pricing import MeshPricer, gradient_type, offered_ways, way_of
 
 __all__ = [
@@ -133,7 +133,7 @@ def choose_ways(
     pricer: MeshPricer,
     buckets: Sequence[Bucket],
     exposed: Callable[[Callable[[Bucket], float]], float],
-    wire: Sequence[Wire] = (),
+    wire: Sequence[GradientReduction] = (),
 ) -> dict[tuple[int, ...], tuple[str, str]]:
     """(algorithm, compressor) per group of axes that sums some bucket: of least exposed seconds, with the coding; what
     ``wire`` has of these axes stands. exposed: seconds of a stage's reductions that nothing hides, given how long each
@@ -206,7 +206,7 @@ def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[B
     them."""
     if pricer.communication.sums_exactly:
         return [("backend", "none")]
-    offered: dict[tuple[str, str], list[Way]] = {}
+    offered: dict[tuple[str, str], list[GradientRoute]] = {}
     sizes = {itemsize_of(bucket) for bucket in buckets}
     for size in sorted(sizes):
         for way in offered_ways(pricer, axes, size):

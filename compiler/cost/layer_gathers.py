@@ -24,7 +24,7 @@ from math import prod
 from torch.fx import Node
 
 from ..ir.graph import TensorType, op_name, output_of, tensor_operands
-from ..plan.plan import Residency
+from ..plan.plan import ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
 from ..plan.tensor_codecs import coder_seconds, wire_share
 from ..rules import rule_for
@@ -39,8 +39,8 @@ class LayerGather:
     whether the backward gathers them, too."""
 
     axes: tuple[int, ...]
-    values: tuple[tuple[TensorType, Residency], ...]
-    sums: tuple[tuple[TensorType, Residency], ...]
+    values: tuple[tuple[TensorType, ParameterSharding], ...]
+    sums: tuple[tuple[TensorType, ParameterSharding], ...]
     again: bool
 
 
@@ -56,7 +56,7 @@ class GatherUse:
 def layer_gathers(
     ops: Sequence[Node],
     layer_of: Mapping[str, int],
-    homes: Mapping[str, Residency],
+    homes: Mapping[str, ParameterSharding],
     needs_grad: Collection[str],
     recompute: Recompute = NOTHING,
 ) -> list[LayerGather]:

@@ -13,7 +13,7 @@ one more tensor dim by all of A: the first that no axis cuts and that d divides.
     zero3        2 all_gather(n), reduce_scatter(n)     update n/d                          n/d  n/d  k n/d, and n while
                                                                                             its ops run
 
-A frozen parameter is replicated, or "zero3" without gradient, reduction and update. In a ``Residency`` the specs say
+A frozen parameter is replicated, or "zero3" without gradient, reduction and update. In a ``ParameterSharding`` the specs say
 what is cut, and the frequency of the reduction which of zero1 and zero2 it is (Rajbhandari et al. 2020, ZeRO).
 
 Collectives run in the groups that A forms together and cost their share of a full bucket, as gradients do
@@ -31,7 +31,7 @@ from math import prod
 
 from ..ir.graph import TensorType
 from ..ir.spec import P, Pair, R, S, Spec, without_partials
-from ..plan.plan import BUCKET_BYTES, Residency
+from ..plan.plan import BUCKET_BYTES, ParameterSharding
 from ..plan.tensor_codecs import coder_seconds, wire_share
 from .gradient_reduction import Bucket, Gradient, bucketed
 from .layer_gathers import GatherUse
@@ -39,7 +39,7 @@ from .pricing import MeshPricer, gradient_type, partial_axes
 
 __all__ = [
     "PATTERNS",
-    "ResidencyPrice",
+    "ShardingPrice",
     "Unfilled",
     "accumulate_seconds",
     "gathered_bytes",
@@ -57,7 +57,7 @@ PATTERNS = ("replicated", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
-class ResidencyPrice:
+class ShardingPrice:
     """Seconds that a parameter costs beside its ops and the addition of gradients: reductions and gathers, per
     microbatch and per step, and the update (per step)."""
 
@@ -88,11 +88,11 @@ def residencies(
     mesh_shape: Sequence[int],
     trainable: bool,
     allowed: Collection[str] = PATTERNS,
-) -> tuple[tuple[str, Residency], ...]:
+) -> tuple[tuple[str, ParameterSharding], ...]:
     """The residencies of a parameter that is computed with in ``pair``, by pattern: those of ``allowed`` that its shape
     permits, in the order of ``PATTERNS``; "replicated" if there is none."""
     reduced = without_partials(pair.cotangent)
-    replicated = "replicated", Residency(pair, pair.value, reduced, pair.value)
+    replicated = "replicated", ParameterSharding(pair, pair.value, reduced, pair.value)
     wanted = [name for name in PATTERNS[1:] if name in allowed and (trainable or name == "zero3")]
     cut = _cut_further(kind, pair, mesh_shape, trainable) if wanted else None
     if cut is None:
@@ -102,13 +102,13 @@ def residencies(
         stored = cut if name == "zero3" else pair.value
         gather = "microbatch" if name == "zero3" else "step"
         reduce = "microbatch" if name in ("zero2", "zero3") and trainable else "step"
-        found.append((name, Residency(pair, stored, cut, cut, gather, reduce)))
+        found.append((name, ParameterSharding(pair, stored, cut, cut, gather, reduce)))
     return tuple(found)
 
 
 def parameter_residencies(
     kind: TensorType, pairs: Sequence[Pair], mesh_shape: Sequence[int], trainable: bool, allowed: Collection[str]
-) -> list[Residency]:
+) -> list[ParameterSharding]:
     """The residencies of a parameter that may be computed with in each of ``pairs``. Where "replicated" is not allowed
     no pair serves to evade what is: one that has nothing else is left out if its ``summed`` pair has."""
     by_pair = {pair: residencies(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
@@ -141,12 +141,12 @@ def _shared_axes(pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> tupl
     return tuple(axis for axis in partial_axes(pair, mesh_shape) if axis in whole)
 
 
-def pattern_of(residency: Residency) -> str:
+def pattern_of(residency: ParameterSharding) -> str:
     """The name of a residency: one of ``PATTERNS``, or "custom" where its specs follow none of them."""
     return residency.pattern
 
 
-def residency_text(residency: Residency) -> str:
+def residency_text(residency: ParameterSharding) -> str:
     """The text by which a plan pins it: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
     name = pattern_of(residency)
     return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
@@ -158,11 +158,11 @@ def residency_text(residency: Residency) -> str:
 def residency_seconds(
     pricer: MeshPricer,
     kind: TensorType,
-    residency: Residency,
+    residency: ParameterSharding,
     microbatches: int = 1,
     trainable: bool = True,
     uses: Sequence[GatherUse] = (),
-) -> ResidencyPrice:
+) -> ShardingPrice:
     """What the reductions, gathers and the update of one parameter take, all of it exposed; the addition of gradients
     apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step. uses: the layers that
     gather it in every microbatch; without them those messages are priced elsewhere (``layer_gathers``)."""
@@ -173,16 +173,16 @@ def residency_seconds(
         update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
     if axes and residency.gather == "microbatch":
         forward, backward, reduce = _shares(pricer, kind, residency, uses)
-        return ResidencyPrice(reduce if trainable else 0.0, forward, backward, update_s=update)
+        return ShardingPrice(reduce if trainable else 0.0, forward, backward, update_s=update)
     if not trainable:
-        return ResidencyPrice()
+        return ShardingPrice()
     if not axes:
-        return ResidencyPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
+        return ShardingPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
     sums, value = gradient_type(kind, pricer.mixed), residency.compute.value
     reduce = _full_bucket(pricer, "reduce_scatter", axes, pricer.local_bytes(sums, value))
     gather = _full_bucket(pricer, "all_gather", axes, pricer.local_bytes(kind, value))
     often = residency.reduce == "microbatch"
-    return ResidencyPrice(
+    return ShardingPrice(
         reduce_microbatch_s=reduce if often else 0.0,
         reduce_step_s=0.0 if often else reduce,
         gather_step_s=gather,
@@ -191,7 +191,7 @@ def residency_seconds(
 
 
 def _shares(
-    pricer: MeshPricer, kind: TensorType, residency: Residency, uses: Sequence[GatherUse]
+    pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, uses: Sequence[GatherUse]
 ) -> tuple[float, float, float]:
     """Seconds of the messages of these layers that no message undercuts: (gathers in the forward, in the backward,
     reductions)."""
@@ -226,7 +226,7 @@ class Unfilled:
     seconds: float
 
 
-def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]]) -> list[Unfilled]:
+def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSharding]]) -> list[Unfilled]:
     """What messages add to ``residency_seconds`` of parameters, in program order, whose optimizer has blocks while
     programs read whole values (ZeRO-1 and 2): reductions, and gathers per step."""
 
@@ -249,13 +249,13 @@ def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, Residency]])
     ]
 
 
-def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: Residency, microbatches: int) -> float:
+def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, microbatches: int) -> float:
     """Seconds per step to add the gradients of all microbatches but the first, as they lie while they add up."""
     spec = _gradient_spec(residency)
     return pricer.accumulate_seconds(kind, Pair(spec, spec), microbatches)
 
 
-def _gradient_spec(residency: Residency) -> Spec:
+def _gradient_spec(residency: ParameterSharding) -> Spec:
     """The gradient's placement between microbatches: as the value's unless every microbatch reduces it."""
     return residency.gradient if residency.reduce == "microbatch" else residency.compute.value
 
@@ -263,7 +263,9 @@ def _gradient_spec(residency: Residency) -> Spec:
 # ---- bytes
 
 
-def residency_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, trainable: bool) -> dict[str, float]:
+def residency_bytes(
+    pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, trainable: bool
+) -> dict[str, float]:
     """Bytes on one device by cause ("parameters", "gradients", "optimizer"), all through the step."""
     bill = pricer.parameter_memory(kind, residency.stored, trainable)
     if not trainable or residency.optimizer == residency.compute.value:
@@ -278,7 +280,7 @@ def residency_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, 
     return bill
 
 
-def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: Residency, again: bool) -> float:
+def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, again: bool) -> float:
     """Bytes of the gathered value that lives while the parameter's ops run; 0 where it is stored as they read it.
     again: whether a backward gathers it, which then has its gradient beside it until the layer's are sent."""
     stays = residency.stored == residency.compute.value

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ...costmodel.algorithms import IN_PLACE
 from ...costmodel.cluster import Cluster, Mesh
-from ...costmodel.codecs import CODECS, Codec, Factors, coded_messages, coding_seconds
+from ...costmodel.codecs import CODECS, Codec, LowRankFactors, coded_messages, coding_seconds
 from ...costmodel.collectives import REDUCTIONS, AxisPrice, mesh_prices, p2p_seconds
 from ...costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
 from ...costmodel.hardware import Device
@@ -28,10 +28,19 @@ from ..ir.reshard import FREE, step_bytes, steps_between
 from ..ir.spec import P, Pair, Spec, local_shape
 from ..plan.plan import BUCKET_BYTES
 from ..rules import MeshChoice, rule_for
-from .gradient_communication import EXACT, Communication, Offer, Way
+from .gradient_communication import EXACT, Communication, GradientRoute, Offer
 from .signature import signature, sum_signature
 
-__all__ = ["Facts", "MeshPricer", "OpPrice", "facts_of", "gradient_type", "offered_ways", "partial_axes", "way_of"]
+__all__ = [
+    "MeshPricer",
+    "OpPrice",
+    "PricingContext",
+    "facts_of",
+    "gradient_type",
+    "offered_ways",
+    "partial_axes",
+    "way_of",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class OpPrice:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PricingContext:
     """What the price of an op depends on beside the choice: whose gradients it makes, and which of its operands have
     how many consumers."""
 
@@ -90,9 +99,9 @@ class MeshPricer:
     optimizer: str = "AdamW"
     communication: Communication = EXACT  # how gradients may travel
     mixed: bool = False
-    ways: dict[tuple[tuple[int, ...], int], tuple[Way, ...]] = field(default_factory=dict, repr=False)
+    ways: dict[tuple[tuple[int, ...], int], tuple[GradientRoute, ...]] = field(default_factory=dict, repr=False)
     _reshards: dict[tuple, tuple[float, float]] = field(default_factory=dict)
-    _known: dict[Node, Facts] = field(default_factory=dict)
+    _known: dict[Node, PricingContext] = field(default_factory=dict)
     _joint: dict[tuple[tuple[int, ...], str], AxisPrice | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,7 +138,7 @@ class MeshPricer:
         return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)
 
     def _compute(
-        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: Facts, flops: float
+        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: PricingContext, flops: float
     ) -> tuple[float, float, float, str]:
         """(forward, backward of activations, backward of parameters, source) of one device's share of the work."""
         if self.device.op_times:
@@ -372,7 +381,7 @@ def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(pair.cotangent) if p == P and mesh_shape[axis] > 1)
 
 
-def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> Facts:
+def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
     """What the price of ``node`` depends on beside the choice, at any batch extent but for the FLOPs."""
     rule, outputs = rule_for(node), types_of(node)
     dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
@@ -381,7 +390,7 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
     if layout is not None and rule.cost_kind in ("view", "free"):
         copies = (layout.copies_forward, layout.copies_backward)
     if node.name not in needs_grad:
-        return Facts(rule.flops(node), dtype, 0, 0.0, 1, (), copies)
+        return PricingContext(rule.flops(node), dtype, 0, 0.0, 1, (), copies)
     moving = [o for o in operands if o.name in needs_grad and types_of(o)[0].is_float]
     wide = [o for o in moving if len(types_of(o)[0].shape) > 1] if rule.cost_kind in TWO_SIDED else moving
     weights = sum(o.op == "placeholder" for o in wide)
@@ -398,7 +407,7 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
                 shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
     each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
     sides, possible_sides = each * len(wide), each * max(possible, 1)
-    return Facts(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
+    return PricingContext(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
 
 
 def _uses(tensor: Node, needs_grad: frozenset[str]) -> int:
@@ -415,7 +424,7 @@ def _scaled(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
 # ---- what there is
 
 
-def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> Way:
+def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> GradientRoute:
     """The prices of one way over the groups that ``axes`` form together. Raises ValueError for what is unknown, and for
     what these groups cannot do."""
     way = _possible(pricer, axes, itemsize, algorithm, compressor)
@@ -429,7 +438,9 @@ def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: st
     return way
 
 
-def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> Way | None:
+def _possible(
+    pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
+) -> GradientRoute | None:
     codec = CODECS.get(compressor)
     if codec is None or algorithm not in ("backend", *REDUCTIONS):
         return None
@@ -444,7 +455,7 @@ def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm:
     coding = coding_seconds(codec, pricer.device, price.size)
     if any(kind not in price.pieces for kind, _ in messages):
         return None
-    return Way(
+    return GradientRoute(
         algorithm,
         compressor,
         coding[0],
@@ -454,20 +465,22 @@ def _possible(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm:
     )
 
 
-def _outer(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> Way | None:
+def _outer(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> GradientRoute | None:
     """Exact inside of hosts, where a rank sums one part; that part in code between them."""
     levels = pricer.levels(axes)
-    if levels is None or isinstance(codec.payload, Factors):  # parts cut through matrices
+    if levels is None or isinstance(codec.payload, LowRankFactors):  # parts cut through matrices
         return None
     inner, outer = levels
     share = 1 / inner.size
     messages = [_scaled(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
     messages += [_scaled(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
     once, each = coding_seconds(codec, pricer.device, outer.size)
-    return Way("hierarchical", codec.name, once, each / itemsize * share, tuple(messages), outer.source("all_gather"))
+    return GradientRoute(
+        "hierarchical", codec.name, once, each / itemsize * share, tuple(messages), outer.source("all_gather")
+    )
 
 
-def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[Way, ...]:
+def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
     """The ways that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes form no
     groups together (then there is no choice)."""
     key = (tuple(axes), itemsize)

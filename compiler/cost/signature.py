@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..frontend.layers import differentiable
-from ..frontend.strides import Layout, NodeLayout, OneDevice, made, note_layouts
+from ..frontend.strides import DimOrder, NodeLayout, OneDevice, made, note_layouts
 from ..ir.comm import Context, use
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
-from ..ir.probe import Instance, Probe
+from ..ir.probe import OpInstance, Probe
 from ..ir.spec import local_shape
 from ..plan.plan import Plan
 from ..rules import MeshChoice, pairs_choice, rule_for
@@ -121,7 +121,7 @@ def _operand_text(operand: Node, shape: Sequence[int], flows: bool, needs_grad: 
     return text
 
 
-def _operand_layout(operand: Node) -> Layout | None:
+def _operand_layout(operand: Node) -> DimOrder | None:
     producer, k = output_of(operand)
     layout: NodeLayout | None = producer.meta.get("layout")
     return None if layout is None else layout.outputs[k]
@@ -159,9 +159,9 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
 
 
 def _sum_probe(shape: Sequence[int], dtype: torch.dtype) -> Probe:
-    def make(device: Any, weights: bool = True) -> Instance:
+    def make(device: Any, weights: bool = True) -> OpInstance:
         total, addend = torch.ones(2, *shape, dtype=dtype, device=device).unbind(0)
-        return Instance(lambda: total.add_(addend), (total, addend), lambda _, __: None)
+        return OpInstance(lambda: total.add_(addend), (total, addend), lambda _, __: None)
 
     return Probe(sum_signature(shape, dtype), make, 2 * prod(shape) * dtype.itemsize)
 
@@ -187,7 +187,7 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
     is_weight = [operand.op == "placeholder" for operand in operands]
     source = _Operands(node, kinds, blocks)
 
-    def make(device: Any, weights: bool = True) -> Instance:
+    def make(device: Any, weights: bool = True) -> OpInstance:
         tensors = source(torch.device(device), lies)
         for k, x in enumerate(tensors):
             x.requires_grad_(wanted[k] and (weights or not is_weight[k]))
@@ -212,7 +212,7 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
                 return None
             return made(torch.ones(y.shape, dtype=y.dtype, device=y.device), layout.cotangents[k])
 
-        return Instance(call, tensors, cotangent)
+        return OpInstance(call, tensors, cotangent)
 
     moved = [*kinds, *outputs] + (outputs if flows else [])
     return Probe(text, make, sum(kind.nbytes for kind in moved))
@@ -234,7 +234,7 @@ class _Operands:
         self.kinds, self.blocks = kinds, blocks
         self.alive: list[weakref.ref[Tensor]] = []
 
-    def __call__(self, device: torch.device, lies: Sequence[Layout | None]) -> list[Tensor]:
+    def __call__(self, device: torch.device, lies: Sequence[DimOrder | None]) -> list[Tensor]:
         """Operands in new memory, without gradient; copies of an earlier call's while those are in use."""
         known = [x.detach() for reference in self.alive if (x := reference()) is not None]
         if len(known) == len(self.kinds):

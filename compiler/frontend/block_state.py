@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import UnprovableError
 
-__all__ = ["Audit", "State", "Tensors", "canonical", "describe"]
+__all__ = ["Audit", "BlockState", "Tensors", "canonical", "describe"]
 
 
 TRUSTED = frozenset(
@@ -69,7 +69,7 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
     return kind, canonical(vars(value), seen, code)
 
 
-class State:
+class BlockState:
     """What ``describe`` found: ``core``, the values of the attributes that were left out of it, by (path, name), and
     the classes and functions among the attributes."""
 
@@ -77,7 +77,7 @@ class State:
         self.core, self.watched, self.code = core, watched, code
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and self.core == other.core and self.watched == other.watched
+        return isinstance(other, BlockState) and self.core == other.core and self.watched == other.watched
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -87,7 +87,7 @@ Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and buffers of
 
 def describe(
     members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]], tensors_of: Mapping[int, Tensors]
-) -> State:
+) -> BlockState:
     """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out:
     attributes to keep apart, by class; tensors_of: by the id of a module's ``vars``.
 
@@ -113,7 +113,7 @@ def describe(
             elif name not in _OWN:
                 core.append((name, canonical(value, seen, code)))
         code.append(kind)
-    return State(core, watched, code)
+    return BlockState(core, watched, code)
 
 
 def _tensor(tensor: torch.Tensor, known: dict[int, int]) -> Any:

@@ -39,7 +39,7 @@ from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decomposed
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import Names, model_settings, modes, quiet, swapped, tensor_names
-from .repeated_blocks import BLOCK, Blocks, Record, Template, live_nodes, template_of
+from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
 from .source_errors import blame, line_of, refusal
 
@@ -237,7 +237,7 @@ class _Translator:
         self.constants: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, Node] = {}  # parameters and buffers by their first name
         self.known: dict[Node, tuple[Any, str, str]] = {}  # type, module and line of exported nodes
-        self.templates: dict[int, Template] = {}
+        self.templates: dict[int, BlockTemplate] = {}
         self.updates: list[tuple[str, Node]] = []  # buffers that the copied blocks change
 
     def graph(self) -> Graph:
@@ -389,7 +389,7 @@ class _Translator:
         for below, changed in template.updates.items():
             self._update(record, f"{path}.{below}", env[changed])
 
-    def _own(self, record: Record, name: str) -> Node:
+    def _own(self, record: TracedBlock, name: str) -> Node:
         """The parameter or buffer of a copied block."""
         found = self.tensors[self.names.first[name]]
         changed = {name for _, name in self._updated()}
@@ -397,7 +397,7 @@ class _Translator:
             raise UnsoundError(record.kind, f"{name} is changed outside of the block")
         return found
 
-    def _update(self, record: Record, name: str, value: Node) -> None:
+    def _update(self, record: TracedBlock, name: str, value: Node) -> None:
         """A copied block changes a buffer of its own, which nobody else may touch."""
         first = self.names.first[name]
         exported = [old for old, new in self.env.items() if new is self.tensors[first]]

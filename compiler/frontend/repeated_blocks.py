@@ -37,9 +37,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from ..errors import HiddenError, UnprovableError, UnsoundError
-from .block_state import Audit, State, Tensors, canonical, describe
+from .block_state import Audit, BlockState, Tensors, canonical, describe
 
-__all__ = ["BLOCK", "Blocks", "Record", "Template", "live_nodes", "template_of"]
+__all__ = ["BLOCK", "BlockTemplate", "Blocks", "TracedBlock", "live_nodes", "template_of"]
 
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
@@ -70,7 +70,7 @@ class _Candidate:
 class _Call:
     """One call, as far as it can be compared."""
 
-    state: State
+    state: BlockState
     mode: Any
     spec: Any
     leaves: list[Any]
@@ -79,7 +79,7 @@ class _Call:
 
 
 @dataclass
-class Record:
+class TracedBlock:
     """The first call of its kind. outputs: per leaf of what it returned ("input", i), ("made", i) or ("is", value)."""
 
     number: int
@@ -99,10 +99,10 @@ class Blocks:
 
     def __init__(self, model: nn.Module, banned: frozenset[int] | None = frozenset()) -> None:
         self.candidates: dict[int, _Candidate] = {}
-        self.records: dict[int, list[Record]] = defaultdict(list)
-        self.calls: dict[int, tuple[Record, str]] = {}
+        self.records: dict[int, list[TracedBlock]] = defaultdict(list)
+        self.calls: dict[int, tuple[TracedBlock, str]] = {}
         self.audit = Audit()
-        self.current: tuple[Record, dict[int, list[str]]] | None = None
+        self.current: tuple[TracedBlock, dict[int, list[str]]] | None = None
         self.undo: list[tuple[type, str, Any]] = []
         self.left_out: dict[type, frozenset[str]] = {}
         self.original: dict[int, Tensors] = {}  # the model's own tensors, by the id of a module's vars
@@ -208,7 +208,7 @@ class Blocks:
         for record in self.records[candidate.kind]:
             if record.usable and _equal(record, call) and self.audit.unchanged():
                 return self._copy(record, call, candidate, forward)
-        record = Record(next(_NUMBERS), candidate.kind, candidate.path, call)
+        record = TracedBlock(next(_NUMBERS), candidate.kind, candidate.path, call)
         paths: dict[int, list[str]] = defaultdict(list)
         for path, member in candidate.members:
             paths[id(vars(member))].append(path)
@@ -236,7 +236,7 @@ class Blocks:
             raise UnprovableError("no inputs")
         return _Call(state, _process_state(), spec, described, inputs, [tensor._version for tensor in inputs])
 
-    def _close(self, record: Record, candidate: _Candidate, returned: Any, args: Any, kwargs: Any) -> Any:
+    def _close(self, record: TracedBlock, candidate: _Candidate, returned: Any, args: Any, kwargs: Any) -> Any:
         """Tie the first call's inputs and outputs together; UnprovableError if it did more than compute its outputs."""
         call = record.call
         after = self._call(candidate, args, kwargs)
@@ -273,13 +273,13 @@ class Blocks:
         self.records[candidate.kind].append(record)
         return _rebuilt(record, call, results)
 
-    def _copy(self, record: Record, call: _Call, candidate: _Candidate, forward: Callable[[], Any]) -> Any:
+    def _copy(self, record: TracedBlock, call: _Call, candidate: _Candidate, forward: Callable[[], Any]) -> Any:
         number = next(_NUMBERS)
         _TYPES[number] = _TYPES[record.number]
         results = self._op(record, call, number, candidate.path, [])
         return forward() if results is None else _rebuilt(record, call, results)
 
-    def _op(self, record: Record, call: _Call, number: int, path: str, made: list[torch.Tensor]) -> Any:
+    def _op(self, record: TracedBlock, call: _Call, number: int, path: str, made: list[torch.Tensor]) -> Any:
         self.calls[number] = record, path
         results = BLOCK(call.inputs, made, number)
         return results if [t.requires_grad for t in results] == record.grads else None
@@ -341,12 +341,12 @@ class _Watched:
         del module.__dict__[self.name]
 
 
-def _rebuilt(record: Record, call: _Call, made: list[torch.Tensor]) -> Any:
+def _rebuilt(record: TracedBlock, call: _Call, made: list[torch.Tensor]) -> Any:
     found = {"input": lambda i: call.inputs[i], "made": lambda i: made[i], "is": lambda value: value}
     return pytree.tree_unflatten([found[kind](value) for kind, value in record.outputs], record.spec)
 
 
-def _equal(record: Record, call: _Call) -> bool:
+def _equal(record: TracedBlock, call: _Call) -> bool:
     first = record.call
     return (
         (first.mode, first.spec, first.leaves, first.state.core) == (call.mode, call.spec, call.leaves, call.state.core)
@@ -444,11 +444,11 @@ def _repeated(model: nn.Module) -> list[list[_Candidate]]:
 
 
 @dataclass
-class Template:
+class BlockTemplate:
     """One traced block. nodes: what its results need, in program order. tensors: its parameters and buffers, by
     placeholder, as paths below the block; updates: path of a buffer below the block → the node with its new value."""
 
-    record: Record
+    record: TracedBlock
     block: Node
     nodes: list[Node]
     inputs: list[Node]
@@ -469,8 +469,12 @@ class Template:
 
 
 def template_of(
-    block: Node, record: Record, names: Mapping[Node, Collection[str]], updates: Mapping[str, Node], order: list[Node]
-) -> Template:
+    block: Node,
+    record: TracedBlock,
+    names: Mapping[Node, Collection[str]],
+    updates: Mapping[str, Node],
+    order: list[Node],
+) -> BlockTemplate:
     """The block that ends at ``block``. names: all names of the tensor of each parameter and buffer placeholder;
     updates: buffer name → the node with its new value. UnsoundError if it is not a function of its inputs and its own
     parameters and buffers."""
@@ -493,7 +497,7 @@ def template_of(
     if any(name.startswith(path) for node in inputs for name in names.get(node, ())):
         raise UnsoundError(record.kind, "an input that is the block's own parameter")
     nodes = [node for node in order if node in found and node not in tensors]
-    return Template(record, block, nodes, list(inputs), list(outputs), tensors, own)
+    return BlockTemplate(record, block, nodes, list(inputs), list(outputs), tensors, own)
 
 
 def live_nodes(results: list[Node]) -> set[Node]:

@@ -22,11 +22,11 @@ from ..ir.graph import Graph, op_name, types_of
 from ..ir.ops import local_ops
 from ..rules import rule_for
 
-__all__ = ["Layout", "NodeLayout", "OneDevice", "layout_of", "made", "note_layouts"]
+__all__ = ["DimOrder", "NodeLayout", "OneDevice", "layout_of", "made", "note_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DimOrder:
     """A tensor's dims in the order of memory, the widest step first, with each step as a multiple of what packed dims
     need (1: packed). Dims that neither list names have one element or repeat one (step 0)."""
 
@@ -44,8 +44,8 @@ class NodeLayout:
     """How an op's outputs and their cotangents lie (None: contiguous), which outputs get a cotangent, and whether the
     forward and the backward of a view move its bytes."""
 
-    outputs: tuple[Layout | None, ...]
-    cotangents: tuple[Layout | None, ...]
+    outputs: tuple[DimOrder | None, ...]
+    cotangents: tuple[DimOrder | None, ...]
     flows: tuple[bool, ...]
     copies_forward: bool
     copies_backward: bool
@@ -115,7 +115,7 @@ class OneDevice:
 # ---- layouts as values
 
 
-def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> DimOrder | None:
     """The layout of a tensor with these strides; None if it is contiguous."""
     dims = [dim for dim, extent in enumerate(shape) if extent != 1]
     repeated = tuple(dim for dim in dims if strides[dim] == 0)
@@ -126,10 +126,10 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout | None:
         packed = strides[dim] * shape[dim]
     if not repeated and order == sorted(order) and all(gap == 1 for gap in gaps):
         return None
-    return Layout(tuple(order), tuple(round(gap, 4) for gap in reversed(gaps)), repeated)
+    return DimOrder(tuple(order), tuple(round(gap, 4) for gap in reversed(gaps)), repeated)
 
 
-def made(values: Tensor, layout: Layout | None) -> Tensor:
+def made(values: Tensor, layout: DimOrder | None) -> Tensor:
     """A copy of ``values`` in new memory that lies as ``layout`` says."""
     if layout is None:
         return values.clone(memory_format=torch.contiguous_format)

@@ -42,7 +42,7 @@ from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
 from ..ir.ops.loss import ONCE, leaving, lone_losses
 from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
 from ..plan.independent_axes import converts_over, lies_loosely, sends_over
-from ..plan.plan import Residency
+from ..plan.plan import ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .solver.problem import Edge, Operator, Problem
@@ -104,7 +104,7 @@ def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
     return all(placement.is_shard for placement in weights)
 
 
-Choice = MeshChoice | Residency | Pair
+Choice = MeshChoice | ParameterSharding | Pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def label(choice: Choice) -> str:
     """The text by which a plan names a choice."""
     if isinstance(choice, MeshChoice):
         return ",".join(choice.labels)
-    return residency_text(choice) if isinstance(choice, Residency) else str(choice)
+    return residency_text(choice) if isinstance(choice, ParameterSharding) else str(choice)
 
 
 def boundary_states(

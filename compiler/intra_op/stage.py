@@ -31,13 +31,13 @@ from ..frontend.layers import Layering
 from ..ir.graph import Graph, tensor_operands, types_of
 from ..ir.reshard import FREE, steps_between
 from ..ir.spec import Pair, Spec
-from ..plan.plan import Chunk, Residency, Stage, StagePrediction, Wire
+from ..plan.plan import Chunk, GradientReduction, ParameterSharding, Stage, StagePrediction
 from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
 from .section import Restriction, Section, State, build_section
 from .solver.elimination import eliminate
 from .solver.lagrange import solve
-from .solver.problem import TOLERANCE, Infeasible, Problem, evaluate, restrict
+from .solver.problem import TOLERANCE, InfeasibleAssignment, Problem, evaluate, restrict
 from .stage_cost import price_stage
 
 __all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section", "stage_section", "transient_bytes"]
@@ -103,7 +103,7 @@ def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
         return eliminate(problem, byte_weight=1e-30).assignment()
     except TooWide:
         found = solve(problem)
-        assert not isinstance(found, Infeasible)
+        assert not isinstance(found, InfeasibleAssignment)
         return found.choice
 
 
@@ -118,7 +118,7 @@ def describe_stage(
     framework: float,
     microbatches: int,
     recompute: Recompute = NOTHING,
-    wire: Sequence[Wire] = (),
+    wire: Sequence[GradientReduction] = (),
 ) -> Assembled:
     """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
     nodes, grad = graph.by_name(), layering.needs_grad
@@ -127,7 +127,7 @@ def describe_stage(
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
     ops: dict[str, tuple[str, ...]] = {}
-    parameters: dict[str, Residency] = {}
+    parameters: dict[str, ParameterSharding] = {}
     sources: dict[str, Pair] = {}
     receives: dict[str, Pair] = {}
     sends: dict[str, Spec] = {}
@@ -149,7 +149,7 @@ def describe_stage(
                 if o.op != "placeholder"
             )
             largest = max(largest, touched)
-        elif isinstance(choice, Residency):
+        elif isinstance(choice, ParameterSharding):
             source, tensor = node.meta["source"], node.meta["type"]
             for cause, size in residency_bytes(pricer, tensor, choice, source.requires_grad).items():
                 memory[cause] += size
@@ -217,17 +217,17 @@ def _wires(
     pricer: MeshPricer,
     grad: frozenset[str],
     ways: Mapping[tuple[int, ...], tuple[str, str]],
-) -> tuple[Wire, ...]:
+) -> tuple[GradientReduction, ...]:
     """How the gradients travel, by the axes over which they are sums; where ``ways`` does not say, as the backend does
     it by itself, exactly."""
     nodes, sizes = graph.by_name(), defaultdict[tuple[int, ...], float](float)
     for name, choices, pick in zip(section.names, section.choices, chosen):
         choice, node = choices[pick], nodes[name]
-        if not isinstance(choice, Residency) or not node.meta["source"].requires_grad or name not in grad:
+        if not isinstance(choice, ParameterSharding) or not node.meta["source"].requires_grad or name not in grad:
             continue
         if axes := partial_axes(choice.compute, pricer.mesh_shape):
             sizes[axes] += pricer.local_bytes(node.meta["type"], choice.compute.value)
-    return tuple(Wire(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))
+    return tuple(GradientReduction(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))
 
 
 FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
@@ -252,7 +252,7 @@ def assemble_stage(
     in_flight: int,
     limit_bytes: float,
     framework: float,
-    wire: Sequence[Wire] = (),
+    wire: Sequence[GradientReduction] = (),
 ) -> Assembled:
     """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
     wire: ways of gradients that stand."""
@@ -296,7 +296,7 @@ class _Stage:
     pricer: MeshPricer
     microbatches: int
     recompute: Recompute
-    wire: Sequence[Wire]
+    wire: Sequence[GradientReduction]
     in_flight: int
     limit_bytes: float
 
@@ -346,7 +346,7 @@ class _Stage:
         near = NEAR if len(section.names) > MANY_OPERATORS else TOLERANCE
         mine = restrict(problem, alive) if without else problem
         found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
-        if isinstance(found, Infeasible):
+        if isinstance(found, InfeasibleAssignment):
             return None
         return tuple(int(some[k]) for some, k in zip(alive, found.choice))
 
@@ -369,7 +369,7 @@ class _Stage:
 def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:
     """What is sent of a parameter: its gradient whole, blocks of it and of its value in buckets, or both with its
     layer; None if nothing is."""
-    if not isinstance(choice, Residency):
+    if not isinstance(choice, ParameterSharding):
         return None
     if axes := choice.scattered_axes:
         return "layers" if choice.gather == "microbatch" else "blocks", axes

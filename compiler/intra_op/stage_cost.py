@@ -35,13 +35,13 @@ from ..cost.gradient_reduction import (
     way_source,
 )
 from ..cost.layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
-from ..cost.parameter_sharding import ResidencyPrice, accumulate_seconds, residency_seconds, unfilled
+from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, residency_seconds, unfilled
 from ..cost.pricing import MeshPricer, gradient_type, partial_axes
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, TensorType, output_of, tensor_operands
 from ..ir.reshard import FREE, steps_between
 from ..ir.spec import Pair, without_partials
-from ..plan.plan import Residency, Wire
+from ..plan.plan import GradientReduction, ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
 from .section import Section
@@ -85,7 +85,7 @@ def price_stage(
     chosen: Sequence[int],
     microbatches: int,
     recompute: Recompute = NOTHING,
-    wire: Sequence[Wire] = (),
+    wire: Sequence[GradientReduction] = (),
 ) -> StagePrice:
     """The price of ``chosen`` (an index per operator of ``section``) on one stage. Gradients travel as ``wire`` says,
     those that it does not name in the best way that ``pricer.communication`` allows."""
@@ -102,7 +102,7 @@ class _Pricing:
         chosen: Sequence[int],
         microbatches: int,
         recompute: Recompute,
-        wire: Sequence[Wire],
+        wire: Sequence[GradientReduction],
     ) -> None:
         self.layer_of, self.gathers = layering.layer_of, list[LayerGather]()
         self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
@@ -117,14 +117,16 @@ class _Pricing:
 
     def run(self) -> StagePrice:
         trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
-        blocks: dict[str, tuple[TensorType, Residency]] = {}  # those whose blocks are, and are gathered once per step
-        layerwise: dict[str, Residency] = {}  # those that are gathered in every microbatch
+        blocks: dict[
+            str, tuple[TensorType, ParameterSharding]
+        ] = {}  # those whose blocks are, and are gathered once per step
+        layerwise: dict[str, ParameterSharding] = {}  # those that are gathered in every microbatch
         section = self.section
         for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
             if isinstance(choice, MeshChoice):
                 self._op(node, choice)
-            elif isinstance(choice, Residency):
+            elif isinstance(choice, ParameterSharding):
                 trainable = node.meta["source"].requires_grad and name in self.grad
                 self._parameter(node, choice, trainable)
                 if trainable and not choice.scattered_axes:
@@ -167,7 +169,7 @@ class _Pricing:
             for kind in kinds:
                 self.sources[kind] += self.m * inside / len(kinds)
 
-    def _parameter(self, node: Node, residency: Residency, trainable: bool) -> None:
+    def _parameter(self, node: Node, residency: ParameterSharding, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
         price = residency_seconds(pricer, kind, residency, self.m, trainable)
         axes = residency.scattered_axes
@@ -191,7 +193,7 @@ class _Pricing:
         for axis in axes:
             self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
 
-    def _scattered(self, price: ResidencyPrice, axes: tuple[int, ...]) -> None:
+    def _scattered(self, price: ShardingPrice, axes: tuple[int, ...]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
         self.backward += price.reduce_microbatch_s
         self.once += price.gather_step_s + price.reduce_step_s
@@ -203,7 +205,7 @@ class _Pricing:
         self.seconds[cause] += seconds
         self.sources[self.pricer.message_source(collective, axes)] += seconds
 
-    def _layerwise(self, homes: Mapping[str, Residency]) -> None:
+    def _layerwise(self, homes: Mapping[str, ParameterSharding]) -> None:
         """Weights that are gathered in every microbatch, in a message per layer and kind."""
         if not homes:
             return
@@ -259,7 +261,7 @@ class _Pricing:
                 order.setdefault(operand.name, index)
         return ops, order
 
-    def _blocks(self, found: Mapping[str, tuple[TensorType, Residency]]) -> None:
+    def _blocks(self, found: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
         """What messages of blocks take beyond their share of full ones."""
         if not found:
             return

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Instance", "Probe"]
+__all__ = ["OpInstance", "Probe"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Probe:
     cotangents of one instance."""
 
     signature: str
-    make: Callable[..., Instance]
+    make: Callable[..., OpInstance]
     nbytes: int = 0
 
 
-class Instance:
+class OpInstance:
     """An op with operands and cotangents: ``forward()`` keeps what a training step keeps, ``backward()`` uses it up.
     Both may be called again, in this order. Several instances may be alive, forwards first, then backwards."""
 

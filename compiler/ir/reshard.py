@@ -29,14 +29,14 @@ from .comm import Comm, current
 from .spec import Pair, Placement, R, Spec
 
 __all__ = [
-    "FREE", "Cut", "Step", "Steps", "apply_steps", "place", "reshard", "run_steps", "step_bytes", "steps_between",
+    "FREE", "Cut", "ReshardStep", "Steps", "apply_steps", "place", "reshard", "run_steps", "step_bytes", "steps_between",
 ]  # fmt: skip
 
 
 FREE = frozenset({"slice", "mask", "pad"})
 
 
-class Step(NamedTuple):
+class ReshardStep(NamedTuple):
     """One conversion along one axis. ``dim``: the dim gathered, scattered, sliced or padded; ``dim2``: the dim that
     all_to_all cuts.
 
@@ -53,38 +53,38 @@ class Step(NamedTuple):
         return f"{self.kind}@{self.axis}{dims}" + (f"->{self.dim2}" if self.dim2 >= 0 else "")
 
 
-def _single(axis: int, a: Placement, b: Placement) -> Step | None:
+def _single(axis: int, a: Placement, b: Placement) -> ReshardStep | None:
     """The step from placement ``a`` to ``b`` on one axis; None if they are equal; ValueError if there is no such
     conversion."""
     if a == b:
         return None
     kinds = (a.kind, b.kind)
     if kinds == ("R", "S"):
-        return Step("slice", axis, b.dim)
+        return ReshardStep("slice", axis, b.dim)
     if kinds == ("R", "P"):
-        return Step("mask", axis)
+        return ReshardStep("mask", axis)
     if kinds == ("S", "P"):
-        return Step("pad", axis, a.dim)
+        return ReshardStep("pad", axis, a.dim)
     if kinds == ("S", "R"):
-        return Step("all_gather", axis, a.dim)
+        return ReshardStep("all_gather", axis, a.dim)
     if kinds == ("P", "R"):
-        return Step("all_reduce", axis)
+        return ReshardStep("all_reduce", axis)
     if kinds == ("P", "S"):
-        return Step("reduce_scatter", axis, b.dim)
+        return ReshardStep("reduce_scatter", axis, b.dim)
     if kinds == ("S", "S"):
-        return Step("all_to_all", axis, a.dim, b.dim)
+        return ReshardStep("all_to_all", axis, a.dim, b.dim)
     if kinds == ("Pmax", "R"):
-        return Step("all_reduce_max", axis)
+        return ReshardStep("all_reduce_max", axis)
     raise ValueError(f"no conversion from {a} to {b}")
 
 
 @cache
-def steps_between(source: Spec, target: Spec) -> tuple[Step, ...]:
+def steps_between(source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
     """The steps from ``source`` to ``target``, in order. Raises ValueError for a conversion to Pmax or from Pmax to
     other than R."""
     assert len(source) == len(target), (source, target)
     now = list(source)
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
     order = range(len(source))
 
     def cut_by_minor(axis: int, dim: int) -> bool:
@@ -135,8 +135,8 @@ def steps_between(source: Spec, target: Spec) -> tuple[Step, ...]:
 
 
 def step_bytes(
-    source: Spec, steps: Sequence[Step], shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int]
-) -> list[tuple[Step, int]]:
+    source: Spec, steps: Sequence[ReshardStep], shape: Sequence[int], itemsize: int, mesh_shape: Sequence[int]
+) -> list[tuple[ReshardStep, int]]:
     """Each step with the bytes of the tensor that one device holds *whole along the step's axis*: the size that
     collective prices take.
 

@@ -44,11 +44,11 @@ from ..ir.spec import local_shape
 from ..plan.plan import BUCKET_BYTES, Plan, Stage, gradient_buckets
 from .abstract_run import Tracker, labelled
 
-__all__ = ["Block", "ReductionRoom", "coded_bytes", "gather_room", "update_bytes", "wiring", "with_replicas"]
+__all__ = ["ParameterBlock", "ReductionRoom", "coded_bytes", "gather_room", "update_bytes", "wiring", "with_replicas"]
 
 
 @dataclass(frozen=True)
-class Block:
+class ParameterBlock:
     """A parameter of which the optimizer has a block, or a master. shape: of what ops read; key: what must agree in a
     message; sums: the type of gradients in messages. Of masters every microbatch's gradients are added to messages, of
     others those of the last one go into them, or of each where it is reduced ``often``."""
@@ -88,7 +88,7 @@ class Block:
 
 @dataclass
 class _Message:
-    blocks: list[Block]
+    blocks: list[ParameterBlock]
     left: set[str] = field(default_factory=set)
     wire: torch.Tensor | None = None
 
@@ -104,7 +104,7 @@ class _Message:
 class ReductionRoom:
     """The messages of one chunk. ``blocks``: None for parameters that travel otherwise, in program order."""
 
-    def __init__(self, blocks: Sequence[Block | None], tracker: Tracker, native: bool) -> None:
+    def __init__(self, blocks: Sequence[ParameterBlock | None], tracker: Tracker, native: bool) -> None:
         self.tracker, self.native = tracker, native
         keys = [(None, 0) if block is None else (block.key, block.sum_bytes) for block in blocks]
         groups = gradient_buckets(keys, BUCKET_BYTES)
@@ -170,7 +170,7 @@ class ReductionRoom:
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
-def gather_room(blocks: Sequence[Block], native: bool) -> int:
+def gather_room(blocks: Sequence[ParameterBlock], native: bool) -> int:
     """Bytes of the two messages that are on their way together after the update, at the most. Gloo gathers into room of
     its own first."""
     blocks = [block for block in blocks if block.cut.axes]

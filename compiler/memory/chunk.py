@@ -35,7 +35,7 @@ from ..plan.plan import BUCKET_BYTES, Chunk, Plan, gradient_buckets, parameter_s
 from ..plan.recompute import PlanLayers
 from ..plan.validation import is_asynchronous
 from .abstract_run import AbstractComm, Memo, Tracker, labelled, with_stand_ins
-from .buffers import Block, ReductionRoom, coded_bytes, gather_room, update_bytes, wiring
+from .buffers import ParameterBlock, ReductionRoom, coded_bytes, gather_room, update_bytes, wiring
 
 __all__ = ["Bytes", "ChunkKeys", "ChunkRoom", "worst_of"]
 
@@ -115,10 +115,10 @@ class ChunkRoom:
         return [(keys[group[0]][0][0], [slots[i] for i in group]) for group in groups]
 
     @cached_property
-    def blocks(self) -> list[Block | None]:
+    def blocks(self) -> list[ParameterBlock | None]:
         """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read, or the
         master."""
-        found: list[Block | None] = []
+        found: list[ParameterBlock | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
                 home = self.homes[slot.name]
@@ -128,7 +128,9 @@ class ChunkRoom:
                 apart = cut.axes or (self.graph.mixed and not self._is_gathered(slot))
                 whole = not apart or not slot.requires_grad or slot.node not in self.grad
                 shape, sums = self._local(slot, home.stored), gradient_type(slot.type, self.graph.mixed).dtype
-                found.append(None if whole else Block(slot.name, shape, slot.type.dtype, sums, cut, key, often))
+                found.append(
+                    None if whole else ParameterBlock(slot.name, shape, slot.type.dtype, sums, cut, key, often)
+                )
         return found
 
     def coded(self) -> int:

@@ -68,9 +68,9 @@ from numpy.typing import NDArray
 
 from .families import PIPEDREAM, generate, virtual_order
 from .k_best import WIDER, Mode, gather, minimise, solved
-from .recurrence import Rows, Search, turn_lines
+from .recurrence import Rows, StageRecurrence, turn_lines
 from .simulate import simulate, steady
-from .table import Constraints, Floats, Floors, Ints, Pipeline, PipelineTable, StageChoice
+from .table import Floats, Floors, Ints, Pipeline, PipelineTable, StageChoice, StageConstraints
 
 __all__ = ["TRIALS", "FloorCosts", "LowerBound", "Makespan", "candidate_makespan", "clock_seconds"]
 
@@ -170,7 +170,7 @@ class LowerBound:
     """What the makespan of no pipeline undercuts, by a table's floors; what was looked at is kept."""
 
     def __init__(
-        self, table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: Constraints
+        self, table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: StageConstraints
     ) -> None:
         self.of, self.flights = of, sorted({q for mode in of for q in mode.flights})
         self.floors, self._least = table.floors, dict[float, float]()
@@ -188,15 +188,15 @@ class LowerBound:
             return most
         bound = self._narrowed(most, trials)
         if self.floors.forward_share and bound < most:
-            search = Search(self.rows, self.costs.ahead, self.flights, self.allowed)
+            search = StageRecurrence(self.rows, self.costs.ahead, self.flights, self.allowed)
             found = minimise(search, self.of, most=most)
             bound = max(bound, most if found is None else min(found.best, most))
         return bound
 
-    def _search(self, limit: float) -> Search:
+    def _search(self, limit: float) -> StageRecurrence:
         self.costs.cap_s = limit
         costs = self.costs
-        return Search(self.rows, costs.back, self.flights, self.allowed, turns=costs.turns, parts=costs.parts)
+        return StageRecurrence(self.rows, costs.back, self.flights, self.allowed, turns=costs.turns, parts=costs.parts)
 
     def least(self, limit: float) -> float:
         """The least Z of pipelines whose V and stages are at most ``limit``; inf if there are none."""

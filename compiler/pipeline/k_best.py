@@ -5,8 +5,8 @@ The recurrence of ``recurrence`` solved with the microbatches in flight that a s
 Where the in-flight counts depend on the stages left alone (1F1B, GPipe) one pass serves all numbers of stages (a
 ``Mode``); else there is a pass for each number. A pass drops the count of stages where no cost depends on it.
 
-``minimise`` first looks at pipelines near the lower bound of ``Search.suffix``, where few arcs survive, and widens
-until it has the optimum: ``Search.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
+``minimise`` first looks at pipelines near the lower bound of ``StageRecurrence.suffix``, where few arcs survive, and widens
+until it has the optimum: ``StageRecurrence.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
 best.
 """
 
@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from .families import in_flight_formula
-from .recurrence import Arcs, Lines, Search
+from .recurrence import Arcs, Lines, StageRecurrence
 from .table import Floats, Ints, StageChoice, StageOption
 
 __all__ = ["WIDER", "Found", "Mode", "Ranking", "Solved", "fastest", "gather", "minimise", "modes", "solved"]
@@ -156,7 +156,7 @@ def _stages(one: Solved, path: object) -> _Stages:
     return tuple(reversed(out))
 
 
-def fastest(search: Search, of: Sequence[Mode], best: float, epsilon: float, sweeps: int) -> list[_Stages]:
+def fastest(search: StageRecurrence, of: Sequence[Mode], best: float, epsilon: float, sweeps: int) -> list[_Stages]:
     """Pipelines of least Σ fills + max head (``search`` is additive), the best first, then others that the bisection
     passed: the best of these and ``best`` is within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out.
     """
@@ -301,7 +301,7 @@ class Found:
         return min(self.solved, key=lambda one: one.best).stages()
 
 
-def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
+def gather(search: StageRecurrence, of: Sequence[Mode], most: float) -> Found:
     """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
     arcs = search.arcs(most)
     alike = search.turns is None or (len(of) == 1 and of[0].flights[0] == of[0].flights[-1])  # lines, for any count
@@ -318,7 +318,7 @@ def gather(search: Search, of: Sequence[Mode], most: float) -> Found:
     return Found(tuple(out))
 
 
-def _possible(search: Search, arcs: Arcs, of: Sequence[Mode], most: float) -> list[Mode]:
+def _possible(search: StageRecurrence, arcs: Arcs, of: Sequence[Mode], most: float) -> list[Mode]:
     """The modes that may have a pipeline worth at most ``most``: solved with any number of stages, each holding the
     fewest microbatches that a stage of the mode does."""
     head, fill = arcs.priced(search.costs, [min(mode.flights) for mode in of])
@@ -342,7 +342,7 @@ def _valued(one: Solved) -> Solved:
 
 
 def minimise(
-    search: Search, of: Sequence[Mode], keep: float = 0.0, scale: float = 0.0, most: float = inf
+    search: StageRecurrence, of: Sequence[Mode], keep: float = 0.0, scale: float = 0.0, most: float = inf
 ) -> Found | None:
     """The optimum, with all pipelines within the fraction ``keep`` of it; None if there is none worth at most ``most``.
 

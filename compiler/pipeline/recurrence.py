@@ -20,9 +20,9 @@ or more lines (slope, constant) per arc and s. With S the least sum of fills of 
 is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (The
 best path may be worth more, as Z and S may be attained by two suffixes.)
 
-Costs may depend on s, through the microbatches in flight (memory). ``Search.suffix`` solves the recurrence on the least
+Costs may depend on s, through the microbatches in flight (memory). ``StageRecurrence.suffix`` solves the recurrence on the least
 costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is
-left, and exact where memory binds nowhere. ``Search.arcs(most)`` then walks forwards and makes the arcs alone on which
+left, and exact where memory binds nowhere. ``StageRecurrence.arcs(most)`` then walks forwards and makes the arcs alone on which
 (fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in them.
 
 What the recurrences of ``recurrence`` add up: a table's numbers per (row, pair of layers) as heads and fills.
@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from .families import PIPEDREAM
 from .table import Floats, Ints, PipelineTable, StageChoice, StageOption
 
-__all__ = ["Arcs", "Costs", "Lines", "Prices", "Rows", "Search", "Turns", "fill_share", "turn_lines"]
+__all__ = ["Arcs", "Costs", "Lines", "Prices", "Rows", "StageRecurrence", "Turns", "fill_share", "turn_lines"]
 
 
 _BLOCK = 2048  # rows of columns
@@ -223,7 +223,7 @@ def _columns(arrays: Sequence[Floats]) -> Floats:
     return found
 
 
-class Search:
+class StageRecurrence:
     """The recurrence over ``rows`` with the least ``costs`` over ``flights``; ``allowed`` says which pairs may be
     stages. labels: rows of a group and a label count as one (a row that another of them never loses to is left out).
     additive: paths are worth the sum of their fills + the largest of their heads. turns: the lines of arcs, whose

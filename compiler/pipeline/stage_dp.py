@@ -2,7 +2,7 @@
 
 Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
 (devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
-d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``Constraints``).
+d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``StageConstraints``).
 
 Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one
 to the end), GPipe m)::
@@ -45,8 +45,8 @@ import numpy as np
 from .bounds import TRIALS, LowerBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula
 from .k_best import Mode, Ranking, fastest, gather, minimise, modes, solved
-from .recurrence import Prices, Rows, Search
-from .table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from .recurrence import Prices, Rows, StageRecurrence
+from .table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice, StageConstraints
 
 __all__ = ["bound_of", "describe_pipeline", "solve"]
 
@@ -62,14 +62,14 @@ def solve(
     table: PipelineTable,
     num_microbatches: int,
     schedule: str = "1f1b",
-    constraints: Constraints | None = None,
+    constraints: StageConstraints | None = None,
     top_k: int = 8,
     slack: float = 0.05,
     visits: int = _VISITS,
     explain: bool = True,
     most: float = inf,
     trials: int = TRIALS,
-) -> Solution | Infeasible:
+) -> PipelineSolution | InfeasiblePipeline:
     """The ``top_k`` pipelines of least estimate (zb-h1: W, and those of least T), of those within the fraction
     ``slack`` of the least that the recurrence allows, and a bound on every pipeline's makespan. The schedule is of one
     stage per device group and of any family there is but those with chunks (``virtual_stages``).
@@ -77,14 +77,14 @@ def solve(
     most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
     is missing where nothing fits. trials: ``bounds.LowerBound``'s. ValueError on bad arguments.
     """
-    m, constraints = num_microbatches, constraints or Constraints()
+    m, constraints = num_microbatches, constraints or StageConstraints()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
     lower = LowerBound(table, m, schedule, of, constraints)
     draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
     bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
     if bound >= most:
-        return Infeasible(_TOO_SLOW.format(most), inf, bound_s=bound)
+        return InfeasiblePipeline(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
     if schedule.startswith("zb"):
         pipelines, least, complete = _by_path(table, prices, of, constraints, (top_k, slack, visits, most))
@@ -94,10 +94,10 @@ def solve(
     if draining and (trials or not isfinite(most)):
         bound = max(bound, lower.seconds(upper, trials))
     if pipelines:
-        return Solution(tuple(pipelines), least, bound, complete)
+        return PipelineSolution(tuple(pipelines), least, bound, complete)
     if explain and not isfinite(most):
         return replace(_infeasible(table, rows, prices, of, constraints), bound_s=bound)
-    return Infeasible(
+    return InfeasiblePipeline(
         "no pipeline fits" + (f", or {_TOO_SLOW.format(most)}" if isfinite(most) else ""), inf, bound_s=bound
     )
 
@@ -107,7 +107,7 @@ _Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's leas
 
 
 def _by_estimate(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
 ) -> _Answer:
     """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
     top_k, slack, visits, most = asked
@@ -115,7 +115,7 @@ def _by_estimate(
     if not len(rows.option):
         return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
-    search = Search(
+    search = StageRecurrence(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
         turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[floa
 
 
 def _by_path(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: Constraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
 ) -> _Answer:
     """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
     top_k, slack, visits, most = asked
@@ -146,7 +146,7 @@ def _by_path(
     if not len(rows.option):
         return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
-    search = Search(rows, prices.path, flights, allowed, shapes)
+    search = StageRecurrence(rows, prices.path, flights, allowed, shapes)
     found = minimise(search, of, keep=slack, most=most * _ABOVE)
     if found is None:
         return [], inf, True
@@ -154,7 +154,7 @@ def _by_path(
     ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
     first = ranking.best(top_k)
     first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
-    summed = Search(rows, prices.latency, flights, allowed, additive=True)
+    summed = StageRecurrence(rows, prices.latency, flights, allowed, additive=True)
     passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
     stages = {one.stages for one in first}
     first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
@@ -163,7 +163,7 @@ def _by_path(
 
 
 def bound_of(
-    table: PipelineTable, m: int, schedule: str, constraints: Constraints, most: float = inf, trials: int = TRIALS
+    table: PipelineTable, m: int, schedule: str, constraints: StageConstraints, most: float = inf, trials: int = TRIALS
 ) -> float:
     """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
     of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
@@ -174,7 +174,7 @@ def _flights(of: Sequence[Mode]) -> list[int]:
     return sorted({q for mode in of for q in mode.flights})
 
 
-def _modes(rows: Rows, m: int, schedule: str, constraints: Constraints) -> tuple[Mode, ...]:
+def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> tuple[Mode, ...]:
     if m < 1:
         raise ValueError(f"a step has at least one microbatch, but got {m}")
     if schedule in ("interleaved", "zb-v"):
@@ -238,11 +238,11 @@ def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Itera
 
 
 def _infeasible(
-    table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: Constraints
-) -> Infeasible:
+    table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: StageConstraints
+) -> InfeasiblePipeline:
     """Why nothing fits, and what would."""
     if len(rows.option):
-        search = Search(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
+        search = StageRecurrence(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
         found = minimise(search, of, scale=float(rows.limit.max()))
         if found is not None:
             return _short_of_memory(table, found.best, found.stages(), of)
@@ -251,24 +251,26 @@ def _infeasible(
         usable[rows.first[pair] : rows.end[pair]] = True
     if not usable.all():
         layers = ", ".join(map(str, np.flatnonzero(~usable)))
-        return Infeasible(f"no option can run layers {layers} on {table.num_devices} devices", inf)
+        return InfeasiblePipeline(f"no option can run layers {layers} on {table.num_devices} devices", inf)
     least, most = constraints.stages
     asked = f"{least} stages" if least == most else f"{least} to {most} stages" if most else f"at least {least} stages"
-    return Infeasible(
+    return InfeasiblePipeline(
         f"no way to lay out {table.num_layers} layers as {asked} on {table.num_devices} devices with these cuts, "
         "whatever the memory limit; allow other numbers of stages, other cuts or more options",
         inf,
     )
 
 
-def _short_of_memory(table: PipelineTable, missing: float, nearest: _Stages, of: tuple[Mode, ...]) -> Infeasible:
+def _short_of_memory(
+    table: PipelineTable, missing: float, nearest: _Stages, of: tuple[Mode, ...]
+) -> InfeasiblePipeline:
     p = len(nearest)
     flights = next(mode.flights for mode in of if p in mode.counts)
     needed = [table.peak(stage, flights[p - 1 - k]) for k, stage in enumerate(nearest)]
     limits = [table.options[stage.option].limit(stage.device_offset) for stage in nearest]
     k = max(range(p), key=lambda index: needed[index] - limits[index])
     stage = nearest[k]
-    return Infeasible(
+    return InfeasiblePipeline(
         f"no pipeline fits; the nearest has {p} stages, and its stage {k} (layers {stage.first_layer} to "
         f"{stage.end_layer - 1} on {table.options[stage.option].num_devices} devices, option {stage.option}) needs "
         f"{needed[k]:,.0f} bytes per device where the limit is {limits[k]:,.0f}: {missing:,.0f} bytes are missing",

@@ -15,8 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Constraints", "Floors", "Infeasible", "Lagrange", "Pipeline", "PipelineTable", "Solution", "StageChoice",
-           "StageOption"]  # fmt: skip
+__all__ = [
+    "Floors",
+    "InfeasiblePipeline",
+    "Lagrange",
+    "Pipeline",
+    "PipelineSolution",
+    "PipelineTable",
+    "StageChoice",
+    "StageConstraints",
+    "StageOption",
+]  # fmt: skip
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -170,7 +179,7 @@ class PipelineTable:
 
 
 @dataclass(frozen=True)
-class Constraints:
+class StageConstraints:
     """boundaries: layers before which a stage must begin; forbidden: layers before which none may; stages: the least
     and the largest number of stages (None: as many as there can be)."""
 
@@ -219,7 +228,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Solution:
+class PipelineSolution:
     """``pipelines`` by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes.
 
     least_s: what no estimate of the table undercuts (zb-h1: no W); bound_s: what the makespan of no pipeline undercuts
@@ -238,7 +247,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Infeasible:
+class InfeasiblePipeline:
     """Nothing fits. ``nearest`` is the pipeline that misses by least: with ``missing_bytes`` more per device it fits.
 
     ``stage`` is the position in ``nearest`` of the stage that misses most, ``choice`` what it is. If no pipeline exists

@@ -39,7 +39,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .families import generate, in_flight_formula, virtual_order
-from .table import Constraints, Floats, Floors, Infeasible, Pipeline, PipelineTable, Solution, StageChoice, StageOption
+from .table import (
+    Floats,
+    Floors,
+    InfeasiblePipeline,
+    Pipeline,
+    PipelineSolution,
+    PipelineTable,
+    StageChoice,
+    StageConstraints,
+    StageOption,
+)
 
 __all__ = ["allowed_only", "at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "room_for",
            "sums_by_count"]  # fmt: skip
@@ -91,14 +101,14 @@ def chunked(
     num_microbatches: int,
     schedule: str = "interleaved",
     chunks: Sequence[int] = (2,),
-    constraints: Constraints | None = None,
+    constraints: StageConstraints | None = None,
     top_k: int = 8,
     most: float = inf,
-) -> Solution | Infeasible:
+) -> PipelineSolution | InfeasiblePipeline:
     """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v, and a bound on all
     that have one option for all stages. The constraints' cuts are those of chunks, their stages are device groups.
     most: seconds; pipelines whose estimate is at least that do not matter."""
-    m, constraints = num_microbatches, constraints or Constraints()
+    m, constraints = num_microbatches, constraints or StageConstraints()
     if schedule not in ("interleaved", "zb-v"):
         raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
     cases = []
@@ -132,10 +142,10 @@ def chunked(
         return _infeasible(nearest, schedule)
     best = tuple(sorted(found, key=lambda one: one.estimate_s)[:top_k])
     bound = _lower_bound(table, m, schedule, chunks, constraints)
-    return Solution(best, min(one.path_s for one in best), min(bound, best[0].estimate_s), False)
+    return PipelineSolution(best, min(one.path_s for one in best), min(bound, best[0].estimate_s), False)
 
 
-def least_sums(values: Floats, constraints: Constraints) -> Floats:
+def least_sums(values: Floats, constraints: StageConstraints) -> Floats:
     """[options] the least sum of [options, L, L + 1] values along the layers, cut into any number of runs."""
     layers = values.shape[1]
     allowed = constraints.allowed(*np.indices((layers, layers + 1)))
@@ -149,18 +159,18 @@ def least_sums(values: Floats, constraints: Constraints) -> Floats:
     return least[:, layers]
 
 
-def sums_by_count(values: Floats, most: int, constraints: Constraints) -> Floats:
+def sums_by_count(values: Floats, most: int, constraints: StageConstraints) -> Floats:
     """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
     return _tables(allowed_only(values, constraints), most, np.add)
 
 
-def at_most(groups: int, constraints: Constraints) -> Constraints:
+def at_most(groups: int, constraints: StageConstraints) -> StageConstraints:
     """The constraints with no more device groups than that."""
     least, most = constraints.stages
     return replace(constraints, stages=(least, groups if most is None else min(groups, most)))
 
 
-def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
+def quick_bound(floors: Floors, m: int, constraints: StageConstraints) -> float:
     """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
     room for none."""
     layers = floors.pace_s.shape[1]
@@ -177,14 +187,14 @@ def quick_bound(floors: Floors, m: int, constraints: Constraints) -> float:
     return float(m * load.min())
 
 
-def allowed_only(pace: Floats, constraints: Constraints) -> Floats:
+def allowed_only(pace: Floats, constraints: StageConstraints) -> Floats:
     """[L, L + 1] paces of the runs that may be chunks; the others take for ever."""
     at = np.indices(pace.shape)
     return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
 
 
 def room_for(
-    num_layers: int, option: StageOption, chunks: Sequence[int], constraints: Constraints
+    num_layers: int, option: StageOption, chunks: Sequence[int], constraints: StageConstraints
 ) -> list[tuple[int, int]]:
     """(p, v) for which there is room; one group alone is no pipeline."""
     least, most = constraints.stages
@@ -296,7 +306,9 @@ def _at_once(schedule: str, p: int, m: int, v: int) -> tuple[int, ...]:
     return tuple(min(size, 2 * (p - k - 1) + 1) for k in range(p))
 
 
-def _lower_bound(table: PipelineTable, m: int, schedule: str, chunks: Sequence[int], constraints: Constraints) -> float:
+def _lower_bound(
+    table: PipelineTable, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints
+) -> float:
     floors = table.floors
     if floors is None:
         return 0.0
@@ -318,14 +330,14 @@ def _lower_bound(table: PipelineTable, m: int, schedule: str, chunks: Sequence[i
     return bound
 
 
-def _infeasible(nearest: tuple[float, Pipeline] | None, schedule: str) -> Infeasible:
+def _infeasible(nearest: tuple[float, Pipeline] | None, schedule: str) -> InfeasiblePipeline:
     if nearest is None:
-        return Infeasible(f"no option has room for two or more groups of chunks under {schedule}", inf)
+        return InfeasiblePipeline(f"no option has room for two or more groups of chunks under {schedule}", inf)
     missing, one = nearest
     k = max(range(len(one.peak_bytes)), key=lambda group: one.peak_bytes[group] - one.limit_bytes[group])
     offset = sorted({stage.device_offset for stage in one.stages})[k]
     choice = next(stage for stage in one.stages if stage.device_offset == offset)
-    return Infeasible(
+    return InfeasiblePipeline(
         f"no pipeline with chunks fits under {schedule}; the nearest has {len(one.peak_bytes)} groups of {one.chunks} "
         f"chunks, and its group {k} needs {one.peak_bytes[k]:,.0f} bytes per device where the limit is "
         f"{one.limit_bytes[k]:,.0f}: {missing:,.0f} bytes are missing",

@@ -19,11 +19,19 @@ from ..pipeline.families import virtual_order
 from ..pipeline.schedule import Place
 from .plan import Plan
 
-__all__ = ["Facts", "InputUse", "Link", "differentiable_links", "facts_of", "links_of", "places_of"]
+__all__ = [
+    "BoundaryMetadata",
+    "BoundaryTransfer",
+    "InputUse",
+    "differentiable_links",
+    "facts_of",
+    "links_of",
+    "places_of",
+]
 
 
 @dataclass(frozen=True)
-class Facts:
+class BoundaryMetadata:
     """What other chunks must know of one.
 
     flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or
@@ -42,7 +50,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Link:
+class BoundaryTransfer:
     """A tensor that the chunk at ``source`` makes and the one at ``target`` reads."""
 
     node: str
@@ -55,7 +63,7 @@ class Link:
         return self.source[0] == self.target[0]
 
 
-def facts_of(program: ChunkProgram, stage: int, chunk: int = 0) -> Facts:
+def facts_of(program: ChunkProgram, stage: int, chunk: int = 0) -> BoundaryMetadata:
     """Read one chunk's facts off its program."""
     reach: dict[torch.fx.Node, frozenset[int]] = {}
     flows: dict[str, tuple[bool, frozenset[str]]] = {}
@@ -74,7 +82,7 @@ def facts_of(program: ChunkProgram, stage: int, chunk: int = 0) -> Facts:
                     trainable = exit.type.is_float and any(s.kind == "parameter" and s.requires_grad for s in touched)
                     through = frozenset(s.name for s in touched if s.kind == "receive" and exit.type.is_float)
                     flows[exit.name] = (trainable, through)
-    return Facts(
+    return BoundaryMetadata(
         receives={slot.name: (slot.pair, slot.type) for slot in slots if slot.kind == "receive"},
         sends={exit.name: (exit.pair, exit.type) for exit in program.exits if exit.kind == "send"},
         flows=flows,
@@ -101,12 +109,12 @@ def places_of(plan: Plan) -> tuple[Place, ...]:
     return virtual_order(plan.schedule, len(plan.stages), plan.num_chunks)
 
 
-def links_of(plan: Plan, facts: Mapping[Place, Facts]) -> list[Link]:
+def links_of(plan: Plan, facts: Mapping[Place, BoundaryMetadata]) -> list[BoundaryTransfer]:
     """Every tensor that goes from one chunk to another, the plan's transfers in their order first; those of transfers
     that neither program needs (of an evaluation) are left out. ValueError if a chunk would wait for what nobody
     sends."""
     links = [
-        Link(t.node, (t.source, t.source_chunk), (t.target, t.target_chunk))
+        BoundaryTransfer(t.node, (t.source, t.source_chunk), (t.target, t.target_chunk))
         for t in plan.transfers
         if t.node in facts[t.source, t.source_chunk].sends and t.node in facts[t.target, t.target_chunk].receives
     ]
@@ -120,11 +128,13 @@ def links_of(plan: Plan, facts: Mapping[Place, Facts]) -> list[Link]:
                         f"every tensor that a chunk reads comes from another, but got no transfer of {node!r} to chunk "
                         f"{target[1]} of stage {target[0]}; plan again"
                     )
-                links.append(Link(node, makers[target[0], node], target))
+                links.append(BoundaryTransfer(node, makers[target[0], node], target))
     return links
 
 
-def differentiable_links(links: Sequence[Link], facts: Mapping[Place, Facts]) -> set[tuple[str, Place]]:
+def differentiable_links(
+    links: Sequence[BoundaryTransfer], facts: Mapping[Place, BoundaryMetadata]
+) -> set[tuple[str, Place]]:
     """(node, source) of the float tensors that a trainable parameter can reach: only those have a way back."""
     found: set[tuple[str, Place]] = set()
     origin = {(link.node, link.target): link.source for link in links}

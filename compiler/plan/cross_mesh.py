@@ -15,14 +15,14 @@ import torch
 
 from ..ir.spec import Spec, local_shape
 
-__all__ = ["Box", "Coordinates", "Layout", "Tile", "coordinates", "cut", "extents", "tiles"]
+__all__ = ["Box", "Coordinates", "MeshLayout", "Tile", "coordinates", "cut", "extents", "tiles"]
 
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) per tensor dim
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """Where a tensor lives: devices as a row-major mesh and a spec of S and R only."""
 
     devices: tuple[int, ...]
@@ -73,7 +73,7 @@ class Tile:
         return extents(self.source_box)
 
 
-def tiles(shape: Sequence[int], source: Layout, target: Layout) -> tuple[Tile, ...]:
+def tiles(shape: Sequence[int], source: MeshLayout, target: MeshLayout) -> tuple[Tile, ...]:
     """The messages that take a tensor of global ``shape`` from one layout to another, ordered by target device, then
     block."""
     holders: dict[Box, list[int]] = {}

@@ -25,7 +25,7 @@ from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
 from ..ir.ops.loss import counted_by, early_count, leaving, lone_losses
 from ..ir.ops.weight_gathers import gather_blocks
 from ..ir.program import ChunkProgram, Exit, Slot
-from ..ir.reshard import FREE, Cut, Step, run_steps, steps_between
+from ..ir.reshard import FREE, Cut, ReshardStep, run_steps, steps_between
 from ..ir.spec import Pair, R
 from ..rules import pairs_choice, rule_for
 from .plan import Chunk, Plan
@@ -224,7 +224,7 @@ class _Lowering:
                         self.collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
         return self.converted[key]
 
-    def _conversion(self, node: Node, forward: Sequence[Step], backward: Sequence[Step]) -> Node:
+    def _conversion(self, node: Node, forward: Sequence[ReshardStep], backward: Sequence[ReshardStep]) -> Node:
         """``run_steps`` on the local node of a tensor; the sum of a count of targets starts before there are logits."""
         loss = counted_by(node)
         if loss is not None and all(step.kind == "all_reduce" for step in forward):

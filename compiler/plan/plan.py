@@ -40,9 +40,23 @@ from .methods import method
 from .tensor_codecs import carrier_faults
 
 __all__ = [
-    "BUCKET_BYTES", "FIRST_BUCKET_BYTES", "PLAN_VERSION", "RECOMPUTE_MODES", "Chunk", "Plan", "Prediction",
-    "Residency", "Stage", "StagePrediction", "Transfer", "Wire", "gradient_buckets", "parameter_stages",
-    "stage_faults", "transfer_faults", "upgraded",
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "PLAN_VERSION",
+    "RECOMPUTE_MODES",
+    "Chunk",
+    "GradientReduction",
+    "ParameterSharding",
+    "Plan",
+    "Prediction",
+    "Stage",
+    "StagePrediction",
+    "Transfer",
+    "gradient_buckets",
+    "parameter_stages",
+    "stage_faults",
+    "transfer_faults",
+    "upgraded",
 ]  # fmt: skip
 
 
@@ -52,7 +66,7 @@ BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this
 
 
 @dataclass(frozen=True)
-class Residency:
+class ParameterSharding:
     """Where a parameter lives. ZeRO-1/2/3 are patterns of these specs, not names.
 
     compute: the placement that the ops read, paired with that of the gradient that the backward leaves behind.
@@ -110,7 +124,7 @@ class Residency:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, str]) -> Residency:
+    def from_json(cls, data: Mapping[str, str]) -> ParameterSharding:
         """The inverse of ``to_json``."""
         specs = {key: parse_spec(data[key]) for key in ("stored", "gradient", "optimizer")}
         return cls(compute=parse_pair(data["compute"]), gather=data["gather"], reduce=data["reduce"], **specs)
@@ -129,7 +143,7 @@ class Chunk:
 
     layers: tuple[int, int]
     ops: Mapping[str, tuple[str, ...]]
-    parameters: Mapping[str, Residency]
+    parameters: Mapping[str, ParameterSharding]
     sources: Mapping[str, Pair]
     receives: Mapping[str, Pair] = field(default_factory=dict)
     sends: Mapping[str, Spec] = field(default_factory=dict)
@@ -154,7 +168,7 @@ class Chunk:
             layers=(int(data["layers"][0]), int(data["layers"][1])),
             recompute=tuple(map(str, data["recompute"])),
             ops={name: tuple(text.split(",")) if text else () for name, text in data["ops"].items()},
-            parameters={name: Residency.from_json(value) for name, value in data["parameters"].items()},
+            parameters={name: ParameterSharding.from_json(value) for name, value in data["parameters"].items()},
             sources={name: parse_pair(text) for name, text in data["sources"].items()},
             receives={name: parse_pair(text) for name, text in data["receives"].items()},
             sends={name: parse_spec(text) for name, text in data["sends"].items()},
@@ -162,7 +176,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Wire:
+class GradientReduction:
     """How the gradients that are partial over the same mesh axes are summed: a collective's algorithm ("backend": what
     the library runs by itself), a compressor ("none": exact), and the bytes on one device."""
 
@@ -190,10 +204,10 @@ class Stage:
     devices: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    wire: tuple[Wire, ...] = ()
+    wire: tuple[GradientReduction, ...] = ()
 
     @cached_property
-    def homes(self) -> dict[str, Residency]:
+    def homes(self) -> dict[str, ParameterSharding]:
         """Parameter → how the stage keeps it: as the first of its chunks that reads it."""
         return {name: home for chunk in reversed(self.chunks) for name, home in chunk.parameters.items()}
 
@@ -210,7 +224,7 @@ class Stage:
     def from_json(cls, data: Mapping[str, Any]) -> Stage:
         """The inverse of ``to_json``."""
         chunks = tuple(Chunk.from_json(chunk) for chunk in data["chunks"])
-        wire = tuple(Wire(**{**one, "axes": tuple(map(int, one["axes"]))}) for one in data["wire"])
+        wire = tuple(GradientReduction(**{**one, "axes": tuple(map(int, one["axes"]))}) for one in data["wire"])
         return cls(tuple(map(int, data["devices"])), tuple(map(int, data["mesh_shape"])), chunks, wire)
 
 

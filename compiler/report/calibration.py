@@ -22,8 +22,8 @@ from itertools import groupby
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.collectives import p2p_seconds
-from ...costmodel.measured import OptimizerRate, Piece, Wire
-from ...costmodel.scaling import LIMIT, Factors, limited, scaled_cluster
+from ...costmodel.measured import CollectiveMeasurement, OptimizerRate, Piece
+from ...costmodel.scaling import LIMIT, CalibrationFactors, limited, scaled_cluster
 from ..plan.plan import Plan
 from ..text import count_text, seconds_text
 from .prediction_error import Clock
@@ -45,7 +45,7 @@ class Recalibration:
     best plan on it."""
 
     cluster: Cluster
-    factors: Factors
+    factors: CalibrationFactors
     measured_step_s: float
     predicted_step_s: float  # of the running plan, before
     current: Plan  # the running plan, priced again
@@ -100,7 +100,7 @@ def _shape(plan: Plan) -> str:
 # ---- refitting
 
 
-def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[Cluster, Factors, Plan]:
+def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[Cluster, CalibrationFactors, Plan]:
     """(the refitted cluster, what was applied to ``cluster``, the plan priced on it).
 
     price: a cluster → the same plan with its prediction there. Raises ValueError for a report without steps.
@@ -109,7 +109,7 @@ def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[C
         raise ValueError("a cluster is refitted to measured steps, but got a report of none; train a few first")
     measured: dict[tuple[int, str], float] = {(term.stage, term.name): term.measured_s for term in report.terms}
     hosts = [cluster.host_of(stage.devices[0]) for stage in plan.stages]
-    factors = Factors.none(len(cluster.hosts))
+    factors = CalibrationFactors.none(len(cluster.hosts))
     current = price(cluster)
     cluster = refitted = _with_own_rates(cluster, current)
     forward = sum(stage.forward_s for stage in current.prediction.stages)
@@ -134,7 +134,7 @@ def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[C
 
 def _still_off(
     plan: Plan, measured: Mapping[tuple[int, str], float], hosts: Sequence[int], num_hosts: int, step_s: float
-) -> Factors:
+) -> CalibrationFactors:
     """The factors between a priced plan and the measurement."""
     clock = Clock(plan)
     stages = range(len(plan.stages))
@@ -164,7 +164,7 @@ def _still_off(
         for members in of_host
     )
     action_s = tuple(value if abs(value) * actions > _SMALL * step_s else 0.0 for value in action_s)
-    return Factors(
+    return CalibrationFactors(
         filled["forward"],
         filled["backward"],
         filled["optimizer"],
@@ -194,7 +194,7 @@ def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], ste
     return found if 1 / 20 < found < 20 else 1.0
 
 
-def _is_nothing(factors: Factors) -> bool:
+def _is_nothing(factors: CalibrationFactors) -> bool:
     values = (*factors.forward, *factors.backward, *factors.optimizer, factors.collectives, factors.transfers)
     return all(abs(value - 1) < _CLOSE for value in values) and not any(factors.action_s)
 
@@ -224,17 +224,17 @@ def _optimizer_rate_of(plan: Plan) -> OptimizerRate | None:
     return OptimizerRate(plan.optimizer, 0.0, seconds / size, 0.0, 0)
 
 
-def _send_wires(cluster: Cluster, plan: Plan) -> list[Wire]:
+def _send_wires(cluster: Cluster, plan: Plan) -> list[CollectiveMeasurement]:
     """Wires for transfers where none was measured, at the analytic price: links serve collectives too, and the two have
     factors of their own."""
     if not plan.transfers or any(wire.kind == "send" for wire in cluster.wires):
         return []
-    found: dict[int, Wire] = {}
+    found: dict[int, CollectiveMeasurement] = {}
     large = float(2**30)
     for transfer in plan.transfers:
         here, there = plan.stages[transfer.source].devices[-1], plan.stages[transfer.target].devices[0]
         members = 2 if cluster.host_of(here) == cluster.host_of(there) else 1
         alpha = p2p_seconds(cluster, here, there, 1.0)
         piece = Piece(0.0, alpha, (p2p_seconds(cluster, here, there, large) - alpha) / large)
-        found[members] = Wire("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
+        found[members] = CollectiveMeasurement("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
     return list(found.values())

@@ -16,12 +16,12 @@ from itertools import groupby
 from ..frontend.layers import cluster_layers
 from ..ir.graph import Graph, tensor_operands
 from ..ir.spec import Spec
-from ..plan.plan import Chunk, Plan, Residency, Stage
+from ..plan.plan import Chunk, ParameterSharding, Plan, Stage
 from ..rules import rule_for
 from ..text import bytes_text
 
 __all__ = [
-    "Group", "Row", "axis_names", "axis_roles", "family_of", "layer_rows", "layer_span", "merged", "op_summary",
+    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "layer_rows", "layer_span", "merged", "op_summary",
     "recompute_words", "residency_words", "spell", "wire_words",
 ]  # fmt: skip
 
@@ -200,7 +200,7 @@ def _over(items: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{what} over {axis}" for what, axis in items)
 
 
-def _weight_words(residency: Residency, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
+def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
     """How a parameter lies: what is cut over which axis, and over which its gradient is summed."""
 
     def cuts(spec: Spec) -> list[tuple[str, str]]:
@@ -243,7 +243,7 @@ def _meanings(chunk: Chunk, num_axes: int) -> list[dict[int, str]]:
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """Some weights or ops of one layer: their names, how their work is cut ("" without the graph, which alone knows),
     and how their weights lie."""
 
@@ -257,21 +257,21 @@ class Group:
     """Neighbouring layers in the same arrangement: for a block of ``len(titles)`` layers, repeated ``count`` times."""
 
     titles: tuple[str, ...]
-    rows: tuple[tuple[Row, ...], ...]
+    rows: tuple[tuple[LayerRow, ...], ...]
     count: int
 
 
 def layer_rows(plan: Plan, stage_index: int, graph: Graph | None = None) -> list[Group]:
     """The layers of a stage with their rows, equal neighbours (also in alternation) collapsed."""
     stage = plan.stages[stage_index]
-    layers: list[tuple[str, tuple[Row, ...]]] = []
+    layers: list[tuple[str, tuple[LayerRow, ...]]] = []
     for chunk in stage.chunks:
         source = _rows_of_graph(stage, chunk, graph) if graph is not None else _rows_of_parameters(plan, stage, chunk)
         layers.extend(source)
     return list(_collapse(layers))
 
 
-def _rows_of_parameters(plan: Plan, stage: Stage, chunk: Chunk) -> Iterator[tuple[str, tuple[Row, ...]]]:
+def _rows_of_parameters(plan: Plan, stage: Stage, chunk: Chunk) -> Iterator[tuple[str, tuple[LayerRow, ...]]]:
     axes, meanings = axis_names(stage), _meanings(chunk, len(stage.mesh_shape))
     names = list(plan.layers[slice(*chunk.layers)])
     held: list[list[tuple[str, str]]] = [[] for _ in names]
@@ -282,10 +282,10 @@ def _rows_of_parameters(plan: Plan, stage: Stage, chunk: Chunk) -> Iterator[tupl
         grouped: dict[str, list[str]] = {}
         for parameter, words in weights:
             grouped.setdefault(words, []).append(_short(parameter.removesuffix(".weight"), name))
-        yield name, tuple(Row(tuple(members), "", words) for words, members in grouped.items())
+        yield name, tuple(LayerRow(tuple(members), "", words) for words, members in grouped.items())
 
 
-def _rows_of_graph(stage: Stage, chunk: Chunk, graph: Graph) -> Iterator[tuple[str, tuple[Row, ...]]]:
+def _rows_of_graph(stage: Stage, chunk: Chunk, graph: Graph) -> Iterator[tuple[str, tuple[LayerRow, ...]]]:
     axes, meanings = axis_names(stage), _meanings(chunk, len(stage.mesh_shape))
     nodes = graph.by_name()
     layering = cluster_layers(graph)
@@ -313,7 +313,7 @@ def _rows_of_graph(stage: Stage, chunk: Chunk, graph: Graph) -> Iterator[tuple[s
             members = grouped.setdefault((work, words), [])
             if title not in members:
                 members.append(title)
-        yield layer.name, tuple(Row(tuple(members), *key) for key, members in grouped.items())
+        yield layer.name, tuple(LayerRow(tuple(members), *key) for key, members in grouped.items())
 
 
 def _short(name: str, layer: str) -> str:
@@ -356,7 +356,7 @@ def _pattern(name: str) -> str:
     return ".".join("*" if _SPAN.fullmatch(word) else word for word in name.split("."))
 
 
-def _collapse(layers: Sequence[tuple[str, tuple[Row, ...]]]) -> Iterator[Group]:
+def _collapse(layers: Sequence[tuple[str, tuple[LayerRow, ...]]]) -> Iterator[Group]:
     """Runs of equal blocks of 1 to 8 layers, the choice that leaves out most first."""
     keys = [(_pattern(name), rows) for name, rows in layers]
     at = 0

@@ -36,12 +36,12 @@ from ..intra_op.stage import stage_section, transient_bytes
 from ..ir.graph import Graph, op_name, tensor_operands
 from ..ir.spec import Pair, R
 from ..pipeline.families import in_flight_formula
-from ..plan.plan import RECOMPUTE_MODES, Plan, Residency
+from ..plan.plan import RECOMPUTE_MODES, ParameterSharding, Plan
 from ..plan.recompute import HEAVY_KINDS, modes_in, recompute_of
 from ..rules import MeshChoice, rule_for
 from ..text import bytes_text, seconds_text, table
 
-__all__ = ["Row", "Why", "why"]
+__all__ = ["ChoiceRow", "Why", "why"]
 
 
 OWN = ("op", "parameter")
@@ -50,7 +50,7 @@ MOST = 6  # ops of a module that are looked at, the heavy ones first
 
 
 @dataclass(frozen=True)
-class Row:
+class ChoiceRow:
     """One choice of one subject (an op, "weights of LAYER", "recompute of LAYER"): seconds per step and bytes per
     device more than what was chosen takes (inf: impossible), and why it was not chosen; "" for what was."""
 
@@ -72,9 +72,9 @@ class Why:
 
     name: str
     stage: int
-    rows: tuple[Row, ...]
+    rows: tuple[ChoiceRow, ...]
 
-    def of(self, subject: str) -> tuple[Row, ...]:
+    def of(self, subject: str) -> tuple[ChoiceRow, ...]:
         """The rows of one subject."""
         return tuple(row for row in self.rows if row.subject == subject)
 
@@ -148,7 +148,7 @@ class _Question:
                 f"use one like {', '.join(near)}"
             )
         found.sort(key=lambda op: rule_for(self.nodes[op]).cost_kind not in HEAVY_KINDS)
-        rows: list[Row] = []
+        rows: list[ChoiceRow] = []
         for op in found[:MOST]:
             rows += self._marginals(self._stage(self.layer_of[op]), self.layer_of[op], op, op)
         return Why(name, self._stage(self.layer_of[found[0]]), tuple(rows))
@@ -217,7 +217,7 @@ class _Question:
 
     # ---- an op or a weight
 
-    def _marginals(self, stage: int, layer: int, node: str, subject: str) -> list[Row]:
+    def _marginals(self, stage: int, layer: int, node: str, subject: str) -> list[ChoiceRow]:
         pinned = self._pins(stage)
         chosen = pinned[node]
         free = {*self.layering.layers[layer].ops, *self._weights(layer), node}
@@ -227,7 +227,7 @@ class _Question:
         place = next(i for i, (n, k) in enumerate(zip(section.names, section.kinds)) if n == node and k in OWN)
         found = _min_marginals(problem, place)
         if chosen not in problem.operators[place].labels:  # what the plan has is left out of the search now
-            return [Row(subject, chosen, 0.0, 0.0, "")]
+            return [ChoiceRow(subject, chosen, 0.0, 0.0, "")]
         labels = problem.operators[place].labels
         held = [self._bytes(section, problem, choice) for _, choice in found]
         base = labels.index(chosen)
@@ -250,32 +250,34 @@ class _Question:
             return inf
         return evaluate(problem, choice)[1] + transient_bytes(section, choice, self.layering)
 
-    def _row(self, stage: int, subject: str, label: str, seconds: float, size: float, chosen: bool, runs: bool) -> Row:
+    def _row(
+        self, stage: int, subject: str, label: str, seconds: float, size: float, chosen: bool, runs: bool
+    ) -> ChoiceRow:
         """runs: whether the runtime can run it."""
         if chosen:
-            return Row(subject, label, 0.0, 0.0, "")
+            return ChoiceRow(subject, label, 0.0, 0.0, "")
         if not isfinite(seconds):
-            return Row(subject, label, inf, inf, "impossible here")
+            return ChoiceRow(subject, label, inf, inf, "impossible here")
         room = self._room(stage)
         if size > room:
             missing = bytes_text(size - room)
-            return Row(subject, label, seconds, size, f"does not fit: {missing} missing")
+            return ChoiceRow(subject, label, seconds, size, f"does not fit: {missing} missing")
         if seconds > 1e-12:
-            return Row(subject, label, seconds, size, "slower")
+            return ChoiceRow(subject, label, seconds, size, "slower")
         if not runs and not self.plan.not_executable(self.graph):
-            return Row(subject, label, seconds, size, "cannot be run yet")
-        return Row(subject, label, seconds, size, _tie(seconds, size))
+            return ChoiceRow(subject, label, seconds, size, "cannot be run yet")
+        return ChoiceRow(subject, label, seconds, size, _tie(seconds, size))
 
     # ---- a layer
 
-    def _modes(self, stage: int, layer: int) -> list[Row]:
+    def _modes(self, stage: int, layer: int) -> list[ChoiceRow]:
         name = self.layering.layers[layer].name
         present = modes_in(self.plan.stages).get(layer, "none")
         pinned = self._pins(stage)
         sections = {mode: self._section(stage, layer, pinned, mode) for mode in RECOMPUTE_MODES}
         return self._compared(stage, f"recompute of {name}", present, sections)
 
-    def _residencies(self, stage: int, layer: int) -> list[Row]:
+    def _residencies(self, stage: int, layer: int) -> list[ChoiceRow]:
         """All weights of the layer in one pattern each time, as far as they can be."""
         weights, pinned = self._weights(layer), self._pins(stage)
         free = self._section(stage, layer, {name: text for name, text in pinned.items() if name not in weights})
@@ -295,7 +297,7 @@ class _Question:
         subject = f"weights of {self.layering.layers[layer].name}"
         return self._compared(stage, subject, present, sections) if weights else []
 
-    def _compared(self, stage: int, subject: str, present: str, sections: Mapping[str, Section]) -> list[Row]:
+    def _compared(self, stage: int, subject: str, present: str, sections: Mapping[str, Section]) -> list[ChoiceRow]:
         cost = {}
         for label, section in sections.items():
             problem = section.problem(self._flight(stage))
@@ -349,7 +351,7 @@ def _runs(choice: Choice) -> bool:
     """Whether the runtime has a program for a choice of an op or a weight."""
     if isinstance(choice, MeshChoice):
         return choice.executable
-    return not isinstance(choice, Residency) or choice.pattern in PATTERNS
+    return not isinstance(choice, ParameterSharding) or choice.pattern in PATTERNS
 
 
 def _pattern(text: str) -> str:

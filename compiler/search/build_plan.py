@@ -27,7 +27,7 @@ from ..intra_op.stage import Assembled, assemble_stage
 from ..ir.graph import Graph, op_name
 from ..memory.stage import with_footprints
 from ..pipeline.families import in_flight_formula, virtual_order
-from ..plan.plan import Chunk, Plan, Prediction, StagePrediction, Wire
+from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
 from ..rules import mesh_choices
 from .predict import predict, together
@@ -156,7 +156,7 @@ def _assembled(
         if asked:  # the chunk's part of what its stage holds
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
             limit *= best.pipeline.chunk_bytes[index] / sum(every)
-        wire: tuple[Wire, ...] = ()  # chunks of one stage sum their gradients alike
+        wire: tuple[GradientReduction, ...] = ()  # chunks of one stage sum their gradients alike
         if asked and not search.space.communication.sums_exactly:
             wire = tuple(w for part, group in zip(parts, home) if group == home[index] for w in part.stage.wire)
         names = [layer.class_key for layer in search.layering.layers[first:end]]

@@ -37,13 +37,13 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.memory import state_tensors
 from ..cost.gradient_reduction import lossy_notes
 from ..errors import InfeasibleError, OverfullError
-from ..intra_op.vectorised.row_cache import KeptRows
+from ..intra_op.vectorised.row_cache import RowCache
 from ..ir.graph import Graph, op_name
 from ..plan.plan import Plan
 from ..plan.validation import notes as asynchronous_notes
 from ..plan.validation import precision_notes
 from ..rules import rule_for
-from ..workers import Forked
+from ..workers import ForkedTask
 from .alternatives import find_alternatives, pure_plans
 from .build_plan import Known, finish, with_memory
 from .explore import candidates, corrected
@@ -83,7 +83,7 @@ def make_plans(
     *,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    kept: KeptRows | None = None,
+    kept: RowCache | None = None,
 ) -> list[Plan]:
     """The ``request.count`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``.
 
@@ -116,11 +116,11 @@ def start_search(
     return search
 
 
-def _pure_plans_aside(search: Search) -> Forked[dict[str, PurePlan]] | None:
+def _pure_plans_aside(search: Search) -> ForkedTask[dict[str, PurePlan]] | None:
     """A fork that looks for alternatives beside the search, where there is a worker for it."""
     if not search.alternatives or search.workers < 2:
         return None
-    return Forked(partial(_pure_plans, search), True, later=True)
+    return ForkedTask(partial(_pure_plans, search), True, later=True)
 
 
 def _pure_plans(search: Search) -> dict[str, PurePlan]:

@@ -17,14 +17,14 @@ import numpy as np
 from ...costmodel.memory import usable_bytes
 from ..cost.gradient_reduction import lowered, most_hidden_seconds, raised
 from ..cost.pricing import MeshPricer
-from ..intra_op.vectorised.cases import Case, Samples, Variants
-from ..intra_op.vectorised.interval_tables import BatchComposer, BatchIntervals, Row
+from ..intra_op.vectorised.cases import Case, Cases, Samples
+from ..intra_op.vectorised.interval_tables import IntervalComposer, IntervalTables, Row
 from ..intra_op.vectorised.layer_tables import Level
 from ..intra_op.vectorised.section import build_batch_section
 from ..ir.graph import rescale, types_of
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import Constraints as Cuts
 from ..pipeline.table import Floors, Lagrange, StageOption
+from ..pipeline.table import StageConstraints as Cuts
 from .parallel_shape import divide
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes
 from .state import SLACK, Search, batch_bytes
@@ -293,15 +293,15 @@ class RowGroup:
         cases = tuple(Case(sub.shape, sub.site, m) for m in counts for sub in subs)
         space = search.space
         assert search.samples is not None
-        variants = Variants(
+        variants = Cases(
             search.graph, search.layering, search.cluster, search.optimizer, search.global_batch, cases,
             space.schedules[0], search.samples, communication=space.communication,
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
-        self.composer = BatchComposer(variants, restriction, levels, space.recompute, build_batch_section)
+        self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_batch_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
         self.composer.kept = search.kept
-        self._at: dict[Row, tuple[BatchIntervals, int]] = {}
+        self._at: dict[Row, tuple[IntervalTables, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 
     def variant(self, sub: Submesh, m: int) -> int:
@@ -316,7 +316,7 @@ class RowGroup:
         """The rows of these (submesh, microbatches, level) whose intervals are not there."""
         return [row for row in (self.row(*case) for case in cases) if row not in self._at]
 
-    def compose(self, made: BatchIntervals) -> None:
+    def compose(self, made: IntervalTables) -> None:
         """Take the composer's intervals."""
         self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
 

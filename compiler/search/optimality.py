@@ -55,10 +55,10 @@ import numpy as np
 from ..cost.gradient_reduction import lowered, raised
 from ..pipeline.families import PIPEDREAM, in_flight_formula, virtual_order
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import Constraints, Floats, Floors, Lagrange
+from ..pipeline.table import Floats, Floors, Lagrange, StageConstraints
 from ..pipeline.virtual_stages import allowed_only, at_most, least_sums, quick_bound, room_for, sums_by_count
 from ..plan.plan import Plan
-from ..workers import Forked
+from ..workers import ForkedTask
 from .lower_bounds import LOOSE
 from .other_schedules import chunk_numbers
 from .space import CHUNKED
@@ -101,7 +101,7 @@ def prove(search: Search, most_s: float) -> None:
 
     with search.timed("bounds"):
         try:
-            search.proof, search.proven_s = Forked(work, search.workers > 1, later=True), most_s
+            search.proof, search.proven_s = ForkedTask(work, search.workers > 1, later=True), most_s
         except KeyboardInterrupt:
             search.cut_short = INTERRUPTED
 
@@ -221,7 +221,7 @@ def at_once(schedule: str, p: int, m: int, v: int) -> list[int]:
 
 
 def chunk_bound(
-    floors: Floors, m: int, schedule: str, chunks: Sequence[int], constraints: Constraints, most: float = inf
+    floors: Floors, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints, most: float = inf
 ) -> float:
     """What no pipeline with m microbatches and any of these numbers of chunks undercuts, or ``most`` where that is
     less; inf where there is room for none."""
@@ -249,7 +249,7 @@ def chunk_bound(
 
 
 def _with_rows(
-    floors: Floors, o: int, case: tuple[str, int, int, int], rows: Sequence[Lagrange], constraints: Constraints,
+    floors: Floors, o: int, case: tuple[str, int, int, int], rows: Sequence[Lagrange], constraints: StageConstraints,
     most: float,
 ) -> float:  # fmt: skip
     """Σ_k T_k at least, by the best of some rows: one option, and (schedule, p, m, v)."""
@@ -281,7 +281,7 @@ HALVINGS = 6  # of the range of a bound
 
 
 def family_bounds(
-    floors: Floors, m: int, schedules: Sequence[str], cuts: Constraints, usable: Floats, most: float = inf
+    floors: Floors, m: int, schedules: Sequence[str], cuts: StageConstraints, usable: Floats, most: float = inf
 ) -> dict[str, float]:
     """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
     simple to involved; usable [devices]: bytes of each."""
@@ -300,7 +300,7 @@ def family_bounds(
     return found
 
 
-def _work(floors: Floors, m: int, schedule: str, cuts: Constraints, usable: Floats) -> float:
+def _work(floors: Floors, m: int, schedule: str, cuts: StageConstraints, usable: Floats) -> float:
     """What all work takes where it lies evenly on the devices."""
     possible = min(floors.pace_s.shape[1], len(usable))
     devices = np.array([option.num_devices for option in floors.options])[:, None, None]
@@ -316,7 +316,7 @@ def _work(floors: Floors, m: int, schedule: str, cuts: Constraints, usable: Floa
 
 
 def _slowest(
-    floors: Floors, m: int, schedule: str, cuts: Constraints, num_devices: int, low_s: float, high_s: float
+    floors: Floors, m: int, schedule: str, cuts: StageConstraints, num_devices: int, low_s: float, high_s: float
 ) -> float:
     """The least that the slowest stage takes, by bisection from ``low_s``, which is proven, to ``high_s``."""
     sizes, heads = _by_size(floors, m, schedule, cuts)
@@ -335,7 +335,7 @@ def _slowest(
     return low_s
 
 
-def _by_size(floors: Floors, m: int, schedule: str, cuts: Constraints) -> tuple[list[int], Floats]:
+def _by_size(floors: Floors, m: int, schedule: str, cuts: StageConstraints) -> tuple[list[int], Floats]:
     """(numbers of devices, ascending; [numbers, L, L + 1] the least m t + σ of a stage on so many)."""
     layers = floors.pace_s.shape[1]
     allowed = cuts.allowed(*np.indices((layers, layers + 1)))
@@ -352,5 +352,5 @@ def _by_size(floors: Floors, m: int, schedule: str, cuts: Constraints) -> tuple[
     return sorted(found), np.stack([found[size] for size in sorted(found)])
 
 
-def _exact(floors: Floors, m: int, schedule: str, cuts: Constraints, num_devices: int, most: float) -> float:
+def _exact(floors: Floors, m: int, schedule: str, cuts: StageConstraints, num_devices: int, most: float) -> float:
     return bound_of(floors.alone(num_devices), m, schedule, cuts, most, 2)

@@ -30,7 +30,7 @@ import numpy as np
 from ..errors import InfeasibleError
 from ..pipeline.families import PIPEDREAM, in_flight_formula
 from ..pipeline.stage_dp import describe_pipeline, solve
-from ..pipeline.table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
 from ..pipeline.virtual_stages import at_most, chunked, least_sums
 from .space import CHUNKED, SCHEDULES, Submesh
 from .state import INTERRUPTED, Candidate, Search
@@ -218,7 +218,7 @@ def _searched(
     tables = tables_of(search)
     cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
     found = solve(table, m, schedule, cuts, SOLVED, visits=VISITS, explain=False, most=most, trials=0)
-    return found.pipelines if isinstance(found, Solution) else ()
+    return found.pipelines if isinstance(found, PipelineSolution) else ()
 
 
 def _divided(
@@ -231,7 +231,7 @@ def _divided(
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
         answer = chunked(table, m, schedule, chunk_numbers(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
-        for one in answer.pipelines if isinstance(answer, Solution) else ():
+        for one in answer.pipelines if isinstance(answer, PipelineSolution) else ():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
                 yield candidate
@@ -266,7 +266,7 @@ def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
         table = tables.table(m, pairs) if pairs else None
         chunks = chunk_numbers(search, schedule)
         answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
-        if isinstance(answer, Infeasible):
+        if isinstance(answer, InfeasiblePipeline):
             reason = f": {answer.reason}"
     return InfeasibleError(
         f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.guide}{reason}; "

@@ -24,7 +24,7 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.files import write_atomically
 from ...costmodel.tables import cache_directory
 from ..frontend.mixed_precision import in_precision
-from ..intra_op.vectorised.row_cache import KeptRows
+from ..intra_op.vectorised.row_cache import RowCache
 from ..ir.graph import Graph
 from ..plan.plan import Plan
 from ..rules import is_built_in
@@ -39,7 +39,7 @@ def known_plans(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
-    find: Callable[[KeptRows | None], list[Plan]],
+    find: Callable[[RowCache | None], list[Plan]],
     capture_s: float,
 ) -> list[Plan]:
     """What ``find`` finds, or found before for the same question. An early end is not kept."""
@@ -52,7 +52,7 @@ def known_plans(
     except (OSError, ValueError, TypeError):
         found = []
     if not found:
-        with KeptRows(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
+        with RowCache(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
             found = find(kept)
         if not any("ended early" in note for plan in found for note in plan.prediction.notes):
             _keep(path, found)

@@ -23,14 +23,14 @@ from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.schedule import Edge
 from ..pipeline.simulate import Simulation, simulate, steady
-from ..plan.plan import Plan, Stage, StagePrediction, Transfer, Wire, parameter_stages
+from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer, parameter_stages
 from ..plan.tensor_codecs import coder_seconds, wire_share
 
-__all__ = ["Step", "predict", "simulate_plan", "simulate_stages", "together", "weight_seconds"]
+__all__ = ["StepPrediction", "predict", "simulate_plan", "simulate_stages", "together", "weight_seconds"]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPrediction:
     """A step of all stages together. ``sources``: seconds of the busiest stage by where its prices come from."""
 
     step_s: float
@@ -48,7 +48,7 @@ def predict(
     optimizer: str,
     parts: Sequence[Assembled],
     code: str = "none",
-) -> Step:
+) -> StepPrediction:
     """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
     ``together`` makes of them. code: in which activations travel between them."""
     stages = [part.stage for part in parts]
@@ -72,7 +72,9 @@ def predict(
     sources["measured"] = sources.get("measured", 0.0) + microbatches * sent
     if extra := sum(once[critical].values()):
         sources["analytic"] = sources.get("analytic", 0.0) + extra
-    return Step(simulation.makespan_s, predictions, transfers, {k: s for k, s in sorted(sources.items()) if s > 0})
+    return StepPrediction(
+        simulation.makespan_s, predictions, transfers, {k: s for k, s in sorted(sources.items()) if s > 0}
+    )
 
 
 def _with_messages(
@@ -98,7 +100,7 @@ def together(parts: Sequence[Assembled]) -> Assembled:
     if len(parts) == 1:
         return parts[0]
     first, predictions = parts[0], [part.prediction for part in parts]
-    wires: dict[tuple[int, ...], Wire] = {}  # chunks that sum over the same axes do so in the same way
+    wires: dict[tuple[int, ...], GradientReduction] = {}  # chunks that sum over the same axes do so in the same way
     for wire in (wire for part in parts for wire in part.stage.wire):
         size = wires[wire.axes].bytes if wire.axes in wires else 0.0
         wires[wire.axes] = replace(wires.get(wire.axes, wire), bytes=size + wire.bytes)

@@ -16,12 +16,12 @@ from ..frontend.layers import Layering, cluster_layers
 from ..frontend.strides import note_layouts
 from ..intra_op.section import Restriction
 from ..intra_op.vectorised.cases import Samples
-from ..intra_op.vectorised.interval_tables import BatchComposer, Row
-from ..intra_op.vectorised.row_cache import KeptRows
+from ..intra_op.vectorised.interval_tables import IntervalComposer, Row
+from ..intra_op.vectorised.row_cache import RowCache
 from ..ir.graph import Graph, rescale
-from ..pipeline.table import Infeasible, Pipeline
+from ..pipeline.table import InfeasiblePipeline, Pipeline
 from ..plan.plan import Plan
-from ..workers import Forked
+from ..workers import ForkedTask
 from .constraints import Constraints, Resolved, distinguished, resolve
 from .parallel_shape import Strategy
 from .request import PlanRequest
@@ -43,7 +43,7 @@ SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
 class StageRow:
     """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
 
-    composer: BatchComposer
+    composer: IntervalComposer
     row: Row
     submesh: Submesh
 
@@ -66,7 +66,7 @@ class Candidate:
 class Miss:
     """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
 
-    why: Infeasible
+    why: InfeasiblePipeline
     microbatches: int
     row: StageRow | None = None
 
@@ -100,11 +100,11 @@ class Search:
     thorough: bool = True  # whether to look further than at the first pipelines of all counts
     tables: object | None = None  # the SearchTables that passes share, see ``tables.tables_of``
     workers: int = 1  # processes: of more than one, the others are forks
-    proof: Forked[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
+    proof: ForkedTask[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
     proven_s: float = 0.0  # as far as that is less
     alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
-    aside: Forked[dict[str, PurePlan]] | None = None  # these
-    kept: KeptRows | None = None  # rows of other searches
+    aside: ForkedTask[dict[str, PurePlan]] | None = None  # these
+    kept: RowCache | None = None  # rows of other searches
 
     @cached_property
     def num_ops(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from ..cost.gradient_reduction import overlap, raised
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.stage_dp import describe_pipeline, solve
-from ..pipeline.table import Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
 from ..pipeline.virtual_stages import least_sums
 from ..workers import all_of
 from .lower_bounds import FREE, LEANEST, SearchFloors
@@ -317,11 +317,11 @@ class SearchTables(SearchFloors):
         """Whether something fits by the leanest tables, the smallest microbatches first."""
         for m in self.counts[::-1]:
             self._bound([(sub, m, 0) for sub in self.submeshes])
-            if isinstance(self._leanest(m, False), Solution):
+            if isinstance(self._leanest(m, False), PipelineSolution):
                 return True
         return False
 
-    def _leanest(self, m: int, explain: bool) -> Solution | Miss | None:
+    def _leanest(self, m: int, explain: bool) -> PipelineSolution | Miss | None:
         """The best with m microbatches where a byte is as dear as can be; None if no option can run anything."""
         level = self._level(m, *LEANEST)
         pairs = [(sub, level) for sub in self.submeshes]
@@ -329,7 +329,7 @@ class SearchTables(SearchFloors):
         table = self.table(m, pairs)
         guide = self.search.space.guide
         answer = solve(table, m, guide, self.cuts, top_k=1, explain=explain) if table is not None else None
-        if not isinstance(answer, Infeasible):
+        if not isinstance(answer, InfeasiblePipeline):
             return answer
         if answer.choice is None:
             return Miss(answer, m)

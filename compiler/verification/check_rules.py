@@ -40,8 +40,8 @@ from ..ir.spec import P, Pair, Placement, R, S, Spec, local_shape
 from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .lockstep import LockstepComm, LockstepGroup
 from .split_execution import (
-    Run,
-    Whole,
+    DeviceRun,
+    WholeOp,
     assemble,
     call_op,
     close,
@@ -55,7 +55,7 @@ from .split_execution import (
 __all__ = [
     "LockstepComm",
     "LockstepGroup",
-    "Report",
+    "RuleReport",
     "assemble",
     "check_choice",
     "check_node",
@@ -114,7 +114,7 @@ def check_choice(
         call = rule_for(node).localize(node, choice.labels, mesh_shape)
         logs: list[list[tuple[str, str, int, int]]] = []
 
-        def device(comm: LockstepComm) -> Run:
+        def device(comm: LockstepComm) -> DeviceRun:
             mine = [parts[comm.rank] for parts in dealt]
             against = [parts[comm.rank] for parts in dealt_cotangents]
             run = run_op(call, node, mine, against, comm, whole.double, whole.frozen)
@@ -210,7 +210,7 @@ def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 6
     offered = {tuple(pair.value[0] for pair in choice.inputs) for choice in mesh_choices(node, (size,))}
     options = [[R, *(S(dim) for dim, extent in enumerate(kind.shape) if extent % size == 0)] for kind in operands]
     found: list[str] = []
-    samples: list[Whole] = []
+    samples: list[WholeOp] = []
     for placements in itertools.islice(itertools.product(*options), 1, max_tries + 1):
         if placements in offered:
             continue
@@ -228,7 +228,7 @@ def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 6
     return found
 
 
-def _naive_outputs(node: Node, cuts: tuple[Placement, ...], size: int, whole: Whole) -> set[tuple[Placement, ...]]:
+def _naive_outputs(node: Node, cuts: tuple[Placement, ...], size: int, whole: WholeOp) -> set[tuple[Placement, ...]]:
     """The output placements under which the op, run as it is on the parts, gives the whole result."""
     generator = torch.Generator().manual_seed(0)
     dealt = [distribute(x, (placement,), (size,), generator) for x, placement in zip(whole.inputs, cuts)]
@@ -270,7 +270,7 @@ def _has_sizes(node: Node, shape: tuple[int, ...]) -> bool:
 
 
 @dataclass
-class Report:
+class RuleReport:
     """What the checker found over some graphs. checked: choices per op signature; the rest: texts by signature."""
 
     checked: dict[str, int] = field(default_factory=dict)
@@ -316,13 +316,13 @@ def report(
     meshes: Sequence[tuple[int, ...]] = ((2,), (2, 2)),
     missing: bool = True,
     progress: Callable[[Sequence[Node]], Iterable[Node]] = iter,
-) -> Report:
+) -> RuleReport:
     """Check every distinct op of the graphs (getitems aside). Keep these small: each op is run some dozens of times.
 
     progress: wraps the iteration over the distinct nodes, to show a bar.
     """
     distinct = {signature(node): node for graph in graphs for node in graph.ops() if op_name(node) != "getitem"}
-    out = Report()
+    out = RuleReport()
     for node in progress(list(distinct.values())):
         name = signature(node)
         out.checked[name] = 0

@@ -14,17 +14,17 @@ from ..ir.spec import Spec
 from ..pipeline.families import generate
 from ..pipeline.schedule import Action, Place, run_order
 from ..plan.boundaries import facts_of, links_of, places_of
-from ..plan.cross_mesh import Layout
+from ..plan.cross_mesh import MeshLayout
 from ..plan.lower import lower
 from ..plan.plan import Plan
 
-__all__ = ["Part", "actions_of", "parts_of", "shrunk"]
+__all__ = ["PlacedChunk", "actions_of", "parts_of", "shrunk"]
 
 MICROBATCHES = 2  # enough to see that gradients add up
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlacedChunk:
     """One chunk of a plan. ``index``: its place in the model; ``origins``: receive → index of the part that sends
     it."""
 
@@ -47,9 +47,9 @@ class Part:
         end = next(node for node in self.program.module.graph.nodes if node.op == "output")
         return list(end.args[0])
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MeshLayout:
         """Where a tensor of this spec lies on the part's devices."""
-        return Layout(self.devices, self.mesh_shape, spec)
+        return MeshLayout(self.devices, self.mesh_shape, spec)
 
 
 def shrunk(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
@@ -71,7 +71,7 @@ def shrunk(plan: Plan, graph: Graph) -> tuple[Plan, Graph]:
     return replace(plan, global_batch=count * extent, microbatches=count), graph.with_batch(extent)
 
 
-def parts_of(plan: Plan, graph: Graph) -> list[Part]:
+def parts_of(plan: Plan, graph: Graph) -> list[PlacedChunk]:
     """Every chunk lowered, in the order of the model. Raises ValueError for labels without a program."""
     places = places_of(plan)
     programs = {place: lower(graph, plan, *place) for place in places}
@@ -80,13 +80,13 @@ def parts_of(plan: Plan, graph: Graph) -> list[Part]:
     for link in links:
         origins[link.target][link.node] = places.index(link.source)
     return [
-        Part(index, place[0], place[1], plan.stages[place[0]].devices, plan.stages[place[0]].mesh_shape,
+        PlacedChunk(index, place[0], place[1], plan.stages[place[0]].devices, plan.stages[place[0]].mesh_shape,
              programs[place], origins[place])
         for index, place in enumerate(places)
     ]  # fmt: skip
 
 
-def actions_of(plan: Plan, parts: list[Part]) -> list[Action]:
+def actions_of(plan: Plan, parts: list[PlacedChunk]) -> list[Action]:
     """All actions of the plan's schedule in an order in which they can run. Raises ValueError if there is none."""
     schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
     virtual = {place: q for q, place in enumerate(schedule.places())}

@@ -14,8 +14,8 @@ from torch.fx import Node
 from ..errors import FailedError
 from ..ir.reshard import apply_steps, steps_between
 from ..ir.spec import Spec, without_partials
-from ..plan.cross_mesh import Layout, cut, tiles
-from .chunk_programs import Part
+from ..plan.cross_mesh import MeshLayout, cut, tiles
+from .chunk_programs import PlacedChunk
 from .lockstep import LockstepComm, LockstepGroup
 from .single_device import distinct
 from .split_execution import doubled
@@ -34,7 +34,7 @@ class Devices:
     """
 
     def __init__(
-        self, part: Part, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        self, part: PlacedChunk, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor], stored: Mapping[str, Spec], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.part, self.group = part, LockstepGroup(part.mesh_shape)
@@ -161,12 +161,12 @@ def _call(node: Node, target: Any, args: Any, kwargs: Any, held: Mapping[str, An
         raise FailedError(node.name, error) from error
 
 
-def blocks_of(x: Tensor, layout: Layout) -> Parts:
+def blocks_of(x: Tensor, layout: MeshLayout) -> Parts:
     """Each device's block of a whole tensor."""
     return [cut(x.detach(), layout.box(x.shape, device)).clone() for device in layout.devices]
 
 
-def moved(blocks: Sequence[Tensor], shape: Sequence[int], source: Layout, target: Layout) -> Parts:
+def moved(blocks: Sequence[Tensor], shape: Sequence[int], source: MeshLayout, target: MeshLayout) -> Parts:
     """The blocks that arrive where a tensor of global ``shape`` goes from one layout to another."""
     out = {device: blocks[0].new_empty(target.local_shape(shape)) for device in target.devices}
     for tile in tiles(shape, source, target):

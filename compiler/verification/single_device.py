@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from ..ir.comm import Context, use
 from ..ir.graph import Graph, output_of, tensor_operands
-from .chunk_programs import Part
+from .chunk_programs import PlacedChunk
 from .lockstep import LockstepComm, LockstepGroup
 from .split_execution import doubled
 
-__all__ = ["Key", "Whole", "WholeRun", "distinct"]
+__all__ = ["Key", "SingleDevice", "WholeRun", "distinct"]
 
 Key = tuple[int, str]  # (index of a part, name of a node in its program)
 
@@ -39,11 +39,11 @@ class WholeRun:
     sizes: dict[Key, float] = field(default_factory=dict)  # the largest magnitude of a tensor and of what it is made of
 
 
-class Whole:
+class SingleDevice:
     """Runs microbatch after microbatch. ``buffers`` get new values as the model writes them."""
 
     def __init__(
-        self, graph: Graph, parts: Sequence[Part], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        self, graph: Graph, parts: Sequence[PlacedChunk], weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
         constants: Mapping[str, Tensor], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.graph, self.parts, self.dtype = graph, parts, dtype
@@ -80,7 +80,7 @@ class Whole:
         return self._gradients(loss, values, leaves, scale)
 
     def _slot(
-        self, part: Part, kind: str, name: str, node: str, inputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor],
+        self, part: PlacedChunk, kind: str, name: str, node: str, inputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor],
         at: Mapping[Key, Any],
     ) -> Tensor:  # fmt: skip
         if kind == "receive":

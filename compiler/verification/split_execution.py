@@ -20,8 +20,8 @@ from ..rules import rule_for
 from .lockstep import LockstepComm, LockstepGroup
 
 __all__ = [
-    "Run",
-    "Whole",
+    "DeviceRun",
+    "WholeOp",
     "assemble",
     "call_op",
     "close",
@@ -136,7 +136,7 @@ def close(a: torch.Tensor, b: torch.Tensor, rtol: float) -> bool:
 
 
 @dataclass
-class Run:
+class DeviceRun:
     """What one device computed: outputs, and one gradient per operand (None: no gradient reaches it)."""
 
     outputs: list[torch.Tensor]
@@ -188,7 +188,7 @@ def run_op(
     comm: LockstepComm,
     double: bool,
     frozen: frozenset[int],
-) -> Run:
+) -> DeviceRun:
     """One device's forward, and its backward against ``cotangents``; operands in ``frozen`` take no gradient."""
     wanted = [k for k, x in enumerate(operands) if x.is_floating_point() and k not in frozen]
     leaves = [x.detach().clone().requires_grad_(k in wanted) for k, x in enumerate(operands)]
@@ -201,7 +201,7 @@ def run_op(
         ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
         for k, gradient in zip(wanted, torch.autograd.grad(ys, [leaves[k] for k in wanted], gs, allow_unused=True)):
             gradients[k] = gradient
-    return Run([y.detach() for y in outputs], gradients)
+    return DeviceRun([y.detach() for y in outputs], gradients)
 
 
 def doubled(value: Any, wide: torch.dtype = torch.float64) -> Any:
@@ -214,13 +214,13 @@ def doubled(value: Any, wide: torch.dtype = torch.float64) -> Any:
 
 
 @dataclass
-class Whole:
+class WholeOp:
     """The op on one device: operands and cotangents that it ran on, whether in float64, operands that take no
     gradient."""
 
     inputs: list[torch.Tensor]
     cotangents: list[torch.Tensor | None]
-    run: Run
+    run: DeviceRun
     double: bool
     frozen: frozenset[int]
 
@@ -231,12 +231,12 @@ class Whole:
         return 1e-8 if self.double and all(y.dtype not in low for y in self.run.outputs) else 1e-4
 
 
-def run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generator) -> Whole:
+def run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generator) -> WholeOp:
     """Run the node itself on one device, in float64 if the op can; raises what the op raises."""
     one = LockstepGroup((1,))
     call = (node.target, node.args, dict(node.kwargs))
 
-    def attempt(double: bool, frozen: frozenset[int]) -> Whole:
+    def attempt(double: bool, frozen: frozenset[int]) -> WholeOp:
         inputs = [x.double() if double and x.is_floating_point() else x for x in operands]
         outputs = one.run(lambda comm: call_op(call, node, inputs, comm, double))[0]
         kinds = [TensorType(tuple(y.shape), y.dtype) for y in outputs]
@@ -248,7 +248,7 @@ def run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generat
             if not also:
                 raise
             return attempt(double, frozen | also)
-        return Whole(inputs, cotangents, run, double, frozen)
+        return WholeOp(inputs, cotangents, run, double, frozen)
 
     try:
         return attempt(True, frozenset())

@@ -17,13 +17,13 @@ from ..frontend.example_inputs import flat_inputs
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair, Spec, spec_text, without_partials
-from ..plan.plan import Plan, Residency
+from ..plan.plan import ParameterSharding, Plan
 from ..plan.validation import require
 from .capture_check import check_capture as compare_capture
-from .chunk_programs import Part, actions_of, parts_of, shrunk
+from .chunk_programs import PlacedChunk, actions_of, parts_of, shrunk
 from .compare import Difference, Tolerance, Verification, difference
 from .parts import Devices, Parts, moved
-from .single_device import Whole, WholeRun
+from .single_device import SingleDevice, WholeRun
 from .values import as_dtype, batch_of, buffers_of, chunked, weights_of
 
 __all__ = ["verify"]
@@ -94,7 +94,7 @@ class _Told:
     """What a comparison is of."""
 
     kind: str
-    part: Part
+    part: PlacedChunk
     tensor: str
     spec: Spec
     microbatch: int | None = None
@@ -123,7 +123,7 @@ class _Walk:
         self.weights, buffers = weights_of(model, graph, wide), buffers_of(model, graph, wide)
         constants = {name: as_dtype(x, wide) for name, x in graph.constants.items()}
         self.batches = chunked(graph, batch_of(graph, inputs, self.count, wide), self.count)
-        whole = Whole(graph, self.parts, self.weights, buffers, constants, wide)
+        whole = SingleDevice(graph, self.parts, self.weights, buffers, constants, wide)
         self.truth = [whole.run(b, (seed, STEP, i), 1 / self.count) for i, b in enumerate(self.batches)]
         for run in self.truth:
             if not bool(run.loss.isfinite().all()):
@@ -131,7 +131,7 @@ class _Walk:
                     f"a check needs a finite loss, but got {float(run.loss)}; give other inputs or weights"
                 )
         self.found = _Found()
-        self.reduced: dict[str, list[tuple[Part, Parts, Spec]]] = {}  # weight → its gradients, part by part
+        self.reduced: dict[str, list[tuple[PlacedChunk, Parts, Spec]]] = {}  # weight → its gradients, part by part
         self.homes = [self._homes(part) for part in self.parts]
         self.devices = []
         for part, homes in zip(self.parts, self.homes, strict=True):
@@ -140,7 +140,7 @@ class _Walk:
             one.seed, one.step = seed, STEP
             self.devices.append(one)
 
-    def _homes(self, part: Part) -> Mapping[str, Residency]:
+    def _homes(self, part: PlacedChunk) -> Mapping[str, ParameterSharding]:
         return self.plan.stages[part.stage].chunks[part.chunk].parameters
 
     # ---- running
@@ -162,7 +162,7 @@ class _Walk:
         except _StoppedError:
             return
 
-    def _forward(self, part: Part, microbatch: int) -> None:
+    def _forward(self, part: PlacedChunk, microbatch: int) -> None:
         devices, received = self.devices[part.index], {}
         for slot in part.program.slots:
             if slot.kind == "receive":
@@ -178,7 +178,7 @@ class _Walk:
                              (0, microbatch, part.index, position))  # fmt: skip
                 self._compare(told, node.name, devices.tensor(microbatch, node.name), lambda run: run.values)
 
-    def _received(self, part: Part, name: str, pair: Pair, microbatch: int) -> Parts:
+    def _received(self, part: PlacedChunk, name: str, pair: Pair, microbatch: int) -> Parts:
         source = self.parts[part.origins[name]]
         exits = zip(source.program.exits, source.results, strict=True)
         exit, node = next((e, n) for e, n in exits if e.kind == "send" and e.name == name)
@@ -186,7 +186,7 @@ class _Walk:
         blocks = moved(sent, exit.type.shape, source.layout(exit.pair.value), part.layout(pair.value))
         return [x.requires_grad_(sent[0].requires_grad) for x in blocks]
 
-    def _backward(self, part: Part, microbatch: int, back: dict[tuple[int, str, int], list[Parts]]) -> None:
+    def _backward(self, part: PlacedChunk, microbatch: int, back: dict[tuple[int, str, int], list[Parts]]) -> None:
         devices = self.devices[part.index]
         arrived = {}
         for exit in part.program.exits:
@@ -207,7 +207,7 @@ class _Walk:
                 self._return(part, slot.name, slot.pair, grads, microbatch, back)
 
     def _return(
-        self, part: Part, name: str, pair: Pair, grads: Sequence[Tensor | None], microbatch: int,
+        self, part: PlacedChunk, name: str, pair: Pair, grads: Sequence[Tensor | None], microbatch: int,
         back: dict[tuple[int, str, int], list[Parts]],
     ) -> None:  # fmt: skip
         source = self.parts[part.origins[name]]
@@ -228,7 +228,7 @@ class _Walk:
 
     # ---- weights
 
-    def _reduce(self, part: Part) -> None:
+    def _reduce(self, part: PlacedChunk) -> None:
         """The gradients of a part's weights where the optimizer reads them."""
         devices = self.devices[part.index]
         for slot in part.program.slots:
@@ -305,7 +305,7 @@ class _Walk:
             error, size, cause,
         )  # fmt: skip
 
-    def _stop(self, part: Part, error: FailedError, microbatch: int) -> None:
+    def _stop(self, part: PlacedChunk, error: FailedError, microbatch: int) -> None:
         """A device cannot go on: that is the difference, unless there is one before."""
         forward = error.node is not None
         position, node = next(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .channel import Channel
-from .engine import CHUNK_BYTES, Exchange
+from .engine import CHUNK_BYTES, CollectiveRun
 from .protocol import Pending, Submit
 from .rounds import schedule_of
 from .worker import submit
@@ -29,7 +29,7 @@ class DenseSum:
     ) -> None:  # fmt: skip
         schedule = schedule_of("all_reduce", algorithm, channel.size, members=members, between=between)
         self.length, self.dtype, self._submit = length, dtype, submit
-        self._exchange = Exchange(channel, schedule, length, dtype, op, standing=True, chunk_bytes=chunk_bytes)
+        self._exchange = CollectiveRun(channel, schedule, length, dtype, op, standing=True, chunk_bytes=chunk_bytes)
 
     def start(self, x: torch.Tensor) -> Pending:
         """Start summing ``x`` in place."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from .channel import Channel
-from .passage import CLOSE, GATHER, KEEP, PUT, Arrival, passage_of
-from .rounds import Schedule
+from .passage import CLOSE, GATHER, KEEP, PUT, ReceivedChunk, passage_of
+from .rounds import CollectiveSchedule
 
-__all__ = ["CHUNK_BYTES", "OPS", "STANDING_BYTES", "Exchange"]
+__all__ = ["CHUNK_BYTES", "OPS", "STANDING_BYTES", "CollectiveRun"]
 
 CHUNK_BYTES = 1 << 21
 STANDING_BYTES = 4 << 20  # received in one call, up to which receives stand
@@ -30,7 +30,7 @@ _DONE = object()  # a send that has been waited for
 OPS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
-class Exchange:
+class CollectiveRun:
     """A schedule on vectors of ``length`` elements, made on all ranks of the channel alike.
 
     ``run`` may be called any number of times, by one thread at a time. standing: whether small messages' receives stay
@@ -38,7 +38,7 @@ class Exchange:
     """
 
     def __init__(
-        self, channel: Channel, schedule: Schedule, length: int, dtype: torch.dtype, op: str = "sum", *,
+        self, channel: Channel, schedule: CollectiveSchedule, length: int, dtype: torch.dtype, op: str = "sum", *,
         standing: bool = False, chunk_bytes: int = CHUNK_BYTES,
     ) -> None:  # fmt: skip
         if op not in OPS:
@@ -109,7 +109,7 @@ class Exchange:
 
     # ---- the parts
 
-    def _post(self, arrival: Arrival, buffer: torch.Tensor) -> Any:
+    def _post(self, arrival: ReceivedChunk, buffer: torch.Tensor) -> Any:
         return self.channel.receive(buffer, arrival.peer, self.tag + arrival.tag)
 
     def _stand_again(self, index: int) -> None:

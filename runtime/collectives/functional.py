@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from .channel import Channel
-from .engine import Exchange
-from .rounds import Message, Schedule, schedule_of
+from .engine import CollectiveRun
+from .rounds import CollectiveSchedule, SegmentMessage, schedule_of
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "receive", "reduce", "reduce_scatter", "scatter",
@@ -55,7 +55,7 @@ def all_to_all(x: torch.Tensor, channel: Channel, algorithm: str = "all_to_all")
     x = x.contiguous()
     out = x.clone()
     schedule = schedule_of("all_to_all", algorithm, channel.size)
-    Exchange(channel, schedule, x.numel(), x.dtype).run(x.view(-1), out.view(-1))
+    CollectiveRun(channel, schedule, x.numel(), x.dtype).run(x.view(-1), out.view(-1))
     return out
 
 
@@ -109,10 +109,12 @@ def receive(x: torch.Tensor, channel: Channel, source: int) -> torch.Tensor:
     return _in_place(x, channel, _one_message(channel.size, source, channel.rank), "sum")
 
 
-def _one_message(size: int, source: int, target: int) -> Schedule:
+def _one_message(size: int, source: int, target: int) -> CollectiveSchedule:
     if source == target or not (0 <= source < size and 0 <= target < size):
         raise ValueError(f"a message goes to another of {size} ranks, but got one from {source} to {target}")
-    return Schedule("send", "direct", size, 1, ((Message(source, target, 0, 1, 0, False),),), tuple(range(size)))
+    return CollectiveSchedule(
+        "send", "direct", size, 1, ((SegmentMessage(source, target, 0, 1, 0, False),),), tuple(range(size))
+    )
 
 
 def _check_rows(x: torch.Tensor, channel: Channel) -> None:
@@ -125,11 +127,11 @@ def _reordered(x: torch.Tensor, place: tuple[int, ...]) -> torch.Tensor:
     return x if place == tuple(range(len(place))) else x[list(place)]
 
 
-def _run(x: torch.Tensor, channel: Channel, schedule: Schedule, op: str = "sum") -> None:
-    Exchange(channel, schedule, x.numel(), x.dtype, op).run(x.view(-1))
+def _run(x: torch.Tensor, channel: Channel, schedule: CollectiveSchedule, op: str = "sum") -> None:
+    CollectiveRun(channel, schedule, x.numel(), x.dtype, op).run(x.view(-1))
 
 
-def _in_place(x: torch.Tensor, channel: Channel, schedule: Schedule, op: str) -> torch.Tensor:
+def _in_place(x: torch.Tensor, channel: Channel, schedule: CollectiveSchedule, op: str) -> torch.Tensor:
     work = x.contiguous()
     _run(work, channel, schedule, op)
     return x if work is x else x.copy_(work)

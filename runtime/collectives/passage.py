@@ -21,9 +21,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .rounds import Schedule, spans_of
+from .rounds import CollectiveSchedule, spans_of
 
-__all__ = ["ADD", "CLOSE", "GATHER", "KEEP", "PUT", "Arrival", "Departure", "Passage", "passage_of"]
+__all__ = ["ADD", "CLOSE", "GATHER", "KEEP", "PUT", "Departure", "Passage", "ReceivedChunk", "passage_of"]
 
 PUT, ADD, KEEP, GATHER, CLOSE = "put", "add", "keep", "gather", "close"
 _MOST_CHUNKS = 64  # of one message
@@ -42,7 +42,7 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedChunk:
     """A chunk to receive into elements [start, stop). action: what is done with it; freed: the receive after which its
     buffer is free again."""
 
@@ -68,7 +68,7 @@ class Passage:
     """All of one device. starts[i]: the sends to issue once receive i − 1 is in place (0: at once). tags: how many
     numbers its messages take."""
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[ReceivedChunk, ...]
     departures: tuple[Departure, ...]
     starts: tuple[tuple[int, ...], ...]
     tags: int
@@ -84,17 +84,17 @@ def _chunks(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     return [(a, min(a + width, stop)) for a in range(start, stop, width)]
 
 
-def _overlap(one: Arrival | Departure, other: Arrival | Departure) -> bool:
+def _overlap(one: ReceivedChunk | Departure, other: ReceivedChunk | Departure) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
 @lru_cache(maxsize=256)
-def passage_of(schedule: Schedule, device: int, length: int, chunk: int) -> Passage:
+def passage_of(schedule: CollectiveSchedule, device: int, length: int, chunk: int) -> Passage:
     """The part of ``device`` in a schedule on vectors of ``length`` elements, in chunks of at most ``chunk`` of them
     (more where a message would be more than 64 chunks)."""
     spans = spans_of(length, schedule.segments)
     apart = schedule.kind == "all_to_all"
-    coming: list[tuple[int, int, Arrival]] = []
+    coming: list[tuple[int, int, ReceivedChunk]] = []
     leaving: list[tuple[int, Departure]] = []
     for number, sends in enumerate(schedule.rounds):
         for m in sends:
@@ -108,7 +108,7 @@ def passage_of(schedule: Schedule, device: int, length: int, chunk: int) -> Pass
                     leaving.append((index, Departure(m.target, a, b, tag, number)))
                 else:
                     action = ADD if m.add else PUT
-                    coming.append((index, number, Arrival(m.source, a + shift, b + shift, tag, number, action)))
+                    coming.append((index, number, ReceivedChunk(m.source, a + shift, b + shift, tag, number, action)))
     coming.sort(key=lambda entry: (entry[1], entry[0], entry[2].peer))
     arrivals = _in_order([arrival for _, _, arrival in coming], device)
     departures = []
@@ -124,7 +124,7 @@ def passage_of(schedule: Schedule, device: int, length: int, chunk: int) -> Pass
     return Passage(tuple(arrivals), tuple(departures), tuple(map(tuple, starts)), tags)
 
 
-def _in_order(arrivals: list[Arrival], device: int) -> list[Arrival]:
+def _in_order(arrivals: list[ReceivedChunk], device: int) -> list[ReceivedChunk]:
     """With the actions that keep the order of sums."""
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index, arrival in enumerate(arrivals):
@@ -140,7 +140,7 @@ def _in_order(arrivals: list[Arrival], device: int) -> list[Arrival]:
     return done
 
 
-def _guarded(index: int, arrivals: list[Arrival], departures: list[Departure]) -> Arrival:
+def _guarded(index: int, arrivals: list[ReceivedChunk], departures: list[Departure]) -> ReceivedChunk:
     """With what it has to wait for."""
     arrival = arrivals[index]
     out = [s for s, d in enumerate(departures) if d.round <= arrival.round and _overlap(d, arrival)]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .rounds import Message, Schedule
+from .rounds import CollectiveSchedule, SegmentMessage
 
 __all__ = ["picture"]
 
 
-def picture(schedule: Schedule) -> str:
+def picture(schedule: CollectiveSchedule) -> str:
     """The rounds of ``schedule``."""
     p = schedule.size
     heads = ["round", *(f"device {i}" for i in range(p))]
@@ -29,7 +29,7 @@ def picture(schedule: Schedule) -> str:
     return "\n".join([title, *lines])
 
 
-def _cell(messages: Sequence[Message]) -> str:
+def _cell(messages: Sequence[SegmentMessage]) -> str:
     sources: dict[str, list[int]] = {}
     for m in messages:
         last = "" if m.last == m.first + 1 else f"-{m.last - 1}"

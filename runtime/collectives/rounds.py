@@ -32,11 +32,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-__all__ = ["DEFINED", "HIERARCHICAL", "Message", "Round", "Schedule", "schedule_of", "spans_of"]
+__all__ = ["DEFINED", "HIERARCHICAL", "CollectiveSchedule", "Round", "SegmentMessage", "schedule_of", "spans_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class SegmentMessage:
     """Segments [first, last) of ``source``, added to those of ``target`` or put in their place, from ``into`` on."""
 
     source: int
@@ -47,11 +47,11 @@ class Message:
     add: bool
 
 
-Round = tuple[Message, ...]
+Round = tuple[SegmentMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class CollectiveSchedule:
     """A collective of ``size`` devices on vectors of ``segments`` segments. place[device]: its segment, if it has
     one."""
 
@@ -71,8 +71,8 @@ def spans_of(length: int, segments: int) -> list[tuple[int, int]]:
 # ---- the parts: rounds of p devices
 
 
-def _say(source: int, target: int, first: int, last: int | None = None, add: bool = False) -> Message:
-    return Message(source, target, first, first + 1 if last is None else last, first, add)
+def _say(source: int, target: int, first: int, last: int | None = None, add: bool = False) -> SegmentMessage:
+    return SegmentMessage(source, target, first, first + 1 if last is None else last, first, add)
 
 
 def _ring_reduce_scatter(p: int) -> list[Round]:
@@ -170,7 +170,7 @@ def _folded(p: int, inner: Callable[[int], list[Round]], segments: int) -> list[
 def _shifts(p: int, rounds: Iterable[Iterable[int]]) -> list[Round]:
     """Segment j of device i to device j, as its segment i, for j − i in the shifts of each round."""
     return [
-        tuple(Message(i, (i + s) % p, (i + s) % p, (i + s) % p + 1, i, False) for s in shifts for i in range(p))
+        tuple(SegmentMessage(i, (i + s) % p, (i + s) % p, (i + s) % p + 1, i, False) for s in shifts for i in range(p))
         for shifts in rounds
     ]
 
@@ -259,7 +259,7 @@ _POWERS_ONLY = {("all_gather", "recursive_doubling"), ("reduce_scatter", "recurs
 @lru_cache(maxsize=512)
 def schedule_of(
     kind: str, algorithm: str, size: int, *, root: int = 0, members: int = 0, between: str = ""
-) -> Schedule:
+) -> CollectiveSchedule:
     """The rounds of one collective on ``size`` devices.
 
     root: where rooted ones start or end. members: for "hierarchical", devices per host, which are neighbours (0: all
@@ -279,11 +279,11 @@ def schedule_of(
     else:
         segments, rounds = _ROWS[kind][algorithm]
         found = tuple(rounds(size)) if size > 1 else ()
-        made = Schedule(kind, algorithm, size, segments(size), found, tuple(range(size)))
+        made = CollectiveSchedule(kind, algorithm, size, segments(size), found, tuple(range(size)))
     return _rooted(made, root) if root else made
 
 
-def _rooted(schedule: Schedule, root: int) -> Schedule:
+def _rooted(schedule: CollectiveSchedule, root: int) -> CollectiveSchedule:
     """Device ``root`` in the part of device 0, the others in turn."""
     p = schedule.size
     moved = _mapped(schedule.rounds, [(i + root) % p for i in range(p)])
@@ -294,7 +294,7 @@ def _mapped(rounds: Iterable[Round], devices: Sequence[int], offset: int = 0, wi
     """The same rounds among ``devices``, each segment being ``width`` ones from ``offset`` on."""
     return [
         tuple(
-            Message(
+            SegmentMessage(
                 devices[m.source], devices[m.target],
                 offset + m.first * width, offset + m.last * width, offset + m.into * width, m.add,
             )
@@ -309,7 +309,7 @@ def _at_once(groups: Iterable[list[Round]]) -> list[Round]:
     return [tuple(m for sends in together for m in sends) for together in zip(*groups, strict=True)]
 
 
-def _hierarchical(kind: str, size: int, members: int, between: str) -> Schedule:
+def _hierarchical(kind: str, size: int, members: int, between: str) -> CollectiveSchedule:
     if size % members or between not in HIERARCHICAL[kind]:
         raise ValueError(
             f"a hierarchical {kind} needs hosts of equally many devices and {' or '.join(HIERARCHICAL[kind])} between "
@@ -321,7 +321,7 @@ def _hierarchical(kind: str, size: int, members: int, between: str) -> Schedule:
         outer, inner = schedule_of(kind, between, hosts).rounds, schedule_of(kind, "tree", members).rounds
         parts = [_mapped(outer, [row[0] for row in local]), _at_once(_mapped(inner, row) for row in local)]
         rounds = [sends for part in (parts if kind == "broadcast" else parts[::-1]) for sends in part]
-        return Schedule(kind, "hierarchical", size, 1, tuple(rounds), tuple(range(size)))
+        return CollectiveSchedule(kind, "hierarchical", size, 1, tuple(rounds), tuple(range(size)))
     across = schedule_of(kind, between, hosts)
     width = across.segments  # of the part that a device has once its host is through
 
@@ -335,4 +335,4 @@ def _hierarchical(kind: str, size: int, members: int, between: str) -> Schedule:
     before = within("reduce_scatter") if kind != "all_gather" else []
     after = within("all_gather") if kind != "reduce_scatter" else []
     place = tuple(device % members * width + across.place[device // members] for device in range(size))
-    return Schedule(kind, "hierarchical", size, members * width, (*before, *middle, *after), place)
+    return CollectiveSchedule(kind, "hierarchical", size, members * width, (*before, *middle, *after), place)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ...costmodel.codecs import Factors, Run
+from ...costmodel.codecs import LowRankFactors, Run
 from .dither import draw
 from .gathered import GatheredCodec
 from .sparse import SparseCodec
@@ -58,7 +58,7 @@ class SampledTriplets(GatheredCodec):
     """Spectral: λ_i are the singular values of each matrix; ``payload.rank`` of its triplets are sent. What is not
     worth factoring is sent as it is."""
 
-    def __init__(self, place: Place, payload: Factors) -> None:
+    def __init__(self, place: Place, payload: LowRankFactors) -> None:
         self.payload = payload
         self.pieces: list[tuple[int, int, int, bool]] = []  # (offset, rows, columns, whether factored)
         offset = 0

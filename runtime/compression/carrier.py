@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import torch
 
-from ...costmodel.codecs import CODECS, TILE, Levels, carried_bytes
+from ...costmodel.codecs import CODECS, TILE, QuantizationLevels, carried_bytes
 from .dither import draw
 from .levels import NearestLevels, StochasticLevels
 from .packing import pack, unpack
-from .two_step import Messages, Tile
+from .two_step import BucketTile, Messages
 
 __all__ = ["Carrier", "carrier"]
 
@@ -31,7 +31,7 @@ def carrier(code: str, n: int, dtype: torch.dtype, device: torch.device) -> Carr
 
 
 @lru_cache(maxsize=64)
-def _made(kind: type[StochasticLevels], payload: Levels, device: torch.device) -> StochasticLevels:
+def _made(kind: type[StochasticLevels], payload: QuantizationLevels, device: torch.device) -> StochasticLevels:
     return kind(payload, device)
 
 
@@ -41,14 +41,14 @@ class Carrier:
     def __init__(self, code: str, n: int, dtype: torch.dtype, device: torch.device) -> None:
         self.n, self.dtype, self.device = n, dtype, device
         payload = CODECS[code].payload
-        self.levels = payload if isinstance(payload, Levels) else None
+        self.levels = payload if isinstance(payload, QuantizationLevels) else None
         if self.levels is None:
             self.half = torch.bfloat16 if code == "bf16" else torch.float16
             self.nbytes = n * self.half.itemsize
             return
         tiles = self.levels.tiles(n, 1)
         self.part, self.blocks = self.levels.part(n, 1), self.levels.blocks(tiles)
-        self.tiles = Tile.of_part(tiles[0], 0, self.levels.per_byte)
+        self.tiles = BucketTile.of_part(tiles[0], 0, self.levels.per_byte)
         self.nbytes = self.levels.part_bytes(self.part, self.blocks)
 
     def encode(self, x: torch.Tensor, key: int | None = None) -> torch.Tensor:

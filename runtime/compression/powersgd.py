@@ -22,7 +22,7 @@ from math import isfinite
 
 import torch
 
-from ...costmodel.codecs import Factors
+from ...costmodel.codecs import LowRankFactors
 from .dither import draw, uniforms
 from .linear import LinearCodec
 from .summing import Place
@@ -65,7 +65,7 @@ class _Matrix:
 class PowerSGD(LinearCodec):
     """The matrices of one bucket."""
 
-    def __init__(self, place: Place, payload: Factors, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, place: Place, payload: LowRankFactors, ranks: Sequence[int] | None = None) -> None:
         shapes = place.shapes or ((place.n,),)
         ranks = [payload.rank] * len(shapes) if ranks is None else list(ranks)
         if len(ranks) != len(shapes) or any(rank < 0 for rank in ranks):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...costmodel.codecs import CHUNK, CODECS, Codec, Dense, Entries, Factors, Levels
+from ...costmodel.codecs import CHUNK, CODECS, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
 from ..collectives.protocol import Submit
 from ..collectives.worker import submit
 from .atomo import SampledEntries, SampledTriplets
@@ -67,11 +67,11 @@ def _payload(codec: Codec, kind: type[_P]) -> _P:
     return codec.payload
 
 
-def blocks(make: Callable[[Levels, torch.device], BlockCodec]) -> Family:
+def blocks(make: Callable[[QuantizationLevels, torch.device], BlockCodec]) -> Family:
     """The family of a ``BlockCodec``."""
 
     def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
-        return TwoStepSum(codec.name, place, exchange, submit, make(_payload(codec, Levels), place.device))
+        return TwoStepSum(codec.name, place, exchange, submit, make(_payload(codec, QuantizationLevels), place.device))
 
     return family
 
@@ -104,14 +104,14 @@ def _half(dtype: torch.dtype) -> Family:
 def _powersgd(
     codec: Codec, place: Place, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
 ) -> CompressedSum:
-    payload = _payload(codec, Factors)
+    payload = _payload(codec, LowRankFactors)
     return LinearSum(
         codec.name, place, exchange, submit, lambda low, high, i: PowerSGD(place, payload, ranks), max(place.n, 1)
     )
 
 
 def _spectral(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
-    payload = _payload(codec, Factors)
+    payload = _payload(codec, LowRankFactors)
     return GatheredSum(
         codec.name, place, exchange, submit, lambda low, high, i: SampledTriplets(place, payload), max(place.n, 1)
     )

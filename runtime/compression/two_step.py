@@ -1,9 +1,9 @@
 """Two steps: all-to-all, each rank sums one part, re-encodes it, all-gather. The wire ratio does not depend on the
 ranks.
 
-A chunk of c elements has p parts of m elements (m as ``codecs.Levels.part`` says; the last may have less, or nothing).
+A chunk of c elements has p parts of m elements (m as ``codecs.QuantizationLevels.part`` says; the last may have less, or nothing).
 A message holds one part: int32 [1] whose gradient is not finite, or -1; fp32 [blocks, scales]; int8 [m / per_byte].
-Blocks (``codecs.Levels.tiles``) are encoded in tiles, so that scratch stays small.
+Blocks (``codecs.QuantizationLevels.tiles``) are encoded in tiles, so that scratch stays small.
 
 A biased codec sends what it owes: e₁ += g, send Q(e₁), e₁ −= Q(e₁), and in the same way e₂ for the part that a rank
 sums. Then Σ_t applied = Σ_t Σ_ranks g − Σ_ranks e₁ − e₂ (Karimireddy et al. 2019; Tang et al. 2019, DoubleSqueeze,
@@ -17,14 +17,14 @@ from math import isfinite
 
 import torch
 
-from ...costmodel.codecs import TILE, Levels, Run
+from ...costmodel.codecs import TILE, QuantizationLevels, Run
 from ..collectives.protocol import Submit
 from .dither import draw
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
 from .summing import ChunkCodec, ChunkedSum, Place, first_culprit
 
-__all__ = ["BlockCodec", "Messages", "Tile", "TwoStepSum"]
+__all__ = ["BlockCodec", "BucketTile", "Messages", "TwoStepSum"]
 
 
 class BlockCodec:
@@ -33,7 +33,7 @@ class BlockCodec:
     feedback = False
     scratch = True  # whether it asks for ``room``
 
-    def __init__(self, payload: Levels, device: torch.device) -> None:
+    def __init__(self, payload: QuantizationLevels, device: torch.device) -> None:
         self.payload = payload
         self._room = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
 
@@ -53,7 +53,7 @@ class BlockCodec:
 
 
 @dataclass(frozen=True)
-class Tile:
+class BucketTile:
     """Elements low..high of a bucket, as bytes first..last of a part's data; runs: of blocks of one width, each
     (from, to, rows, number of the first block), counted from ``low``."""
 
@@ -64,7 +64,7 @@ class Tile:
     runs: tuple[tuple[int, int, int, int], ...]
 
     @staticmethod
-    def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[Tile]:
+    def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[BucketTile]:
         """start: of the message in the bucket."""
         made, blocks = [], 0
         origin = tiles[0][0][0] if tiles else 0
@@ -75,26 +75,26 @@ class Tile:
                 runs.append((a - low, b - low, (b - a) // width, blocks))
                 blocks += (b - a) // width
             first, last = (low - origin) // per_byte, -(-(high - origin) // per_byte)
-            made.append(Tile(start + low, start + high, first, last, tuple(runs)))
+            made.append(BucketTile(start + low, start + high, first, last, tuple(runs)))
         return made
 
 
 class Messages:
     """``count`` encoded parts, one after another, and views of what is in them."""
 
-    def __init__(self, payload: Levels, part: int, blocks: int, count: int, device: torch.device) -> None:
+    def __init__(self, payload: QuantizationLevels, part: int, blocks: int, count: int, device: torch.device) -> None:
         self._read(
             payload, torch.zeros(count, payload.part_bytes(part, blocks), dtype=torch.uint8, device=device), blocks
         )
 
     @classmethod
-    def over(cls, payload: Levels, received: torch.Tensor, blocks: int) -> Messages:
+    def over(cls, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> Messages:
         """Of the bytes that came: uint8 [count, bytes of a part]."""
         made = cls.__new__(cls)
         made._read(payload, received, blocks)
         return made
 
-    def _read(self, payload: Levels, received: torch.Tensor, blocks: int) -> None:
+    def _read(self, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> None:
         self.bytes, end = received, 4 + 4 * payload.scales * blocks
         self.headers = received[:, :4].view(torch.int32)[:, 0]
         self.scales = received[:, 4:end].view(torch.float32).view(len(received), blocks, payload.scales)
@@ -104,10 +104,12 @@ class Messages:
 class _Chunk(ChunkCodec):
     """One message's worth of the bucket: its buffers, the tiles of its parts, its residuals."""
 
-    def __init__(self, payload: Levels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool) -> None:
+    def __init__(
+        self, payload: QuantizationLevels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool
+    ) -> None:
         self.low, self.part = low, payload.part(high - low, exchange.size)
         tiles = payload.tiles(high - low, exchange.size, place.shapes, low)
-        self.tiles = [Tile.of_part(part, low, payload.per_byte) for part in tiles]
+        self.tiles = [BucketTile.of_part(part, low, payload.per_byte) for part in tiles]
         form = (payload, self.part, payload.blocks(tiles))
         self.sent, self.came, self.told = (Messages(*form, exchange.size, place.device) for _ in range(3))
         self.mine = Messages(*form, 1, place.device)
@@ -176,7 +178,13 @@ class TwoStepSum(ChunkedSum[_Chunk]):
                 self._encode_tile(chunk.sent, j, tile, work, owed, (i, j, t))
 
     def _encode_tile(
-        self, to: Messages, j: int, tile: Tile, work: torch.Tensor, owed: torch.Tensor | None, where: tuple[int, ...]
+        self,
+        to: Messages,
+        j: int,
+        tile: BucketTile,
+        work: torch.Tensor,
+        owed: torch.Tensor | None,
+        where: tuple[int, ...],
     ) -> None:
         """Encode ``work`` into message j; ``owed`` becomes what was not sent."""
         if not isfinite(work.sum().item()):
@@ -219,13 +227,13 @@ class TwoStepSum(ChunkedSum[_Chunk]):
                 if out is not piece:
                     piece.copy_(out)
 
-    def _decode_add(self, messages: Messages, j: int, tile: Tile, out: torch.Tensor) -> None:
+    def _decode_add(self, messages: Messages, j: int, tile: BucketTile, out: torch.Tensor) -> None:
         digits = self._digits(tile)
         unpack(messages.data[j, tile.first : tile.last], self.codec.payload.base, digits, self.quotients[: len(digits)])
         for low, high, rows, first in tile.runs:
             scales = messages.scales[j, first : first + rows]
             self.codec.decode_add(scales, digits[low:high].view(rows, -1), out[low:high].view(rows, -1))
 
-    def _digits(self, tile: Tile) -> torch.Tensor:
+    def _digits(self, tile: BucketTile) -> torch.Tensor:
         """Room for a tile's, up to a whole byte."""
         return self.digits[: (tile.last - tile.first) * self.codec.payload.per_byte]

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.schedule import Action, Place
-from ...compiler.plan.boundaries import Facts, facts_of, places_of
+from ...compiler.plan.boundaries import BoundaryMetadata, facts_of, places_of
 from ...compiler.plan.plan import Plan
 
 __all__ = ["exchange", "own_facts", "programs_of", "settled"]
 
 
-def exchange(plan: Plan, mine: Sequence[Facts]) -> dict[Place, Facts]:
+def exchange(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
     """Every place's facts, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
     the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -101,6 +101,6 @@ def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None)
     return tuple(programs)
 
 
-def own_facts(programs: Sequence[ChunkProgram], stage: int | None) -> list[Facts]:
+def own_facts(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
     """Of a rank's programs."""
     return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

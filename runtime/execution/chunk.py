@@ -18,15 +18,15 @@ from ...compiler.ir.program import ChunkProgram, Slot
 from ...compiler.ir.reshard import Steps, apply_steps, run_steps, steps_between
 from ...compiler.ir.spec import Spec, without_partials
 from ...compiler.pipeline.schedule import Place
-from ...compiler.plan.boundaries import Facts, Link
-from ...compiler.plan.cross_mesh import Layout, tiles
+from ...compiler.plan.boundaries import BoundaryMetadata, BoundaryTransfer
+from ...compiler.plan.cross_mesh import MeshLayout, tiles
 from ...compiler.plan.plan import Plan
 from ...compiler.plan.segments import repeating
-from ..parameters.state import State
+from ..parameters.state import ParameterState
 from ..transport.cross_mesh import Port
-from ..transport.shared_memory import NearMessages
+from ..transport.shared_memory import SharedMemoryMessages
 from .compilation import Compiler
-from .input_sharding import Feeder
+from .input_sharding import InputSharder
 from .split_backward import Halves, halve
 
 __all__ = ["BoundChunk", "Groups", "Inside", "bind_links"]
@@ -39,7 +39,7 @@ Groups = Callable[[Place, Place], tuple[Any, Any]]
 
 
 @dataclass
-class Way:
+class TransferEnd:
     """One transfer at one of its ends: slot or exit ``position``, the port forward, and the one back (None: no
     gradient)."""
 
@@ -69,7 +69,7 @@ class BoundChunk:
     """
 
     def __init__(
-        self, plan: Plan, place: Place, program: ChunkProgram, comm: Comm, state: State, feeder: Feeder,
+        self, plan: Plan, place: Place, program: ChunkProgram, comm: Comm, state: ParameterState, feeder: InputSharder,
         training: bool, halved: bool, compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.place, self.program, self.comm = plan, place, program, comm
@@ -90,8 +90,8 @@ class BoundChunk:
         self.buffer_exits = [(i, exit.name) for i, exit in exits if exit.kind == "buffer" and training]
         self.output_exits = [(i, exit.name) for i, exit in exits if exit.kind == "output"]
         self.loss_exit = next((i for i, exit in exits if exit.kind == "loss"), None)
-        self.inward: list[Way] = []
-        self.outward: list[Way] = []
+        self.inward: list[TransferEnd] = []
+        self.outward: list[TransferEnd] = []
         self.entering: list[Inside] = []  # from other chunks of this stage
         self.leaving: list[Inside] = []
         self.seeds: dict[float, torch.Tensor] = {}
@@ -112,7 +112,7 @@ class BoundChunk:
         elif slot.kind == "constant":
             here, constants = self.plan.stages[stage], self.program.constants
             whole = constants[slot.name] if slot.name in constants else constants[slot.node]
-            box = Layout(here.devices, here.mesh_shape, slot.pair.value).box(whole.shape, rank)
+            box = MeshLayout(here.devices, here.mesh_shape, slot.pair.value).box(whole.shape, rank)
             index = tuple(slice(start, stop) for start, stop in box)
             self.template[position] = whole[index].contiguous().to(self.state.device)
 
@@ -231,9 +231,9 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def bind_links(
-    parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, Facts], links: Sequence[Link],
+    parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, BoundaryMetadata], links: Sequence[BoundaryTransfer],
     back: set[tuple[str, Place]], groups: Groups, microbatches: int, seed: int = 0,
-    near: NearMessages | None = None,
+    near: SharedMemoryMessages | None = None,
 ) -> None:  # fmt: skip
     """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank. seed: of
     the codes in which gradients go back."""
@@ -275,16 +275,16 @@ def bind_links(
         forward, backward = ports[0], ports[1] if returns else None
         if link.source in mine:
             source = mine[link.source]
-            source.outward.append(Way(_exit(source, link.node), forward, backward))
+            source.outward.append(TransferEnd(_exit(source, link.node), forward, backward))
         elif link.target in mine:
             target = mine[link.target]
             steps = steps_between(into.cotangent, without_partials(into.cotangent))
-            target.inward.append(Way(_slot(target, link.node), forward, backward, steps))
+            target.inward.append(TransferEnd(_slot(target, link.node), forward, backward, steps))
 
 
-def _layout(plan: Plan, place: Place, spec: Spec) -> Layout:
+def _layout(plan: Plan, place: Place, spec: Spec) -> MeshLayout:
     stage = plan.stages[place[0]]
-    return Layout(stage.devices, stage.mesh_shape, spec)
+    return MeshLayout(stage.devices, stage.mesh_shape, spec)
 
 
 def _exit(part: BoundChunk, node: str) -> int:

@@ -14,16 +14,16 @@ from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.reshard import apply_steps, steps_between
 from ...compiler.ir.spec import R
 from ...compiler.pipeline.schedule import Place
-from ...compiler.plan.boundaries import Facts
-from ...compiler.plan.cross_mesh import Layout, cut
+from ...compiler.plan.boundaries import BoundaryMetadata
+from ...compiler.plan.cross_mesh import MeshLayout, cut
 from ...compiler.plan.plan import Plan
-from ..parameters.state import State
+from ..parameters.state import ParameterState
 from ..transport.cross_mesh import wire
 from ..transport.process_groups import DistributedComm
 from .boundary_metadata import exchange, own_facts, programs_of
 from .chunk import Groups
 from .executor import Executor
-from .input_sharding import Feeder
+from .input_sharding import InputSharder
 
 __all__ = ["Evaluation"]
 
@@ -31,9 +31,11 @@ __all__ = ["Evaluation"]
 class Evaluation:
     """What a session of ``plan`` needs to run forwards; ``comm`` is None on an idle rank."""
 
-    def __init__(self, plan: Plan, comm: DistributedComm | None, state: State, groups: Groups, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, comm: DistributedComm | None, state: ParameterState, groups: Groups, seed: int
+    ) -> None:
         self.plan, self.comm, self.state, self.groups, self.seed = plan, comm, state, groups, seed
-        self._bound: list[tuple[Sequence[ChunkProgram], Executor, dict[Place, Facts]]] = []
+        self._bound: list[tuple[Sequence[ChunkProgram], Executor, dict[Place, BoundaryMetadata]]] = []
 
     def run(
         self, inputs: Mapping[str, torch.Tensor], plan: Plan, programs: Sequence[ChunkProgram], step: int
@@ -68,7 +70,7 @@ class Evaluation:
                 out[name] = whole
         return out
 
-    def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, Facts]]:
+    def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, BoundaryMetadata]]:
         for known, executor, facts in self._bound:
             if known is programs:
                 return executor, facts
@@ -79,14 +81,14 @@ class Evaluation:
         own = programs_of(plan, programs, self.state.stage)
         facts = exchange(plan, own_facts(own, self.state.stage))
         uses = [use for fact in facts.values() for use in fact.inputs]
-        feeder = Feeder(plan, uses, self.comm, self.state.device, microbatches=1)
+        feeder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
         executor = Executor(
             plan, own, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed, training=False
         )
         self._bound.append((programs, executor, facts))
         return executor, facts
 
-    def _lend(self, executor: Executor, facts: Mapping[Place, Facts]) -> None:
+    def _lend(self, executor: Executor, facts: Mapping[Place, BoundaryMetadata]) -> None:
         """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
         nothing to do."""
         for (index, _), fact in facts.items():
@@ -95,5 +97,5 @@ class Evaluation:
                 if index not in self.state.homes.get(name, ()):
                     whole = self.state.whole(name)
                     if index == self.state.stage:
-                        box = Layout(here.devices, here.mesh_shape, spec).box(whole.shape, self.state.rank)
+                        box = MeshLayout(here.devices, here.mesh_shape, spec).box(whole.shape, self.state.rank)
                         executor.borrowed[name] = cut(whole, box).contiguous()

@@ -24,18 +24,18 @@ from ...compiler.ir.comm import Context, use
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.families import generate
 from ...compiler.pipeline.schedule import Action, Place, validate
-from ...compiler.plan.boundaries import Facts, differentiable_links, links_of, places_of
+from ...compiler.plan.boundaries import BoundaryMetadata, differentiable_links, links_of, places_of
 from ...compiler.plan.plan import Plan
 from ..parameters.gradients import GradientReducer
-from ..parameters.state import State
+from ..parameters.state import ParameterState
 from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Incoming, Port
-from ..transport.process_groups import DistributedComm, Pending
-from ..transport.shared_memory import NearMessages
+from ..transport.process_groups import DistributedComm, PendingCollective
+from ..transport.shared_memory import SharedMemoryMessages
 from .boundary_metadata import settled
 from .chunk import BoundChunk, Groups, Sends, bind_links
 from .compilation import Compiler
-from .input_sharding import Feeder
+from .input_sharding import InputSharder
 from .replicas import Alone
 
 __all__ = ["BatchLoss", "Executor"]
@@ -65,13 +65,13 @@ class Executor:
         plan: Plan,
         programs: Sequence[ChunkProgram],
         comm: DistributedComm | None,
-        state: State,
-        facts: Mapping[Place, Facts],
-        feeder: Feeder,
+        state: ParameterState,
+        facts: Mapping[Place, BoundaryMetadata],
+        feeder: InputSharder,
         *,
         reducer: GradientReducer | None = None,
         groups: Groups = lambda source, target: (None, None),
-        near: NearMessages | None = None,
+        near: SharedMemoryMessages | None = None,
         seed: int = 0,
         training: bool = True,
         trace: Trace | None = None,
@@ -267,7 +267,7 @@ class BatchLoss:
         """What a microbatch left (0-d). Its storage may have room for all addends, so it is copied."""
         self.losses.append(loss.detach().clone())
 
-    def start(self) -> Pending | None:
+    def start(self) -> PendingCollective | None:
         """Start the sum of what is there; nothing is left. None where this rank has no loss."""
         losses, self.losses = self.losses, []
         if not losses:
@@ -275,4 +275,4 @@ class BatchLoss:
         mine = losses[0] if len(losses) == 1 else torch.stack(losses).sum() / len(losses)
         if self.times > 1:
             mine *= self.times
-        return self.comm.start_sum(mine, self.axes) if self.axes else Pending(None, mine, mine)
+        return self.comm.start_sum(mine, self.axes) if self.axes else PendingCollective(None, mine, mine)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ...compiler.ir.program import ChunkProgram
-from ...compiler.plan.cross_mesh import Layout
+from ...compiler.plan.cross_mesh import MeshLayout
 from ...compiler.plan.plan import Plan
 from ..collectives.protocol import Sum
 from ..collectives.worker import LANES
-from ..parameters.gradient_all_reduce import Sums
+from ..parameters.gradient_all_reduce import GradientAllReduce
 from ..parameters.optimizer import OptimizerFactory, gradient_norm
 from ..parameters.tied import TiedParameters
 from .executor import Executor
@@ -27,11 +27,11 @@ from .local_sgd import DelayedGradients, PeriodicAverage
 from .pipedream import StashingExecutor
 from .replicas import Replicas
 
-__all__ = ["TIGHT", "Loosely", "Looseness"]
+__all__ = ["SYNCHRONOUS", "IndependentReplicas", "LocalUpdates"]
 
 
 @dataclass(frozen=True)
-class Looseness:
+class LocalUpdates:
     """How loosely replicas go together. delay: steps for which a mean of gradients (or, with ``every`` > 1, of
     parameters) may be on its way; every: steps between two averages of parameters, 1: gradients are averaged instead;
     outer: the optimizer that applies these averages, None: the average itself.
@@ -60,24 +60,28 @@ class Looseness:
             )
 
     @property
-    def is_tight(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether every step waits for its own gradients."""
         return self.delay == 0 and self.every == 1
 
 
-TIGHT = Looseness()
+SYNCHRONOUS = LocalUpdates()
 """Every step waits for its own gradients, and replicas are always equal."""
 
 
-class Loosely:
+class IndependentReplicas:
     """What a session does differently. Its construction is collective; ``bind`` follows once there are parameters."""
 
-    def __init__(self, looseness: Looseness, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> None:
+    def __init__(
+        self, looseness: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
+    ) -> None:
         self.looseness, self.plan = looseness, plan
         self.replicas = Replicas(plan, programs, stage)
         self.means: DelayedGradients | PeriodicAverage | None = None
 
-    def bind(self, executor: Executor, tied: TiedParameters, leaves: Sequence[nn.Parameter], sums: Sums) -> None:
+    def bind(
+        self, executor: Executor, tied: TiedParameters, leaves: Sequence[nn.Parameter], sums: GradientAllReduce
+    ) -> None:
         """leaves: what the optimizer updates; sums: how it travels, if not as the backend does it. ValueError if
         anything of ``executor`` or ``tied`` goes from one replica to another."""
         if isinstance(executor, StashingExecutor):
@@ -131,7 +135,7 @@ class Loosely:
     def gradient_norm(
         self,
         parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, MeshLayout],
         rank: int,
         device: torch.device,
         dtype: torch.dtype,

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.plan.boundaries import InputUse
-from ...compiler.plan.cross_mesh import Layout, coordinates, cut
+from ...compiler.plan.cross_mesh import MeshLayout, coordinates, cut
 from ...compiler.plan.plan import Plan
 from ..transport.error_propagation import agree
 from ..transport.process_groups import DistributedComm
 
-__all__ = ["Feeder"]
+__all__ = ["InputSharder"]
 
 
-class Feeder:
+class InputSharder:
     """Checks and slices inputs. ``uses``: those of all stages, equal on every rank; ``position`` of a use: the slot's
     index."""
 
@@ -57,7 +57,7 @@ class Feeder:
         for use in uses:
             if use.stage == stage:
                 here = plan.stages[stage]
-                box = Layout(here.devices, here.mesh_shape, use.spec).box(use.type.shape, rank)
+                box = MeshLayout(here.devices, here.mesh_shape, use.spec).box(use.type.shape, rank)
                 boxes = [self._at(use, box, index) for index in range(self.microbatches)]
                 self.plans[use.chunk].append((use.position, use.name, boxes))
         self._compared = False  # whether the ranks have compared what they pass

@@ -34,7 +34,7 @@ from torch import nn
 from ...compiler.ir.comm import use
 from ...compiler.pipeline.families import PIPEDREAM, generate, lag_steps
 from ...compiler.pipeline.schedule import validate
-from ...compiler.plan.boundaries import Facts
+from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
 from ..profiling.trace import Mark
 from ..transport.cross_mesh import Incoming, Port
@@ -279,7 +279,7 @@ class Overlapping:
         self,
         plan: Plan,
         executor: StashingExecutor,
-        loss: tuple[int, Facts] | None,
+        loss: tuple[int, BoundaryMetadata] | None,
         optimizer: torch.optim.Optimizer | None,
         clip_grad_norm: float | None,
         device: torch.device,

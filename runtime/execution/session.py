@@ -21,28 +21,28 @@ from torch import nn
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.spec import Spec
 from ...compiler.pipeline.schedule import Place
-from ...compiler.plan.boundaries import Facts, links_of
+from ...compiler.plan.boundaries import BoundaryMetadata, links_of
 from ...compiler.plan.plan import BUCKET_BYTES, Plan
 from ...compiler.plan.validation import is_asynchronous
 from ..collectives.worker import LANES
 from ..errors import NonFiniteGradient, NonFiniteLoss
-from ..parameters.gradient_all_reduce import Sums
+from ..parameters.gradient_all_reduce import GradientAllReduce
 from ..parameters.gradients import GradientReducer
 from ..parameters.optimizer import LossScale, OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
 from ..parameters.optimizer_shards import ValueGatherer, own_parts
-from ..parameters.state import Init, ModelInfo, State, Weights
+from ..parameters.state import Init, ModelInfo, ParameterState, Weights
 from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
 from ..transport.error_propagation import alike
 from ..transport.process_groups import bind_all
-from ..transport.shared_memory import Near, NearMessages
+from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
 from .boundary_metadata import exchange, own_facts, programs_of
 from .chunk import Groups
 from .compilation import Compiler
 from .evaluation import Evaluation
 from .executor import Executor
-from .independent_replicas import TIGHT, Loosely, Looseness
-from .input_sharding import Feeder
+from .independent_replicas import SYNCHRONOUS, IndependentReplicas, LocalUpdates
+from .input_sharding import InputSharder
 from .pipedream import Overlapping, StashingExecutor
 
 __all__ = ["Session"]
@@ -74,7 +74,7 @@ class Session:
         device: torch.device | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         compiler: Compiler | None = None,
-        looseness: Looseness = TIGHT,
+        looseness: LocalUpdates = SYNCHRONOUS,
     ) -> None:
         _check_plan(plan)
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, clip_grad_norm, seed, data
@@ -82,17 +82,19 @@ class Session:
         self.rank = dist.get_rank()
         cuda = dist.get_backend() == "nccl"
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-        self.comm = bind_all(plan, 1 if looseness.is_tight else LANES)
+        self.comm = bind_all(plan, 1 if looseness.is_synchronous else LANES)
         self.stage = plan.stage_of(self.rank)
         self.programs = programs_of(plan, programs, self.stage)
         self.facts = exchange(plan, own_facts(self.programs, self.stage))
-        self.loosely = None if looseness.is_tight else Loosely(looseness, plan, self.programs, self.stage)
+        self.loosely = (
+            None if looseness.is_synchronous else IndependentReplicas(looseness, plan, self.programs, self.stage)
+        )
         self.loose_axes = self.loosely.replicas.axes if self.loosely else ()
         self.groups = _groups(plan, self.facts, cuda)
         cpu = self.device.type == "cpu" and not cuda
-        near = NearMessages(Near.meet()) if cpu and len(plan.stages) > 1 else None
+        near = SharedMemoryMessages(SharedMemory.meet()) if cpu and len(plan.stages) > 1 else None
         writers = {name: place[0] for place, fact in self.facts.items() for name in fact.written}
-        self.state = State(plan, model_info, self.comm, self.device, _buffers(plan, self.facts), writers)
+        self.state = ParameterState(plan, model_info, self.comm, self.device, _buffers(plan, self.facts), writers)
         if isinstance(init, Mapping):
             weights, init = _merge(weights, init), None
         self.state.initialize(weights, init, seed)
@@ -105,7 +107,7 @@ class Session:
         with alike():  # one stage of an edited plan may be what cannot run
             parts = own_parts(plan, self.stage, self.state.parameters, self.state.masters, self.comm, self.loose_axes)
             blocks = list(parts.values())
-            self.sums = Sums(plan, self.stage, self.comm, seed)
+            self.sums = GradientAllReduce(plan, self.stage, self.comm, seed)
             self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace, self.sums)
         # what the optimizer updates, and where gradients are after the reduction
         self.held = self.state.parameters | {name: part.parameter for name, part in parts.items()}
@@ -118,7 +120,7 @@ class Session:
         self.values = ValueGatherer(self.comm, [parts[name] for name in self.owned if name in parts], bucket_bytes)
         with alike():
             uses = [use for fact in self.facts.values() for use in fact.inputs]
-            self.feeder = Feeder(plan, uses, self.comm, self.device, data)
+            self.feeder = InputSharder(plan, uses, self.comm, self.device, data)
             self.executor = (StashingExecutor if is_asynchronous(plan) else Executor)(
                 plan, self.programs, self.comm, self.state, self.facts, self.feeder,
                 reducer=self.reducer, groups=self.groups, near=near, seed=seed, trace=self.trace,
@@ -360,12 +362,12 @@ class Session:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Original names → DTensors of this rank's stage; see ``State.state_dict``."""
+        """Original names → DTensors of this rank's stage; see ``ParameterState.state_dict``."""
         self.require_drained("a state dict")
         return self.state.state_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take values by original names; see ``State.load_state_dict``."""
+        """Take values by original names; see ``ParameterState.load_state_dict``."""
         self.require_drained("loading a state dict")
         self.state.load_state_dict(values)
         self.values.refresh()
@@ -414,7 +416,7 @@ def _check_plan(plan: Plan) -> None:
     plan.require_executable()
 
 
-def _buffers(plan: Plan, facts: Mapping[Place, Facts]) -> list[dict[str, Spec]]:
+def _buffers(plan: Plan, facts: Mapping[Place, BoundaryMetadata]) -> list[dict[str, Spec]]:
     """Stage → buffer → where it is kept: as the chunk that writes it has it, else the first that reads it."""
     out: list[dict[str, Spec]] = [{} for _ in plan.stages]
     for (stage, _), fact in facts.items():
@@ -423,7 +425,7 @@ def _buffers(plan: Plan, facts: Mapping[Place, Facts]) -> list[dict[str, Spec]]:
     return out
 
 
-def _groups(plan: Plan, facts: Mapping[Place, Facts], cuda: bool) -> Groups:
+def _groups(plan: Plan, facts: Mapping[Place, BoundaryMetadata], cuda: bool) -> Groups:
     """The groups in which messages between stages go: to later stages in another than to earlier ones. Collective.
 
     Gloo holds a pair of ranks locked while it writes to or reads from it, and its thread, woken by a message, spins

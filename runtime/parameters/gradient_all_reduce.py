@@ -1,7 +1,7 @@
 """The sums by which gradients travel, but for those that the backend makes.
 
 Where a plan's wires say nothing and ranks share memory, they sum there (``SharedSum``). A wire names mesh axes of a
-stage, an algorithm and a code (``plan.Wire``). Every bucket over these axes gets a persistent ``Sum`` of its own, made
+stage, an algorithm and a code (``plan.GradientReduction``). Every bucket over these axes gets a persistent ``Sum`` of its own, made
 on all ranks of the stage in the order of the buckets. They send from a communication thread (``worker``), over process
 groups that nothing else uses and each of these threads has of its own::
 
@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compiler.plan.plan import Plan, Wire
+from ...compiler.plan.plan import GradientReduction, Plan
 from ..collectives.channel import Channel
 from ..collectives.dense import DenseSum
-from ..collectives.engine import Exchange as Rounds
+from ..collectives.engine import CollectiveRun as Rounds
 from ..collectives.protocol import Pending, Submit, Sum
 from ..collectives.rounds import schedule_of
 from ..collectives.worker import submit
@@ -40,15 +40,15 @@ from ..compression.exchange import Done, Exchange, GroupExchange, Work, finish
 from ..compression.registry import make_sum
 from ..compression.summing import CompressedSum
 from ..transport.process_groups import DistributedComm
-from ..transport.shared_memory import Near, SharedSum
+from ..transport.shared_memory import SharedMemory, SharedSum
 
-__all__ = ["ByAlgorithm", "OuterSum", "Sums", "part_of"]
+__all__ = ["ByAlgorithm", "GradientAllReduce", "OuterSum", "part_of"]
 
 
 _PASSAGE = 1 << 18  # elements of shared memory through which larger tensors are summed
 
 
-class Sums:
+class GradientAllReduce:
     """Makes the sums of one rank's buckets, and keeps what of them a checkpoint holds. seed: of codes that draw. comm:
     has groups for each lane on which sums shall go."""
 
@@ -62,9 +62,9 @@ class Sums:
             for s, wire in coded
         )
         self._hops: dict[tuple[tuple[int, ...], int], _Hop] = {}
-        self._wires: dict[tuple[int, ...], Wire] = {}
+        self._wires: dict[tuple[int, ...], GradientReduction] = {}
         self._comm = comm
-        self._near: dict[tuple[int, ...], Near] = {}
+        self._near: dict[tuple[int, ...], SharedMemory] = {}
         self._passages: dict[tuple[tuple[int, ...], torch.dtype], SharedSum] = {}
         if stage is None or comm is None:
             return
@@ -110,7 +110,7 @@ class Sums:
         if self._comm is None or axes in self._wires or device.type != "cpu":
             return None
         if axes not in self._near:
-            self._near[axes] = Near.meet(self._comm.groups[axes])
+            self._near[axes] = SharedMemory.meet(self._comm.groups[axes])
         near = self._near[axes]
         if not near.is_all:
             return None

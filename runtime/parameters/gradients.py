@@ -4,7 +4,7 @@ A gradient whose cotangent is P on some axes is summed over exactly those: in fl
 hooks during a backward as soon as it is full, so communication hides behind computation. Whole sums are made once per
 step, in the last microbatch's backward. Where the optimizer has only a block of a parameter (``optimizer_shards``),
 each rank gets the sum of its block, in the last backward (ZeRO-1) or in every one (ZeRO-2), and lets go of the whole
-gradient; blocks add up in ``Owned.parameter.grad``. Under mixed precision every backward's 16-bit gradients are added
+gradient; blocks add up in ``OptimizerShards.parameter.grad``. Under mixed precision every backward's 16-bit gradients are added
 to what will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is already the
 mean over the whole batch, so sums are all there is; nothing is divided.
 """
@@ -22,10 +22,10 @@ from ...compiler.plan.plan import BUCKET_BYTES, gradient_buckets
 from ..collectives.protocol import Sum
 from ..errors import NonFiniteGradient
 from ..profiling.trace import Trace
-from ..transport.process_groups import DistributedComm, Pending
+from ..transport.process_groups import DistributedComm, PendingCollective
 from ..transport.shared_memory import SharedSum
-from .gradient_all_reduce import Sums
-from .optimizer_shards import Bundle, Owned
+from .gradient_all_reduce import GradientAllReduce
+from .optimizer_shards import Bundle, OptimizerShards
 
 __all__ = ["GradientReducer"]
 
@@ -65,7 +65,7 @@ class _Bucket:
         """Before the first backward of a batch."""
         self.arm()
 
-    def bind(self, sums: Sums) -> None:
+    def bind(self, sums: GradientAllReduce) -> None:
         """Get the sum that the plan asks for."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class _Summed(_Bucket):
     def _any(self) -> bool:
         return any(leaf.grad is not None for leaf in self.parameters)
 
-    def bind(self, sums: Sums) -> None:
+    def bind(self, sums: GradientAllReduce) -> None:
         """The sum over its axes. In memory that the ranks share, several gradients lie from the beginning; one alone is
         let go with the step, and takes no such room."""
         first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
@@ -173,12 +173,12 @@ class _Scattered(_Bucket):
 
     unscale = 1.0
 
-    def __init__(self, owned: Sequence[Owned]) -> None:
+    def __init__(self, owned: Sequence[OptimizerShards]) -> None:
         self.bundle = Bundle(owned)
         self.often = owned[0].often
         self.eager = self.often or owned[0].mixed
         self.wire: torch.Tensor | None = None
-        self.work: Pending | None = None
+        self.work: PendingCollective | None = None
         super().__init__([one.leaf for one in owned])
 
     def arm(self) -> None:
@@ -186,7 +186,7 @@ class _Scattered(_Bucket):
         super().arm()
         self.there = [False] * len(self.parameters)
 
-    def bind(self, sums: Sums) -> None:
+    def bind(self, sums: GradientAllReduce) -> None:
         """The sum of all ranks' blocks over all of its axes: what is sent is less than what is not needed."""
         first, parts = self.bundle.members[0].parameter, [owned.parameter.shape for owned in self.bundle.members]
         axes, size = tuple(sorted((*self.bundle.axes, *self.bundle.rest))), self.bundle.rows * self.bundle.starts[-1]
@@ -221,12 +221,12 @@ class _Scattered(_Bucket):
         assert self.wire is not None
         if self.sum is not None:
             mine = self.wire[comm.joint_index(self.bundle.axes)]
-            self.work = Pending(self.sum.start(self.wire.view(-1)), mine, self.wire, torch.clone)
+            self.work = PendingCollective(self.sum.start(self.wire.view(-1)), mine, self.wire, torch.clone)
         elif self.bundle.axes:
             self.work = comm.start_reduce_scatter(self.wire, self.bundle.axes)
         else:
             started = comm.start_all_reduce(self.wire, self.bundle.rest) if self.bundle.rest else None
-            self.work = Pending(started, self.wire.view(-1), self.wire)
+            self.work = PendingCollective(started, self.wire.view(-1), self.wire)
         self.wire, self.arrives = None, self.there
         if self.often:
             self.arm()
@@ -267,9 +267,9 @@ class GradientReducer:
         comm: DistributedComm | None,
         parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]],
         bucket_bytes: int = BUCKET_BYTES,
-        owned: Sequence[Owned] = (),
+        owned: Sequence[OptimizerShards] = (),
         trace: Trace | None = None,
-        sums: Sums | None = None,
+        sums: GradientAllReduce | None = None,
     ) -> None:
         self.comm, self.trace = comm, trace
         self.fault: NonFiniteGradient | None = None
@@ -369,7 +369,9 @@ def _hook(
 
 
 def _buckets(
-    parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]], owned: Mapping[int, Owned], bucket_bytes: int
+    parameters: Sequence[tuple[nn.Parameter, tuple[int, ...], int]],
+    owned: Mapping[int, OptimizerShards],
+    bucket_bytes: int,
 ) -> list[_Bucket]:
     """Parameters by what must agree (axes and dtype), the last used first, in flat pieces of about ``bucket_bytes``."""
     keys: list[tuple[Hashable | None, int]] = []

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...compiler.plan.cross_mesh import Layout
+from ...compiler.plan.cross_mesh import MeshLayout
 from ...compiler.plan.plan import Plan
 
 __all__ = [
@@ -88,7 +88,7 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
 
 def gradient_norm(
     parameters: Mapping[str, nn.Parameter],
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, MeshLayout],
     rank: int,
     device: torch.device,
     dtype: torch.dtype,

@@ -3,7 +3,7 @@
 Usually both are one leaf. They are not where a plan computes in 16 bits: there the program reads a 16-bit leaf, and
 the optimizer updates an fp32 master (Micikevicius et al. 2018). Where a plan cuts the optimizer's state of a
 parameter over mesh axes on which the value is whole (ZeRO-1 and 2: Rajbhandari et al. 2020), the program reads the
-whole leaf, the optimizer updates this rank's block of it (``Owned.parameter``), and after the step the blocks are
+whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the blocks are
 gathered into the leaf::
 
     reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``Bundle``
@@ -26,15 +26,15 @@ from torch import nn
 
 from ...compiler.ir.precision import PRECISIONS
 from ...compiler.ir.reshard import Cut, place
-from ...compiler.plan.plan import Plan, Residency, gradient_buckets
+from ...compiler.plan.plan import ParameterSharding, Plan, gradient_buckets
 from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 
-__all__ = ["Bundle", "Owned", "ValueGatherer", "own_parts"]
+__all__ = ["Bundle", "OptimizerShards", "ValueGatherer", "own_parts"]
 
 
 @dataclass(eq=False)
-class Owned:
+class OptimizerShards:
     """A parameter of which the optimizer has a block, or a master; or, of one that another stage owns, no more than the
     fp32 gradient.
 
@@ -63,7 +63,7 @@ def own_parts(
     masters: Mapping[str, nn.Parameter],
     comm: DistributedComm | None,
     loose: Sequence[int] = (),
-) -> dict[str, Owned]:
+) -> dict[str, OptimizerShards]:
     """Of this rank's leaves, the trained ones of which the optimizer has another tensor. loose: axes over which no
     gradients are summed here. ValueError for specs that do not nest."""
     if stage is None or comm is None:
@@ -80,8 +80,13 @@ def own_parts(
 
 
 def _own(
-    leaf: nn.Parameter, name: str, residency: Residency, comm: DistributedComm, master: nn.Parameter | None, mixed: bool
-) -> Owned:
+    leaf: nn.Parameter,
+    name: str,
+    residency: ParameterSharding,
+    comm: DistributedComm,
+    master: nn.Parameter | None,
+    mixed: bool,
+) -> OptimizerShards:
     cut = Cut.between(name, residency.compute.value, residency.optimizer, comm.mesh_shape)
     block = cut.blocks(leaf.detach())[tuple(comm.index(axis) for axis in cut.axes)]
     shape = leaf.global_shape  # type: ignore[attr-defined]
@@ -90,13 +95,15 @@ def _own(
     parameter = master if master is not None else nn.Parameter(block if mixed else block.contiguous())
     partial = (axis for axis, p in enumerate(residency.compute.cotangent) if p.is_partial and comm.size(axis) > 1)
     rest = tuple(axis for axis in partial if axis not in cut.axes)
-    return Owned(leaf, name_parameter(parameter, name, shape), cut, rest, residency.reduce == "microbatch", mixed)
+    return OptimizerShards(
+        leaf, name_parameter(parameter, name, shape), cut, rest, residency.reduce == "microbatch", mixed
+    )
 
 
 class Bundle:
     """Parameters whose blocks travel in one message (see ``compiler.ir.reshard``)."""
 
-    def __init__(self, members: Sequence[Owned]) -> None:
+    def __init__(self, members: Sequence[OptimizerShards]) -> None:
         self.members = list(members)
         self.axes, self.rest, self.rows = members[0].cut.axes, members[0].rest, members[0].cut.parts
         self.sizes = [owned.parameter.numel() for owned in members]
@@ -121,7 +128,7 @@ class ValueGatherer:
     """Brings what the optimizer made into the leaves that programs read: a gather per bundle, each started before the
     one in front of it is waited for. Whole masters are only cast."""
 
-    def __init__(self, comm: DistributedComm | None, owned: Sequence[Owned], bucket_bytes: int) -> None:
+    def __init__(self, comm: DistributedComm | None, owned: Sequence[OptimizerShards], bucket_bytes: int) -> None:
         self.comm = comm
         self.owned = owned
         keys = [(o.cut.axes, o.cut.sizes, o.leaf.dtype) if o.cut.axes else None for o in owned]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...compiler.ir.graph import Graph, TensorType
 from ...compiler.ir.precision import PRECISIONS, computed_type
 from ...compiler.ir.spec import Spec
-from ...compiler.plan.cross_mesh import Layout, cut
+from ...compiler.plan.cross_mesh import MeshLayout, cut
 from ...compiler.plan.plan import Plan, parameter_stages
 from ..transport.cross_mesh import transfer_now, wire
 from ..transport.error_propagation import agree
@@ -33,7 +33,7 @@ from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 from .tied import parameter_layout
 
-__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "State", "Weights", "without_values"]
+__all__ = ["BufferInfo", "Init", "ModelInfo", "ParameterInfo", "ParameterState", "Weights", "without_values"]
 
 Init = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 Weights = nn.Module | Mapping[str, torch.Tensor]
@@ -97,7 +97,7 @@ def without_values(model: nn.Module) -> nn.Module:
         return model
 
 
-class State:
+class ParameterState:
     """One rank's shards, and where every tensor of the model lives.
 
     parameters: local leaves, as programs read them; masters: of those, what the optimizer updates where that is
@@ -135,14 +135,14 @@ class State:
             )
         self._mesh: DeviceMesh | None = None
 
-    def layout(self, name: str, stage: int) -> Layout:
+    def layout(self, name: str, stage: int) -> MeshLayout:
         """Where the parameter or buffer lives on a stage that holds it."""
         if name in self.info.parameters:
             return parameter_layout(self.plan, stage, name)
         here = self.plan.stages[stage]
-        return Layout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
+        return MeshLayout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
 
-    def value_layout(self, name: str, stage: int) -> Layout:
+    def value_layout(self, name: str, stage: int) -> MeshLayout:
         """Where the value that state dicts show lives on a stage that holds it."""
         mastered = name in self.info.parameters and self._has_master(name, stage)
         return parameter_layout(self.plan, stage, name, "optimizer") if mastered else self.layout(name, stage)
@@ -242,7 +242,7 @@ class State:
             else:
                 held[name] = name_parameter(nn.Parameter(local, requires_grad=trained), name, whole.shape)
 
-    def _block(self, whole: torch.Tensor, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+    def _block(self, whole: torch.Tensor, layout: MeshLayout, dtype: torch.dtype) -> torch.Tensor:
         local = cut(whole, layout.box(whole.shape, self.rank))
         return local.to(dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -266,7 +266,7 @@ class State:
         return self._mesh
 
     def as_dtensor(
-        self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...], layout: Layout | None = None
+        self, local: torch.Tensor, name: str, shape: torch.Size | tuple[int, ...], layout: MeshLayout | None = None
     ) -> DTensor:
         """This rank's block of a tensor laid out like parameter or buffer ``name``, or as ``layout`` says, as a DTensor
         over the stage's mesh."""
@@ -358,7 +358,7 @@ class State:
         local = self.value(name) if self.stage == stages[0] else None
         local = None if local is None else local.detach().to(kind.dtype)
         return transfer_now(
-            local, kind.shape, kind.dtype, self.value_layout(name, stages[0]), Layout((0,), (), ()), self.device
+            local, kind.shape, kind.dtype, self.value_layout(name, stages[0]), MeshLayout((0,), (), ()), self.device
         )
 
 

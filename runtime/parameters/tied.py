@@ -17,7 +17,7 @@ from torch import nn
 from ...compiler.ir.graph import TensorType
 from ...compiler.ir.precision import computed_type
 from ...compiler.ir.spec import Spec
-from ...compiler.plan.cross_mesh import Layout, tiles
+from ...compiler.plan.cross_mesh import MeshLayout, tiles
 from ...compiler.plan.plan import Plan, parameter_stages
 from ..transport.cross_mesh import Port
 
@@ -26,12 +26,12 @@ __all__ = ["TiedParameters", "parameter_layout"]
 _TIED_TAG = 1 << 30
 
 
-def parameter_layout(plan: Plan, stage: int, name: str, of: str = "stored") -> Layout:
+def parameter_layout(plan: Plan, stage: int, name: str, of: str = "stored") -> MeshLayout:
     """Where a parameter's value lives on that stage; ``of``: or its "gradient" after the reduction, or its "optimizer"
     state."""
     here = plan.stages[stage]
     spec: Spec = getattr(here.homes[name], of)
-    return Layout(here.devices, here.mesh_shape, spec)
+    return MeshLayout(here.devices, here.mesh_shape, spec)
 
 
 class TiedParameters:

@@ -40,14 +40,14 @@ from ...costmodel.profiled import (
     wires_of,
     with_overlap,
 )
-from ...costmodel.profiler import Engine, Progress, Record, State, Task
+from ...costmodel.profiler import Engine, ProfileState, Progress, Task, TaskRecord
 from ...costmodel.tables import machine
 from ..errors import AbsentRankError
 from ..transport.error_propagation import agree, alike, from_first
 from ..transport.launch import call_roll, ensure_initialized, missing_ranks, world_store
 from . import probes as over_ranks
 from .message_probes import PACE_S
-from .probes import KINDS, OWN, ROOTED, Form, Ranks
+from .probes import KINDS, OWN, ROOTED, ConcurrentGroups, Ranks
 from .profile_store import ProfileStore, gather_facts
 
 __all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
@@ -167,7 +167,7 @@ class _Profile:
         self.store = ProfileStore(self.facts, self.slowdown, path)
         ops = grid(mine.kind)
         self.ops = coarse(ops) if quick else ops
-        self.state = State(self.store.about)
+        self.state = ProfileState(self.store.about)
 
     # ---- the run
 
@@ -229,7 +229,7 @@ class _Profile:
             return
         until = perf_counter() + max(self._left(share), least * self.budget_s)
         tasks = [replace(task, key=task.key + self.suffix) for task in tasks]
-        local = State.from_json(self.state.to_json())
+        local = ProfileState.from_json(self.state.to_json())
         before = {key: (len(record.visits), record.samples) for key, record in local.records.items()}
         fault: Exception | None = None
         try:
@@ -250,7 +250,7 @@ class _Profile:
         dist.all_gather_object(everyone, (new, local.skipped) if self.measures_ops else None)
         for entry in everyone:
             for key, (found, samples) in (entry[0] if entry else {}).items():
-                record = self.state.records.setdefault(key, Record())
+                record = self.state.records.setdefault(key, TaskRecord())
                 record.visits += found
                 record.samples += samples
         for entry in everyone:
@@ -270,7 +270,7 @@ class _Profile:
         parts = [form for form in axes if form.size * form.groups != self.world]
         largest = min(_LARGEST[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
 
-        def tasks(kinds: Sequence[str], among: Sequence[Form], sizes: Sequence[int]) -> list[Task]:
+        def tasks(kinds: Sequence[str], among: Sequence[ConcurrentGroups], sizes: Sequence[int]) -> list[Task]:
             return [
                 self._wire_task(ranks, kind, form, nbytes)
                 for nbytes in sizes if nbytes <= largest for form in among for kind in kinds
@@ -289,7 +289,7 @@ class _Profile:
             *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse),
         ]  # fmt: skip
 
-    def _wire_task(self, ranks: Ranks, kind: str, form: Form, nbytes: int) -> Task:
+    def _wire_task(self, ranks: Ranks, kind: str, form: ConcurrentGroups, nbytes: int) -> Task:
         series = f"wire/{kind}/{form.key}"
         width = 2 if kind == "send" else 1
         return Task(f"{series}/{nbytes}", series, float(nbytes), partial(ranks.wire, kind, form, nbytes), width)

@@ -18,9 +18,9 @@ import torch
 
 from ...compiler.plan.cross_mesh import Tile
 from ..transport.cross_mesh import Port
-from ..transport.shared_memory import NearMessages
+from ..transport.shared_memory import SharedMemoryMessages
 
-__all__ = ["PACE_S", "SLOW_S", "Pair", "message", "samples_of", "seconds_of"]
+__all__ = ["PACE_S", "SLOW_S", "RankPair", "message", "samples_of", "seconds_of"]
 
 
 _MOST_PACES = 8  # beside messages that cross
@@ -37,12 +37,12 @@ class _Ranks(Protocol):
     def mean(self, value: float | None) -> float: ...
 
 
-class Pair:
+class RankPair:
     """Two ranks that pass messages through the runtime's own ports, a group for each direction."""
 
     def __init__(
         self, ranks: tuple[int, ...], groups: Sequence[Any], rank: int, nbytes: int, device: torch.device,
-        near: NearMessages | None,
+        near: SharedMemoryMessages | None,
     ) -> None:  # fmt: skip
         self.x = torch.ones(max(nbytes // 4, 1), device=device)
         box = ((0, self.x.numel()),)
@@ -103,7 +103,7 @@ def _finish(sent: list[tuple[Any, torch.Tensor]]) -> None:
         work.wait()
 
 
-def message(ranks: _Ranks, pair: Pair | None) -> tuple[list[float], int]:
+def message(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], int]:
     """The mean seconds of a message from turns of a relay, half a turn without its own compute; and, not among these,
     for how long it keeps its ends from computing: while it is started, or, if that is more, while two cross. Then the
     samples behind them. Collective; pair: None on ranks that only agree."""
@@ -139,7 +139,7 @@ def message(ranks: _Ranks, pair: Pair | None) -> tuple[list[float], int]:
     return [max(way - post, 1e-7), max(post, crossed)], count
 
 
-def _crossed(ranks: _Ranks, pair: Pair | None, way_s: float) -> float:
+def _crossed(ranks: _Ranks, pair: RankPair | None, way_s: float) -> float:
     """The mean seconds by which two messages that cross lengthen the compute beside them; 0 where they are so long on
     their way that it would have to be very long."""
     (once,) = ranks.agree([seconds_of(ranks.pace, ranks.device)])

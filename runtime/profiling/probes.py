@@ -34,11 +34,11 @@ from ..collectives.dense import DenseSum
 from ..collectives.rounds import DEFINED
 from ..compression.registry import make_sum
 from ..transport.process_groups import DistributedComm
-from ..transport.shared_memory import Near, NearMessages, SharedSum
-from .message_probes import PACE_S, SLOW_S, Pair, message, samples_of, seconds_of
+from ..transport.shared_memory import SharedMemory, SharedMemoryMessages, SharedSum
+from .message_probes import PACE_S, SLOW_S, RankPair, message, samples_of, seconds_of
 
 __all__ = [
-    "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "Form", "Ranks", "coded_sum", "forms",
+    "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "ConcurrentGroups", "Ranks", "coded_sum", "forms",
     "matmuls", "optimizer_step", "overlap", "send_forms",
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ OVERLAP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Form:
+class ConcurrentGroups:
     """Groups that do the same at once. ``sets``: the ranks of each; members: the most of one group on one host."""
 
     size: int
@@ -73,12 +73,12 @@ class Form:
         return f"{self.size}/{self.members}/{self.groups}"
 
 
-def _form(sets: Sequence[tuple[int, ...]], hosts: Sequence[str]) -> Form:
+def _form(sets: Sequence[tuple[int, ...]], hosts: Sequence[str]) -> ConcurrentGroups:
     members = max(max(Counter(hosts[rank] for rank in ranks).values()) for ranks in sets)
-    return Form(len(sets[0]), members, tuple(sets))
+    return ConcurrentGroups(len(sets[0]), members, tuple(sets))
 
 
-def forms(hosts: Sequence[str]) -> list[Form]:
+def forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     """Every form of the axes of one- and two-dimensional meshes on consecutive ranks, the most valuable first.
 
     hosts: the host of each rank. Whole-world meshes come first, then submeshes of power-of-two sizes, then others.
@@ -87,7 +87,7 @@ def forms(hosts: Sequence[str]) -> list[Form]:
     sizes = sorted(range(2, world + 1), key=lambda s: (s != world, s & (s - 1) != 0, -s))
     if world > _ALL_SIZES:
         sizes = [s for s in sizes if s & (s - 1) == 0 or world % s == 0]
-    found: dict[tuple[int, int, int], Form] = {}
+    found: dict[tuple[int, int, int], ConcurrentGroups] = {}
     for size in sizes:
         for offset in range(0, world - size + 1, size):
             for rows in (r for r in range(1, size + 1) if size % r == 0):
@@ -101,10 +101,10 @@ def forms(hosts: Sequence[str]) -> list[Form]:
     return list(found.values())
 
 
-def send_forms(hosts: Sequence[str]) -> list[Form]:
+def send_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     """The forms of transfers between two stages of s ranks each, s at once: all within hosts, or all between them."""
     world = len(hosts)
-    found: dict[tuple[int, int], Form] = {}
+    found: dict[tuple[int, int], ConcurrentGroups] = {}
     counts = sorted({1, *(s for s in range(1, world // 2 + 1) if s & (s - 1) == 0 or s == world // 2)})
     for pairs in counts:
         for offset in range(world - 2 * pairs + 1):
@@ -130,7 +130,7 @@ class Ranks:
         self.pace = pace or matmuls(device, pace_s)
         self._made: dict[tuple[tuple[int, ...], bool], Any] = {}
         self._channels: dict[tuple[int, ...], Channel] = {}
-        self._met: dict[tuple[int, ...], Near] = {}
+        self._met: dict[tuple[int, ...], SharedMemory] = {}
         self.whole = self.group(tuple(range(self.world)))
 
     def group(self, ranks: tuple[int, ...], back: bool = False) -> Any:
@@ -163,7 +163,7 @@ class Ranks:
         total, count = x.tolist()
         return total / max(count, 1.0)
 
-    def wire(self, kind: str, form: Form, nbytes: int) -> Callable[[], Visit]:
+    def wire(self, kind: str, form: ConcurrentGroups, nbytes: int) -> Callable[[], Visit]:
         """What measures one collective (a kind, one of ``OWN``, or "send") of ``nbytes`` on all groups of a form.
         Collective, as is the call that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
@@ -174,8 +174,8 @@ class Ranks:
                 return partial(message, self, None)
             ranks, group = mine
             near = self._near(*mine)
-            ways = NearMessages(near) if near is not None and near.is_all else None
-            return partial(message, self, Pair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways))
+            ways = SharedMemoryMessages(near) if near is not None and near.is_all else None
+            return partial(message, self, RankPair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways))
         call: Callable[..., object] | None = None
         if mine is not None:
             near = self._near(*mine) if kind == "all_reduce_in_place" else None
@@ -190,10 +190,10 @@ class Ranks:
             return partial(self._paced, call)
         return partial(_sampled, call, form.size, self.agree, self.device)
 
-    def _near(self, ranks: tuple[int, ...], group: Any) -> Near | None:
+    def _near(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
         """As training meets them. Collective over the group."""
         if ranks not in self._met and self.device.type == "cpu":
-            self._met[ranks] = Near.meet(group)
+            self._met[ranks] = SharedMemory.meet(group)
         return self._met.get(ranks)
 
     def _own_sum(self, ranks: tuple[int, ...], group: Any, kind: str, nbytes: int) -> Callable[[], object]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.profiled import RankFacts
-from ...costmodel.profiler import State
+from ...costmodel.profiler import ProfileState
 from ...costmodel.tables import cache_directory, machine, machine_memory_bytes, usable_cores
 from ..transport.error_propagation import from_first
 
@@ -88,22 +88,22 @@ class ProfileStore:
         self.table = folder / f"cluster-{self.about}.json"
         self.partial = folder / f"profile-{self.about}.partial" if path is None else Path(f"{os.fspath(path)}.partial")
 
-    def save(self, state: State) -> None:
+    def save(self, state: ProfileState) -> None:
         """Keep what was measured so far. A folder that cannot be written to costs the resuming, not the profile."""
         if self.writes:
             with suppress(OSError):
                 self.partial.parent.mkdir(parents=True, exist_ok=True)
                 state.save(self.partial)
 
-    def earlier(self) -> State:
+    def earlier(self) -> ProfileState:
         """What an interrupted profile of these same ranks left, on every rank. Collective."""
         text = ""
         if self.writes and self.partial.is_file():
             with suppress(ValueError):  # half a file, or another program's: begin anew
-                found = State.load(self.partial)
+                found = ProfileState.load(self.partial)
                 text = found.to_json() if found.about == self.about else ""
         text = from_first(lambda: text)
-        return State.from_json(text) if text else State(self.about)
+        return ProfileState.from_json(text) if text else ProfileState(self.about)
 
     def cached(self) -> Cluster | None:
         """The last table of these same ranks, on every rank. Collective."""

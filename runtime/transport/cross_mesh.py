@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compiler.plan.cross_mesh import Box, Layout, Tile, cut, extents, tiles
+from ...compiler.plan.cross_mesh import Box, MeshLayout, Tile, cut, extents, tiles
 from ..compression.carrier import Carrier, carrier
 from ..compression.dither import draw
-from .shared_memory import Arrival, NearMessages
+from .shared_memory import SharedMemoryMessages, SharedMessage
 
 __all__ = ["Port", "transfer_now"]
 
@@ -77,7 +77,7 @@ class Port:
     group: Any = None
     code: str = "none"
     seed: int | None = None  # of random numbers of the code; None: nearest levels
-    near: NearMessages | None = None  # that reach some peers
+    near: SharedMemoryMessages | None = None  # that reach some peers
 
     @classmethod
     def make(
@@ -140,7 +140,7 @@ class Port:
             message = wire(target)
             if self._is_near(peer):
                 assert self.near is not None
-                work: Any = Arrival(self.near, message, peer, base + index, group)
+                work: Any = SharedMessage(self.near, message, peer, base + index, group)
             else:
                 work = group.recv([message], peer, base + index)
             parts.append((work, buffer, coder, box))
@@ -151,8 +151,8 @@ def transfer_now(
     x: torch.Tensor | None,
     shape: Sequence[int],
     dtype: torch.dtype,
-    source: Layout,
-    target: Layout,
+    source: MeshLayout,
+    target: MeshLayout,
     device: torch.device,
 ) -> torch.Tensor | None:
     """Move one tensor at once, outside of any schedule; the layouts may share ranks.

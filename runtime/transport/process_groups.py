@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.plan.cross_mesh import Coordinates, coordinates
-from ...compiler.plan.plan import Plan, Stage, Wire
+from ...compiler.plan.plan import GradientReduction, Plan, Stage
 from ..compression.carrier import carrier
 from ..compression.dither import draw as key
 from ..compression.exchange import all_gather_single, reduce_scatter_single
 from .shared_memory import SharedSum
 
-__all__ = ["DistributedComm", "Pending", "bind", "bind_all", "joint_axes"]
+__all__ = ["DistributedComm", "PendingCollective", "bind", "bind_all", "joint_axes"]
 
 
 Group = Any  # torch.distributed.ProcessGroup; None for a single rank
@@ -197,7 +197,7 @@ class DistributedComm:
         axes = tuple(axis for axis in axes if self.mesh_shape[axis] > 1)
         return dist.all_reduce(x, group=self.groups[axes], async_op=True) if axes else None
 
-    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Pending:
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> PendingCollective:
         """Sum ``x`` over axes one by one, which need no group together: the first without waiting, in place. ``wait``
         sums over the others and gives it."""
         first, *rest = axes
@@ -207,11 +207,11 @@ class DistributedComm:
                 came = self.all_reduce(came, axis)
             return came
 
-        return Pending(self.start_all_reduce(x, (first,)), x, x, others)
+        return PendingCollective(self.start_all_reduce(x, (first,)), x, x, others)
 
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
-    ) -> Pending:
+    ) -> PendingCollective:
         """Sum ``x`` [ranks of the joint ``axes``, n] over them without waiting; ``wait`` gives this device's row [n].
         ``x`` must stay as it is until then. In a code each row is encoded once, and decoded rows are summed."""
         group, coded = self.groups[axes], carrier(code, x.shape[1], x.dtype, x.device)
@@ -221,15 +221,17 @@ class DistributedComm:
             self._count("reduce_scatter", rows.nbytes)
             parts = torch.empty_like(rows)
             work = dist.all_to_all_single(parts, rows, group=group, async_op=True)
-            return Pending(work, parts, rows, lambda came: _sum_rows(torch.stack(list(map(coded.decode, came)))))
+            return PendingCollective(
+                work, parts, rows, lambda came: _sum_rows(torch.stack(list(map(coded.decode, came))))
+            )
         self._count("reduce_scatter", x.nbytes)
         if self.native:
             out = x.new_empty(x.shape[1])
-            return Pending(reduce_scatter_single(out, x.view(-1), group=group, async_op=True), out, x)
+            return PendingCollective(reduce_scatter_single(out, x.view(-1), group=group, async_op=True), out, x)
         parts = torch.empty_like(x)
-        return Pending(dist.all_to_all_single(parts, x, group=group, async_op=True), parts, x, _sum_rows)
+        return PendingCollective(dist.all_to_all_single(parts, x, group=group, async_op=True), parts, x, _sum_rows)
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Pending:
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> PendingCollective:
         """Gather the rows ``x`` [n] of the joint ``axes`` without waiting; ``wait`` gives [ranks of the axes, n]. In a
         code this rank's own row is decoded as well, so that all have the same."""
         coded = carrier(code, x.numel(), x.dtype, x.device)
@@ -238,7 +240,7 @@ class DistributedComm:
         self._count("all_gather", out.nbytes)
         work = all_gather_single(out.view(-1), x, group=self.groups[axes], async_op=True)
         decode = None if coded is None else lambda came: torch.stack(list(map(coded.decode, came)))
-        return Pending(work, out, x, decode)
+        return PendingCollective(work, out, x, decode)
 
     def _count(self, kind: str, nbytes: int) -> None:
         key = (self.phase, kind)
@@ -246,7 +248,7 @@ class DistributedComm:
         self.bytes[key] += nbytes
 
 
-class Pending:
+class PendingCollective:
     """A collective on its way (work: None if there is nothing to wait for). out: what arrives; given: what leaves, kept
     alive until then."""
 
@@ -341,12 +343,14 @@ class _Mesh:
     shape: Sequence[int]
     devices: Sequence[int]
     axes: Sequence[tuple[int, ...]]
-    wires: Sequence[Wire] = ()
+    wires: Sequence[GradientReduction] = ()
     host_of: Callable[[int], int] = lambda device: 0
     lanes: int = 1
 
 
-def _own_sets(wire: Wire, ranks: Sequence[int], host_of: Callable[[int], int]) -> list[list[tuple[int, ...]]]:
+def _own_sets(
+    wire: GradientReduction, ranks: Sequence[int], host_of: Callable[[int], int]
+) -> list[list[tuple[int, ...]]]:
     """The rank sets that sums of one group need: the group; or those inside of hosts, then those between."""
     if not wire.is_outer:
         return [[tuple(ranks)]]

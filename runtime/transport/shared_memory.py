@@ -48,7 +48,7 @@ from ..collectives.protocol import Pending, Submit
 from ..collectives.worker import submit
 from ..errors import PeerError
 
-__all__ = ["Arrival", "Near", "NearMessages", "SharedSum"]
+__all__ = ["SharedMemory", "SharedMemoryMessages", "SharedMessage", "SharedSum"]
 
 
 _WORD = struct.Struct("<qqq")
@@ -56,7 +56,7 @@ _PAGES, _FIRST_KIND = 0, 1
 _TOKEN_BYTES = 16
 
 
-class Near:
+class SharedMemory:
     """This rank's connections to the ``peers``, ranks of a group that are on its machine."""
 
     def __init__(self, group: Any, peers: dict[int, socket.socket], timeout_s: float) -> None:
@@ -72,7 +72,7 @@ class Near:
         weakref.finalize(self, _close, list(peers.values()))
 
     @classmethod
-    def meet(cls, group: Any = None) -> Near:
+    def meet(cls, group: Any = None) -> SharedMemory:
         """Collective over the group. There are no peers where tensors are not in the machine's memory, where the system
         cannot share it, for ranks that $MESHWRIGHT_HOST counts to different hosts, and where
         $MESHWRIGHT_SHARED_MEMORY is 0."""
@@ -238,10 +238,10 @@ _ROOMS = 4
 _BY_THE_BACKEND = -1
 
 
-class NearMessages:
+class SharedMemoryMessages:
     """This rank's messages to and from its peers. Made on all ranks of the group of ``near`` alike."""
 
-    def __init__(self, near: Near) -> None:
+    def __init__(self, near: SharedMemory) -> None:
         self.near, self.peers = near, near.peers
         self._here = near.reserve(3)
         self._free, self._mapped = self._here + 1, self._here + 2
@@ -288,11 +288,11 @@ class NearMessages:
 
 
 @dataclass
-class Arrival:
+class SharedMessage:
     """A message that will be in ``out``, contiguous, once it has been waited for. group: where it comes by the
     backend."""
 
-    messages: NearMessages
+    messages: SharedMemoryMessages
     out: torch.Tensor
     peer: int
     tag: int
@@ -312,7 +312,7 @@ class SharedSum:
     them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
     be copied; other tensors, of any length, go through it piece by piece."""
 
-    def __init__(self, near: Near, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
+    def __init__(self, near: SharedMemory, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
         assert near.is_all, "a shared sum is of ranks that share memory"
         self.near, self._submit = near, submit
         mine, self._others = near.share(length * dtype.itemsize)

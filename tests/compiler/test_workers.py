@@ -18,7 +18,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
 from meshwright.compiler.search.driver import best_plans
 from meshwright.compiler.search.state import prepare
-from meshwright.compiler.workers import Forked, all_of
+from meshwright.compiler.workers import ForkedTask, all_of
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
 
@@ -30,8 +30,8 @@ def squares(number: int) -> tuple[int, np.ndarray]:
 
 
 def test_a_child_answers_what_this_process_would() -> None:
-    child, found = Forked(partial(squares, 300_000), True).result()  # more than a pipe holds
-    here, expected = Forked(partial(squares, 300_000), False).result()
+    child, found = ForkedTask(partial(squares, 300_000), True).result()  # more than a pipe holds
+    here, expected = ForkedTask(partial(squares, 300_000), False).result()
     assert child != here == os.getpid()
     assert (found == expected).all()
 
@@ -49,7 +49,7 @@ def test_what_a_child_cannot_say_is_made_here() -> None:
         return os.getpid()
 
     parent = os.getpid()
-    assert Forked(work, True).result() == parent
+    assert ForkedTask(work, True).result() == parent
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_child_may_run_what_this_process_ran_on_several_threads(alarm: Callabl
     try:
         torch.set_num_threads(2)
         expected = work()  # starts the threads
-        forked = Forked(work, True)
+        forked = ForkedTask(work, True)
         alarm(30.0)
         try:
             assert forked.result() == expected
@@ -90,7 +90,7 @@ def test_who_was_interrupted_while_waiting_may_drop_the_child_or_wait_again(alar
         return squares(300_000)
 
     for go_on in ("drop", "result"):
-        forked = Forked(work, True)
+        forked = ForkedTask(work, True)
         alarm(0.2)
         with pytest.raises(TimeoutError):
             forked.result()
@@ -104,11 +104,11 @@ def test_what_the_work_raises_is_raised_here() -> None:
         raise ValueError("a rule, but got a fault")
 
     with pytest.raises(ValueError, match="but got a fault"):
-        Forked(work, True).result()
+        ForkedTask(work, True).result()
 
 
 def test_a_dropped_child_is_gone() -> None:
-    one = Forked(partial(time.sleep, 100), True)
+    one = ForkedTask(partial(time.sleep, 100), True)
     child = one._child
     one.drop()
     with pytest.raises(ProcessLookupError):
@@ -121,7 +121,7 @@ def test_a_child_outlives_an_interrupt() -> None:
         time.sleep(0.2)
         return "done"
 
-    one = Forked(work, True)
+    one = ForkedTask(work, True)
     time.sleep(0.1)
     os.kill(one._child, signal.SIGINT)
     answer = one._received()

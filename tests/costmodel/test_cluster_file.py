@@ -14,14 +14,16 @@ from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices, p2p_seconds
 from meshwright.costmodel.comparison import changes, compare
 from meshwright.costmodel.curves import Curve, Surface
-from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from meshwright.costmodel.presets import NETWORKS, OVERLAP, PRESETS, Constant, LinkSheet
 
 CPU = Cluster.preset("cpu")
 
 
 def wire(kind="all_reduce", size=4, alpha=1e-4, beta=1e-9, **more):
-    made = Wire(kind, "backend", size, size, 1, (Piece(0, alpha, beta),), ((1024, 1.1e-4), (1048576, 1.2e-3)), 0.05, 9)
+    made = CollectiveMeasurement(
+        kind, "backend", size, size, 1, (Piece(0, alpha, beta),), ((1024, 1.1e-4), (1048576, 1.2e-3)), 0.05, 9
+    )
     return replace(made, **more)
 
 

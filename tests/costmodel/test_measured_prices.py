@@ -17,7 +17,7 @@ from meshwright.costmodel.collectives import mesh_prices, p2p_seconds, p2p_sourc
 from meshwright.costmodel.compute import measured_backward, op_price
 from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.hardware import Device
-from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
 
 CPU = Cluster.preset("cpu", hosts=2)  # 2 × 8, Gloo: one analytic line for each kind
 MESHES = [(2, 8), (16,), (4, 4), (2, 2, 4), (8, 2), (4,), (2, 2), (3,), (2, 4)]
@@ -25,7 +25,7 @@ MESHES = [(2, 8), (16,), (4, 4), (2, 2, 4), (8, 2), (4,), (2, 2), (3,), (2, 4)]
 
 def wire(kind, form, *lines, algorithm="backend"):
     """lines: (from_bytes, alpha_s, beta_s_per_byte)."""
-    return Wire(kind, algorithm, *form, tuple(Piece(*line) for line in lines), (), 0.0, 1)
+    return CollectiveMeasurement(kind, algorithm, *form, tuple(Piece(*line) for line in lines), (), 0.0, 1)
 
 
 def form_of(mesh, axis):

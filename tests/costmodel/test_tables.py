@@ -10,7 +10,7 @@ from meshwright.costmodel import tables
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.compute import op_seconds
-from meshwright.costmodel.tables import Table, fit_alpha_beta
+from meshwright.costmodel.tables import MachineTable, fit_alpha_beta
 
 from tests.support.clusters import TABLE, on_two_cores
 
@@ -55,7 +55,7 @@ def test_local_measures_once_and_caches(tmp_path, monkeypatch):
         tables._table_at.cache_clear()
         assert Cluster.local(3) == cluster  # a corrupt cache is measured again and replaced
         assert len(calls) == 2
-        assert Table.load(file) == TABLE
+        assert MachineTable.load(file) == TABLE
     finally:
         tables._table_at.cache_clear()
     assert cluster.num_devices == 3
@@ -69,7 +69,7 @@ def test_measurement_of_this_machine():
     threads = torch.get_num_threads()
     table = tables.measure_machine(budget_s=0.2)
     assert torch.get_num_threads() == threads
-    assert Table.from_json(table.to_json()) == table
+    assert MachineTable.from_json(table.to_json()) == table
     assert {c.kind for c in table.curves} == {
         "matmul", "attention", "convolution", "normalization", "pointwise", "embedding", "loss",
     }  # fmt: skip
@@ -121,7 +121,7 @@ def test_bad_tables(edit, message, tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=message) as error:
-        Table.load(path)
+        MachineTable.load(path)
     assert str(path) in str(error.value)
 
 
@@ -131,7 +131,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tables.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         replace(TABLE, view_s=1.0).save(path)
-    assert Table.load(path) == TABLE
+    assert MachineTable.load(path) == TABLE
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -19,7 +19,7 @@ from meshwright.compiler.ir.ops import local_ops, ring_attention
 from meshwright.compiler.verification import parts
 from meshwright.compiler.verification.lockstep import LockstepComm
 from meshwright.models.architectures import GPT, TransformerMoE
-from meshwright.runtime.execution.input_sharding import Feeder
+from meshwright.runtime.execution.input_sharding import InputSharder
 from meshwright.runtime.parameters.gradients import GradientReducer
 from meshwright.runtime.parameters.tied import TiedParameters
 from meshwright.runtime.transport.process_groups import DistributedComm
@@ -265,8 +265,8 @@ def other_order(patch: pytest.MonkeyPatch) -> None:
         last = torch.distributed.get_rank() == 1
         original(self, arguments, inputs, self.microbatches - 1 - microbatch if last else microbatch, *chunk)
 
-    original = Feeder.fill
-    patch.setattr(Feeder, "fill", fill)
+    original = InputSharder.fill
+    patch.setattr(InputSharder, "fill", fill)
 
 
 PARITY = {

@@ -6,10 +6,10 @@ import itertools
 import math
 import time
 
-from meshwright.compiler.intra_op.solver.problem import Infeasible, Problem, Solution, evaluate
+from meshwright.compiler.intra_op.solver.problem import InfeasibleAssignment, Problem, Solution, evaluate
 
 
-def brute_force_assignment(problem: Problem, limit_bytes: float = math.inf) -> Solution | Infeasible:
+def brute_force_assignment(problem: Problem, limit_bytes: float = math.inf) -> Solution | InfeasibleAssignment:
     """The intra-op optimum within the limit; of equally fast assignments the leanest."""
     start = time.perf_counter()
     best: tuple[float, float, tuple[int, ...]] | None = None
@@ -26,5 +26,5 @@ def brute_force_assignment(problem: Problem, limit_bytes: float = math.inf) -> S
     if best is not None:
         return Solution(best[2], best[0], best[1], best[0], "optimal", elapsed_s)
     if leanest is None:
-        return Infeasible(limit_bytes, math.inf, None, math.inf, elapsed_s)
-    return Infeasible(limit_bytes, leanest[0], leanest[2], leanest[1], elapsed_s)
+        return InfeasibleAssignment(limit_bytes, math.inf, None, math.inf, elapsed_s)
+    return InfeasibleAssignment(limit_bytes, leanest[0], leanest[2], leanest[1], elapsed_s)

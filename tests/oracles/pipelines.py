@@ -6,10 +6,10 @@ from math import isfinite
 
 from meshwright.compiler.pipeline.families import generate, in_flight_formula
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.pipeline.table import Constraints, PipelineTable, StageChoice
+from meshwright.compiler.pipeline.table import PipelineTable, StageChoice, StageConstraints
 
 
-def every_pipeline(table: PipelineTable, constraints: Constraints) -> Iterator[tuple[StageChoice, ...]]:
+def every_pipeline(table: PipelineTable, constraints: StageConstraints) -> Iterator[tuple[StageChoice, ...]]:
     """All pipelines at any memory limit, whatever devices stay idle."""
     least, most = constraints.stages
 

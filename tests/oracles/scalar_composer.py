@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import Layering
 from meshwright.compiler.intra_op.section import Restriction, Section, build_section, divides
-from meshwright.compiler.intra_op.solver.elimination import Table, eliminate
+from meshwright.compiler.intra_op.solver.elimination import ReducedTable, eliminate
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
 from meshwright.compiler.ir.spec import Pair, Placement, R, S
@@ -42,7 +42,7 @@ class LayerTable:
     saved: np.ndarray
     transient: np.ndarray
     section: Section
-    table: Table
+    table: ReducedTable
     kept: tuple[tuple[str, str], ...]  # (kind, tensor) per axis of the table
     layer: int  # whose names the section and ``kept`` use
 

@@ -28,7 +28,7 @@ from meshwright.compiler.cost.pricing import MeshPricer, partial_axes
 from meshwright.compiler.cost.saved_tensors import saved_bytes, saved_tensors
 from meshwright.compiler.ir.graph import op_name, output_of, tensor_operands, types_of
 from meshwright.compiler.ir.spec import P, Pair, R
-from meshwright.compiler.plan.plan import Residency
+from meshwright.compiler.plan.plan import ParameterSharding
 from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import MeshChoice, mesh_choices, rule_for
 from meshwright.compiler.search.space import Submesh
@@ -253,7 +253,7 @@ class StageDocuments(Frontier):
     def _place(self, tensor: TensorPrices, wanted: np.ndarray) -> None:
         """A placeholder at its first use, by an op whose choices want these pairs."""
         choices = self.placed[tensor.name]
-        pairs = [c.compute if isinstance(c, Residency) else c for c in choices]
+        pairs = [c.compute if isinstance(c, ParameterSharding) else c for c in choices]
         number = np.array([tensor.index(pair) for pair in pairs])
         values, kinds = self._placed_values(tensor, choices), self._gradient_kinds(tensor, choices)
         classes = np.array([kinds[key] for key in map(self._gradient_key, itertools.repeat(tensor), choices)])
@@ -266,7 +266,7 @@ class StageDocuments(Frontier):
         self.take(before, tensor.name, pick)
         self._introduce(tensor.name, number[pick])
         self.values += values[pick]
-        if isinstance(choices[0], Residency) and tensor.grad:
+        if isinstance(choices[0], ParameterSharding) and tensor.grad:
             self.columns[f"{tensor.name} gradient"] = classes[pick]
             self._classes[tensor.name] = list(kinds)
         if tensor.name in self.of.shared:
@@ -307,7 +307,7 @@ class StageDocuments(Frontier):
 
     def _gradient_key(self, tensor: TensorPrices, choice: Any) -> tuple:
         """What the messages of parameters need to know."""
-        if not isinstance(choice, Residency):
+        if not isinstance(choice, ParameterSharding):
             return ()
         if choice.scattered_axes:
             return (choice,)
@@ -455,7 +455,7 @@ class StageDocuments(Frontier):
                 seconds += 2 * bucket.nbytes / self.pricer.device.memory_bytes_per_s
         return forward, often, seconds
 
-    def _layerwise(self, homes: dict[str, Residency]) -> tuple[float, float]:
+    def _layerwise(self, homes: dict[str, ParameterSharding]) -> tuple[float, float]:
         """Seconds of one message per layer and axes: gathered, gathered again where a product with an activation that
         has a gradient, or a layer that is run again, reads them; summed."""
         forward = back = 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from meshwright.compiler.ir.spec import Pair, R
-from meshwright.compiler.plan.plan import Chunk, Residency
+from meshwright.compiler.plan.plan import Chunk, ParameterSharding
 
 if TYPE_CHECKING:
     from tests.oracles.stage_documents import StageDocuments
@@ -30,7 +30,7 @@ class StagePart:
     largest: float
     receives: tuple[tuple[str, Pair], ...]
     sends: tuple[tuple[str, Pair], ...]
-    shared: tuple[tuple[str, Residency], ...]
+    shared: tuple[tuple[str, ParameterSharding], ...]
     row: int
     stage: StageDocuments = field(repr=False)
 

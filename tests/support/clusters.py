@@ -10,7 +10,7 @@ from meshwright.costmodel.collectives import mesh_prices
 from meshwright.costmodel.curves import Curve
 from meshwright.costmodel.hardware import Device, Host, Link
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
-from meshwright.costmodel.tables import Fit, Table
+from meshwright.costmodel.tables import Fit, MachineTable
 
 from tests.support.random_instances import with_memory
 
@@ -23,7 +23,7 @@ def joined(size, backend="nccl", **link):
     return mesh_prices(cluster, cluster.mesh())[0], mesh_prices(cluster, cluster.mesh(), "all")[0]
 
 
-TABLE = Table(
+TABLE = MachineTable(
     (
         Curve("matmul", "float32", "flops", ((1e3, 2e-6), (1e6, 2e-5), (1e9, 1e-2))),
         Curve("pointwise", "float32", "bytes", ((1e3, 2e-6), (1e6, 1e-4))),

@@ -18,7 +18,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph, op_name, output_of, tensor_operands
 from meshwright.compiler.ir.spec import P, Pair, R, without_partials
 from meshwright.compiler.plan.lower import lower
-from meshwright.compiler.plan.plan import Plan, Residency
+from meshwright.compiler.plan.plan import ParameterSharding, Plan
 from meshwright.compiler.plan.validation import check_plan
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.rules.prune import Pruner
@@ -69,7 +69,7 @@ def by_hand(graph: Graph, plan: Plan, mesh: tuple[int, ...], wish: Wish) -> Plan
     for name in chunk.parameters:
         pair = held(read[name])
         reduced = without_partials(pair.cotangent)
-        parameters[name] = Residency(pair, pair.value, reduced, pair.value)
+        parameters[name] = ParameterSharding(pair, pair.value, reduced, pair.value)
     everywhere = Pair((R,) * len(mesh), (R,) * len(mesh))
     new = dataclasses.replace(chunk, ops=ops, parameters=parameters, sources=dict.fromkeys(chunk.sources, everywhere))
     stage = dataclasses.replace(stage, devices=tuple(range(prod(mesh))), mesh_shape=mesh, chunks=(new,), wire=())

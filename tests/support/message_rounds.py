@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.runtime.collectives.rounds import Schedule, spans_of
+from meshwright.runtime.collectives.rounds import CollectiveSchedule, spans_of
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Counts:
 
 
 def counted(
-    schedule: Schedule, length: int, which: Callable[[int, int], bool] = lambda a, b: True, per: int = 1
+    schedule: CollectiveSchedule, length: int, which: Callable[[int, int], bool] = lambda a, b: True, per: int = 1
 ) -> Counts:
     """What the messages between devices that ``which`` holds of count; ``per``: so many devices share a link."""
     counts, spans = Counts(), spans_of(length, schedule.segments)
@@ -45,7 +45,7 @@ def counted(
     return counts
 
 
-def played(schedule: Schedule, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+def played(schedule: CollectiveSchedule, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
     """The vectors of all devices after the rounds."""
     spans = spans_of(len(inputs[0]), schedule.segments)
     held = [list(x) for x in inputs]

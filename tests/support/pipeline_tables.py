@@ -3,7 +3,7 @@
 from math import inf
 
 import numpy as np
-from meshwright.compiler.pipeline.table import Constraints, Floors, Lagrange, PipelineTable, StageOption
+from meshwright.compiler.pipeline.table import Floors, Lagrange, PipelineTable, StageConstraints, StageOption
 
 
 def random_options(rng: np.random.Generator, devices: int, shapes: int, levels: int) -> list[StageOption]:
@@ -54,15 +54,15 @@ def random_table(
     )
 
 
-def random_constraints(rng: np.random.Generator, layers: int) -> Constraints:
+def random_constraints(rng: np.random.Generator, layers: int) -> StageConstraints:
     cuts = list(rng.permutation(np.arange(1, layers)))
     kind = rng.integers(4)
     if kind == 0 and cuts:
-        return Constraints(boundaries=frozenset({int(cuts[0])}), forbidden=frozenset(map(int, cuts[1:2])))
+        return StageConstraints(boundaries=frozenset({int(cuts[0])}), forbidden=frozenset(map(int, cuts[1:2])))
     if kind == 1 and layers > 1:
         least = int(rng.integers(1, layers))
-        return Constraints(stages=(least, least if rng.random() < 0.5 else least + 1))
-    return Constraints()
+        return StageConstraints(stages=(least, least if rng.random() < 0.5 else least + 1))
+    return StageConstraints()
 
 
 def even_table(layers: int, devices: int, sizes: list[int], hosts: list[int], limit: float = inf, saved: float = 0.0):

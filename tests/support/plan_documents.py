@@ -13,7 +13,7 @@ from meshwright.compiler.cost.pricing import partial_axes
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.spec import P, Pair, R
-from meshwright.compiler.plan.plan import Plan, Stage, Wire
+from meshwright.compiler.plan.plan import GradientReduction, Plan, Stage
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
@@ -31,7 +31,7 @@ def rewired(document: dict[str, Any], algorithm: str, compressor: str = "none") 
 
     def wired(stage: Stage) -> Stage:
         axes = {partial_axes(home.compute, stage.mesh_shape) for home in stage.homes.values()} - {()}
-        return replace(stage, wire=tuple(Wire(one, algorithm, compressor) for one in sorted(axes)))
+        return replace(stage, wire=tuple(GradientReduction(one, algorithm, compressor) for one in sorted(axes)))
 
     plan = Plan.from_json(document)
     return replace(plan, stages=tuple(map(wired, plan.stages))).to_json()

@@ -15,7 +15,7 @@ from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.program import ChunkProgram, Exit, Slot
 from meshwright.compiler.ir.reshard import reshard
 from meshwright.compiler.ir.spec import P, Pair, R, S
-from meshwright.compiler.plan.plan import Chunk, Plan, Prediction, Residency, Stage, Transfer
+from meshwright.compiler.plan.plan import Chunk, ParameterSharding, Plan, Prediction, Stage, Transfer
 from meshwright.runtime.execution.session import Session
 from meshwright.runtime.parameters.state import BufferInfo, ModelInfo, ParameterInfo
 from torch import nn
@@ -208,7 +208,7 @@ def build(
         for name in used:
             if KINDS[name] == "parameter":
                 pair = pair_of(name, modes)
-                parameters[name] = Residency(pair, pair.value, pair.value, pair.value)
+                parameters[name] = ParameterSharding(pair, pair.value, pair.value, pair.value)
         chunk = Chunk(
             (layers[0], layers[-1] + 1),
             {},

@@ -34,7 +34,7 @@ import numpy as np
 from ...errors import TooWide
 from .problem import Edge, Problem, simplify, weighted
 
-__all__ = ["Table", "eliminate"]
+__all__ = ["ReducedTable", "eliminate"]
 
 
 _JOINT_CELLS = 4096  # up to this size the joint table of an edge is always built as it is
@@ -59,7 +59,7 @@ class _Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class ReducedTable:
     """The minimum over all but the kept operators.
 
     cost: seconds + byte_weight · bytes, one axis per kept operator (all its choices) in the order of ``keep``; inf =
@@ -93,10 +93,10 @@ class Table:
 
 def eliminate(
     problem: Problem, keep: Sequence[int] = (), byte_weight: float = 0.0, max_table: int = 20_000_000
-) -> Table:
+) -> ReducedTable:
     """Minimise seconds + byte_weight · bytes over all operators but those of ``keep``.
 
-    keep: distinct operator indices, one axis of ``Table.cost`` each; byte_weight: seconds per byte. An operator that
+    keep: distinct operator indices, one axis of ``ReducedTable.cost`` each; byte_weight: seconds per byte. An operator that
     is kept has its own cost in the table, once. TooWide where a table would exceed ``max_table`` cells.
     """
     assert len(set(keep)) == len(keep), keep
@@ -109,7 +109,7 @@ def eliminate(
     except TooWide:
         work = _Elimination(small, tuple(keep), max_table, by_growth=False)
         work.run()
-    return Table(tuple(keep), work.result(), byte_weight, tuple(work.steps), tuple(original))
+    return ReducedTable(tuple(keep), work.result(), byte_weight, tuple(work.steps), tuple(original))
 
 
 class _Elimination:

@@ -17,9 +17,19 @@ from itertools import combinations
 import numpy as np
 
 from ...errors import TooWide
-from .vectorised_presolve import Link
+from .vectorised_presolve import TensorEdges
 
-__all__ = ["Fixed", "Instruction", "Joined", "Minimum", "Part", "Recipe", "Scatter", "Substitute", "plan_elimination"]
+__all__ = [
+    "Fixed",
+    "Instruction",
+    "Joined",
+    "Minimum",
+    "Recipe",
+    "Scatter",
+    "Substitute",
+    "SumOperand",
+    "plan_elimination",
+]
 
 _JOINT_CELLS = (
     2**18
@@ -54,7 +64,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Part:
+class SumOperand:
     """An operand of a sum: its axes are put in this order, then new ones go where ``index`` says None."""
 
     table: int
@@ -83,7 +93,7 @@ class Minimum:
     step: int
     size: int
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SumOperand, ...]
     before: int
 
 
@@ -96,7 +106,7 @@ class Scatter:
     step: int
     size: int
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SumOperand, ...]
     before: int
     cells: tuple[tuple[int | slice, ...], ...]
     reads: tuple[tuple[int | slice, ...], ...]
@@ -106,7 +116,7 @@ Instruction = Joined | Fixed | Substitute | Minimum | Scatter
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class EliminationStep:
     """Variable ``variable`` follows from those of ``scope``: by ``values`` where they are given, else by the argmin."""
 
     variable: int
@@ -127,13 +137,15 @@ class Recipe:
     alive: tuple[np.ndarray, ...]
     kept_shape: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    steps: tuple[Step, ...]
-    result: tuple[Part, ...]
+    steps: tuple[EliminationStep, ...]
+    result: tuple[SumOperand, ...]
     most_cells: int
     work: int
 
 
-def plan_elimination(alive: Sequence[np.ndarray], links: Sequence[Link], keep: Sequence[int], max_cells: int) -> Recipe:
+def plan_elimination(
+    alive: Sequence[np.ndarray], links: Sequence[TensorEdges], keep: Sequence[int], max_cells: int
+) -> Recipe:
     """The recipe for operators with these choices and the links of ``simplify_links``. Raises TooWide where a table
     would have more than ``max_cells`` cells per row."""
     if math.prod(len(alive[i]) for i in keep) > max_cells:
@@ -159,7 +171,7 @@ class _Planner:
     def __init__(
         self,
         alive: Sequence[np.ndarray],
-        links: Sequence[Link],
+        links: Sequence[TensorEdges],
         keep: tuple[int, ...],
         max_cells: int,
         by_growth: bool,
@@ -172,7 +184,7 @@ class _Planner:
         self.owner: dict[int, tuple[int, np.ndarray]] = {}  # state variable → (operator, its map)
         self.states: list[set[int]] = [set() for _ in alive]  # variable → state variables it still owns
         self.instructions: list[Instruction] = []
-        self.steps: list[Step] = []
+        self.steps: list[EliminationStep] = []
         self.next_table = 0
         self.most_cells = 1
         for i in range(len(alive)):
@@ -212,7 +224,7 @@ class _Planner:
 
     # ---- links
 
-    def _add_link(self, number: int, link: Link) -> None:
+    def _add_link(self, number: int, link: TensorEdges) -> None:
         source, used = self._state(link.producer, link.source)
         rows = link.rows[used]
         free = link.free()
@@ -245,7 +257,7 @@ class _Planner:
         self,
         out: int,
         number: int,
-        link: Link,
+        link: TensorEdges,
         rows: np.ndarray,
         unions: Sequence[frozenset[int]],
         index: np.ndarray | None,
@@ -258,7 +270,7 @@ class _Planner:
     def _add_paid_set(
         self,
         number: int,
-        link: Link,
+        link: TensorEdges,
         rows: np.ndarray,
         source: int,
         ends: Sequence[tuple[int, list[frozenset[int]]]],
@@ -365,12 +377,12 @@ class _Planner:
         shape = tuple(self.size[u] for u in others)
         out, step = self._table(others), len(self.steps)
         self.instructions.append(Minimum(out, step, self.size[v], shape, parts, before))
-        self.steps.append(Step(v, others, shape))
+        self.steps.append(EliminationStep(v, others, shape))
 
     def _substitute(self, v: int, scopes: dict[int, tuple[int, ...]]) -> None:
         x, values = self.owner.pop(v)
         self.states[x].discard(v)
-        self.steps.append(Step(v, (x,), (self.size[x],), values))
+        self.steps.append(EliminationStep(v, (x,), (self.size[x],), values))
         for f, scope in scopes.items():
             axis = scope.index(v)
             if x in scope:
@@ -380,7 +392,9 @@ class _Planner:
             self.most_cells = max(self.most_cells, self._prod(new))
             self.instructions.append(Substitute(self._table(new), f, axis, onto, values))
 
-    def _scatter(self, v: int, owned: list[int], others: tuple[int, ...], parts: tuple[Part, ...], before: int) -> None:
+    def _scatter(
+        self, v: int, owned: list[int], others: tuple[int, ...], parts: tuple[SumOperand, ...], before: int
+    ) -> None:
         values = {s: self.owner.pop(s)[1].tolist() for s in owned}
         self.states[v].clear()
         scope = (*(s for s in owned if s not in others), *others)
@@ -389,14 +403,14 @@ class _Planner:
         cells = tuple(tuple(values[u][c] if u in values else slice(None) for u in scope) for c in range(self.size[v]))
         reads = tuple((c, *(values[u][c] if u in values else slice(None) for u in others)) for c in range(self.size[v]))
         step = len(self.steps)
-        self.steps.append(Step(v, scope, shape))
+        self.steps.append(EliminationStep(v, scope, shape))
         self.instructions.append(Scatter(self._table(scope), step, self.size[v], shape, parts, before, cells, reads))
 
-    def _part(self, table: int, scope: tuple[int, ...], own: tuple[int, ...] | None = None) -> Part:
+    def _part(self, table: int, scope: tuple[int, ...], own: tuple[int, ...] | None = None) -> SumOperand:
         """How ``table`` enters a sum over ``scope``."""
         own = self.scopes[table] if own is None else own
         order = tuple(sorted(range(len(own)), key=lambda a: scope.index(own[a])))
-        return Part(table, order, tuple(slice(None) if u in own else None for u in scope))
+        return SumOperand(table, order, tuple(slice(None) if u in own else None for u in scope))
 
 
 def _unions(ends: Sequence[Sequence[frozenset[int]]]) -> tuple[list[frozenset[int]], np.ndarray | None]:

@@ -37,7 +37,7 @@ from ortools.math_opt.python import mathopt
 from .problem import (
     TOLERANCE,
     Edge,
-    Infeasible,
+    InfeasibleAssignment,
     Problem,
     Solution,
     evaluate,
@@ -182,7 +182,7 @@ def solve_ilp(
     limit_bytes: float = math.inf,
     time_limit_s: float | None = None,
     hint: Sequence[int] | None = None,
-) -> Solution | Infeasible:
+) -> Solution | InfeasibleAssignment:
     """The optimum of (2) by OR-tools: the relaxation by GLOP, then branch and bound by HiGHS where it is not whole.
 
     hint: a choice per operator to start from; if it fits, the result is never worse. With a time limit (about kept:
@@ -208,16 +208,16 @@ def solve_ilp(
         stop_reason = "optimal" if bound == seconds else stop_reason
         return Solution(choice, seconds, num_bytes, bound, stop_reason, time.perf_counter() - start)
 
-    def infeasible() -> Solution | Infeasible:
+    def infeasible() -> Solution | InfeasibleAssignment:
         remaining_s = None if math.isinf(stop) else max(stop - time.perf_counter(), 1.0)
         lean = solve_ilp(minimum_bytes_problem(problem), math.inf, remaining_s) if math.isfinite(limit_bytes) else None
-        if lean is None or isinstance(lean, Infeasible):
-            return Infeasible(limit_bytes, math.inf, None, math.inf, time.perf_counter() - start)
+        if lean is None or isinstance(lean, InfeasibleAssignment):
+            return InfeasibleAssignment(limit_bytes, math.inf, None, math.inf, time.perf_counter() - start)
         seconds, num_bytes = evaluate(problem, lean.choice)
         if offer(lean.choice):  # the solver's tolerances against a limit that is met exactly
             return answer(lower, "numerical trouble")
         proven = lean.stop_reason == "optimal"
-        return Infeasible(limit_bytes, num_bytes, lean.choice, seconds, time.perf_counter() - start, proven)
+        return InfeasibleAssignment(limit_bytes, num_bytes, lean.choice, seconds, time.perf_counter() - start, proven)
 
     if hint is not None:
         offer(hint)

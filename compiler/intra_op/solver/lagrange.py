@@ -19,7 +19,7 @@ from ...errors import TooWide
 from .elimination import eliminate
 from .problem import (
     TOLERANCE,
-    Infeasible,
+    InfeasibleAssignment,
     Problem,
     Solution,
     evaluate,
@@ -41,7 +41,7 @@ def solve(
     time_limit_s: float | None = None,
     max_table: int = 20_000_000,
     near: float = TOLERANCE,
-) -> Solution | Infeasible:
+) -> Solution | InfeasibleAssignment:
     """The optimum within ``limit_bytes``: by elimination if that fits, else by Lagrange and, for the gap left, the ILP.
 
     near: how far above Lagrange's bound, relatively, its choice may be to stand without the ILP. bound: the larger of
@@ -65,14 +65,14 @@ def solve(
     try:
         free = eliminate(small, max_table=max_table)
         if not np.isfinite(free.cost):
-            return Infeasible(limit_bytes, math.inf, None, math.inf, elapsed_s())
+            return InfeasibleAssignment(limit_bytes, math.inf, None, math.inf, elapsed_s())
         over = free.assignment()
         if evaluate(small, over)[1] <= limit_bytes:
             return optimal(over)
         lean = eliminate(minimum_bytes_problem(small), max_table=max_table).assignment()
         lean_seconds, lean_bytes = evaluate(small, lean)
         if lean_bytes > limit_bytes:
-            return Infeasible(limit_bytes, lean_bytes, whole(lean), lean_seconds, elapsed_s())
+            return InfeasibleAssignment(limit_bytes, lean_bytes, whole(lean), lean_seconds, elapsed_s())
         bound, hint, byte_weight = _lagrange(small, limit_bytes, over, lean, max_table)
         best_s = evaluate(small, hint)[0]
         if best_s <= bound * (1 + near):
@@ -93,7 +93,7 @@ def solve(
     return replace(best, bound=bound, stop_reason=rest.stop_reason)
 
 
-def _solve_ilp(*args: Any) -> Solution | Infeasible:
+def _solve_ilp(*args: Any) -> Solution | InfeasibleAssignment:
     from .ilp import solve_ilp  # OR-tools take 0.3 s to import, and hardly any plan needs them
 
     return solve_ilp(*args)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 __all__ = [
-    "TOLERANCE", "Edge", "Infeasible", "Operator", "Problem", "Solution", "evaluate", "improve",
+    "TOLERANCE", "Edge", "InfeasibleAssignment", "Operator", "Problem", "Solution", "evaluate", "improve",
     "minimum_bytes_problem", "restrict", "simplify", "weighted",
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Infeasible:
+class InfeasibleAssignment:
     """No assignment fits.
 
     minimum_bytes: what the leanest one needs, inf where every assignment is impossible even without a limit.

@@ -24,10 +24,19 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from .elimination_order import Fixed, Joined, Minimum, Part, Recipe, Scatter, Substitute, plan_elimination
-from .vectorised_presolve import Consumers, Link, simplify_links
+from .elimination_order import Fixed, Joined, Minimum, Recipe, Scatter, Substitute, SumOperand, plan_elimination
+from .vectorised_presolve import Consumers, TensorEdges, simplify_links
 
-__all__ = ["BatchTable", "Chunk", "EdgeCosts", "Running", "chunk_rows", "eliminate_batch", "follow", "in_chunks"]
+__all__ = [
+    "CaseTable",
+    "EdgeCosts",
+    "EliminatedRows",
+    "Running",
+    "chunk_rows",
+    "eliminate_batch",
+    "follow",
+    "in_chunks",
+]
 
 MAX_CELLS = 20_000_000  # of one table, per row
 _TEMPORARY_BYTES = 2**22  # of the widest temporary of a chunk, where it can be had
@@ -51,7 +60,7 @@ class EdgeCosts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class EliminatedRows:
     """What following a recipe left for some rows.
 
     cost: [*kept choices, rows]; argmins: per step of the recipe [*scope, rows], None where a map says it.
@@ -82,7 +91,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchTable:
+class CaseTable:
     """The minimum over all but the kept operators, per row.
 
     cost: [rows, *(all choices of each kept operator)] in the order of ``keep``; inf = impossible.
@@ -90,7 +99,7 @@ class BatchTable:
 
     keep: tuple[int, ...]
     cost: np.ndarray
-    _chunks: tuple[Chunk, ...] = field(repr=False)
+    _chunks: tuple[EliminatedRows, ...] = field(repr=False)
 
     def assignments(self, cells: Sequence[np.ndarray]) -> list[np.ndarray]:
         """A choice per operator that attains the cost of each cell: one index array per kept operator, broadcastable
@@ -116,7 +125,7 @@ def eliminate_batch(
     edges: Sequence[tuple[int, np.ndarray, Consumers, np.ndarray]],
     keep: Sequence[int] = (),
     max_cells: int = MAX_CELLS,
-) -> BatchTable:
+) -> CaseTable:
     """Minimise Σ costs + Σ edges over all operators but those of ``keep``, in every row.
 
     costs: [rows, choices] ≥ 0 per operator, inf = impossible; edges: as ``EdgeCosts``. Raises TooWide where a table
@@ -125,7 +134,7 @@ def eliminate_batch(
     assert len(set(keep)) == len(keep), keep
     by_row = [np.ascontiguousarray(cost.T, dtype=float) for cost in costs]
     links = [
-        Link.of(producer, source, consumers, [np.ascontiguousarray(np.moveaxis(cost, 0, -1), dtype=float)])
+        TensorEdges.of(producer, source, consumers, [np.ascontiguousarray(np.moveaxis(cost, 0, -1), dtype=float)])
         for producer, source, consumers, cost in edges
         if consumers
     ]
@@ -133,13 +142,13 @@ def eliminate_batch(
     recipe = plan_elimination(alive, reduced, keep, max_cells)
     tables = [link.tables[0] for link in reduced]
 
-    def work(rows: slice) -> Chunk:
+    def work(rows: slice) -> EliminatedRows:
         return follow(recipe, [cost[:, rows] for cost in by_row], [table[:, :, rows] for table in tables])
 
     num = by_row[0].shape[1]
     chunks = in_chunks(work, num, chunk_rows(recipe))
     cost = np.concatenate([np.moveaxis(chunk.cost, -1, 0) for chunk in chunks])
-    return BatchTable(tuple(keep), cost, tuple(chunks))
+    return CaseTable(tuple(keep), cost, tuple(chunks))
 
 
 def chunk_rows(recipe: Recipe) -> int:
@@ -162,7 +171,9 @@ def in_chunks(work: Callable[[slice], T], num_rows: int, most: int) -> list[T]:
 # ---- following a recipe
 
 
-def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True) -> Chunk:
+def follow(
+    recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarray], walkable: bool = True
+) -> EliminatedRows:
     """The recipe carried out for some rows, in the precision of the costs. costs: [all choices, rows] per operator;
     links: [S, T, rows] each, in the original states. walkable: whether choices may be asked for afterwards."""
     rows, kind = costs[0].shape[-1], costs[0].dtype
@@ -188,10 +199,10 @@ def follow(recipe: Recipe, costs: Sequence[np.ndarray], links: Sequence[np.ndarr
     total = np.zeros((*recipe.kept_shape, rows), kind)
     for part in recipe.result:
         total += _view(tables[part.table], part)
-    return Chunk(recipe, total, tuple(argmins))
+    return EliminatedRows(recipe, total, tuple(argmins))
 
 
-def _view(table: np.ndarray, part: Part) -> np.ndarray:
+def _view(table: np.ndarray, part: SumOperand) -> np.ndarray:
     """The table with an axis (or 1) per variable of the sum, and the rows."""
     return table.transpose(*part.order, len(part.order))[(*part.index, slice(None))]
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["Link", "simplify_links"]
+__all__ = ["TensorEdges", "simplify_links"]
 
 Consumers = tuple[tuple[int, np.ndarray], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
+class TensorEdges:
     """One tensor from its producer to all its consumers, in all rows.
 
     source: [choices of the producer] → source state; consumers: (operator, [its choices] → target state). rows,
@@ -39,10 +39,10 @@ class Link:
     tables: tuple[np.ndarray, ...]
 
     @staticmethod
-    def of(producer: int, source: np.ndarray, consumers: Consumers, tables: Sequence[np.ndarray]) -> Link:
+    def of(producer: int, source: np.ndarray, consumers: Consumers, tables: Sequence[np.ndarray]) -> TensorEdges:
         """A link all of whose states are left."""
         num_sources, num_targets = tables[0].shape[:2]
-        return Link(producer, source, consumers, np.arange(num_sources), np.arange(num_targets), tuple(tables))
+        return TensorEdges(producer, source, consumers, np.arange(num_sources), np.arange(num_targets), tuple(tables))
 
     def free(self) -> np.ndarray:
         """[columns] mask of the targets that cost nothing in any row."""
@@ -51,8 +51,8 @@ class Link:
 
 
 def simplify_links(
-    costs: Sequence[np.ndarray], links: Sequence[Link], frozen: Collection[int] = ()
-) -> tuple[list[np.ndarray], list[Link]]:
+    costs: Sequence[np.ndarray], links: Sequence[TensorEdges], frozen: Collection[int] = ()
+) -> tuple[list[np.ndarray], list[TensorEdges]]:
     """(per operator the choices that stay, links with reduced states whose maps are over those choices).
 
     costs: [choices, rows] per operator. Choices of ``frozen`` operators all stay; an operator with no possible choice
@@ -86,13 +86,13 @@ def simplify_links(
     return alive, [_restricted(link, alive) for link in merged]
 
 
-def _restricted(link: Link, alive: Sequence[np.ndarray]) -> Link:
+def _restricted(link: TensorEdges, alive: Sequence[np.ndarray]) -> TensorEdges:
     consumers = tuple((k, target[alive[k]]) for k, target in link.consumers)
     return replace(link, source=link.source[alive[link.producer]], consumers=consumers)
 
 
 def _drop_impossible(
-    link: Link, possible: np.ndarray, alive: Sequence[np.ndarray], keep: Callable[[int, np.ndarray], bool]
+    link: TensorEdges, possible: np.ndarray, alive: Sequence[np.ndarray], keep: Callable[[int, np.ndarray], bool]
 ) -> bool:
     """Drop choices that meet no entry that is finite in some row; whether any went."""
     if possible.all():
@@ -106,7 +106,7 @@ def _drop_impossible(
     return changed
 
 
-def _merge_states(link: Link, alive: Sequence[np.ndarray]) -> Link:
+def _merge_states(link: TensorEdges, alive: Sequence[np.ndarray]) -> TensorEdges:
     """The link with only the states in use, equal ones merged; its maps stay over all choices."""
     rows = np.unique(link.source[alive[link.producer]])
     columns = np.unique(np.concatenate([target[alive[k]] for k, target in link.consumers]))

@@ -1,6 +1,6 @@
 """The cases that one search prices at once, and the pieces of the graph that its templates read.
 
-A *case* is a mesh shape, where it starts in the cluster, and a number of microbatches; ``Variants`` are cases with
+A *case* is a mesh shape, where it starts in the cluster, and a number of microbatches; ``Cases`` are cases with
 equally many mesh axes. Everything that a price depends on is an array over them. A set of axes is a bit mask (bit ``a``
 is axis ``a``), and
 
@@ -33,7 +33,7 @@ from ...ir.graph import Graph, TensorType, copy_at, output_of, rescale
 from ...ir.spec import Pair, Placement, R, S, Spec
 from ..section import State
 
-__all__ = ["Case", "Samples", "Variants", "cut_mask", "split_by_axes"]
+__all__ = ["Case", "Cases", "Samples", "cut_mask", "split_by_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _surroundings(ops: Sequence[Node]) -> set[Node]:
 
 
 @dataclass(eq=False)
-class Variants:
+class Cases:
     """Cases of one model on one cluster, all with the same number of mesh axes (0, 1 or 2).
 
     sizes: int [num, axes]; microbatches: int [num]; extents: the distinct batch extents of a microbatch; extent_of: int
@@ -254,13 +254,13 @@ class Variants:
 def split_by_axes(
     graph: Graph, layering: Layering, cluster: Cluster, optimizer: str, global_batch: int, cases: Iterable[Case],
     schedule: str = "1f1b",
-) -> list[Variants]:  # fmt: skip
+) -> list[Cases]:  # fmt: skip
     """Cases of any meshes as Variants by number of axes, fewest first, that share their samples."""
     samples, by_axes = Samples(graph, layering), dict[int, list[Case]]()
     for case in cases:
         by_axes.setdefault(len(case.mesh_shape), []).append(case)
     return [
-        Variants(graph, layering, cluster, optimizer, global_batch, tuple(by_axes[axes]), schedule, samples)
+        Cases(graph, layering, cluster, optimizer, global_batch, tuple(by_axes[axes]), schedule, samples)
         for axes in sorted(by_axes)
     ]
 

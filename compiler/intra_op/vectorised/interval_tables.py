@@ -33,21 +33,21 @@ from ...ir.graph import op_name, tensor_operands, types_of
 from ...plan.tensor_codecs import wire_share
 from ..section import Restriction, State
 from ..solver.vectorised_elimination import Running, in_chunks
-from .cases import Variants
-from .layer_tables import LayerTables, Level, Template, Weights
-from .problem import BatchSection
-from .row_cache import KeptRows, column_digests, row_key
+from .cases import Cases
+from .layer_tables import LayerTables, LayerTemplate, Level, Weights
+from .problem import CaseSection
+from .row_cache import RowCache, column_digests, row_key
 from .section import build_batch_section
 
-__all__ = ["BatchComposer", "BatchIntervals", "Composition", "Row", "Run", "Taken", "floors_of", "runs_of"]
+__all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row", "Taken", "floors_of", "runs_of"]
 
 
-Build = Callable[[Variants, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], BatchSection]
+Build = Callable[[Cases, int, Sequence[State], Sequence[State], Restriction, Sequence[str]], CaseSection]
 _SLICE = 256  # rows that one thread composes at a time
 
 
 @dataclass(frozen=True, eq=False)
-class BatchIntervals:
+class IntervalTables:
     """All intervals [i, j) of layers, for some rows: arrays [runs, rows], and which run an interval is.
 
     run: int [L, L + 1], −1 below the diagonal. Impossible runs have inf cost and floor_s, and 0 otherwise.
@@ -66,13 +66,13 @@ class BatchIntervals:
     entry_s: np.ndarray  # the part of transfer_s that is received at the first border
 
     @staticmethod
-    def joined(parts: Sequence[BatchIntervals], order: Sequence[int]) -> BatchIntervals:
+    def joined(parts: Sequence[IntervalTables], order: Sequence[int]) -> IntervalTables:
         """The rows of all parts; order: where each of them belongs."""
         back = np.argsort(order)
-        names = [one.name for one in fields(BatchIntervals)][2:]
+        names = [one.name for one in fields(IntervalTables)][2:]
         arrays = [np.concatenate([getattr(part, name) for part in parts], axis=1).take(back, axis=1) for name in names]
         rows = [row for part in parts for row in part.rows]
-        return BatchIntervals(tuple(rows[k] for k in back), parts[0].run, *arrays)
+        return IntervalTables(tuple(rows[k] for k in back), parts[0].run, *arrays)
 
     def of(self, name: str, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
         """The array of this name as [rows, L, L + 1], for some rows (positions in ``rows``) or all of them."""
@@ -83,21 +83,21 @@ class BatchIntervals:
 
 
 @dataclass(eq=False)
-class BatchComposer:
+class IntervalComposer:
     """Tables and intervals of one model for the cases of ``cases``, at any of ``levels``.
 
     modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
     case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
     """
 
-    variants: Variants
+    variants: Cases
     restriction: Restriction
     levels: Sequence[Level]
     modes: Sequence[str]
     build: Build = build_batch_section
     alike: Sequence[int] = ()
-    kept: KeptRows | None = None
-    _templates: dict[str, Template] = field(default_factory=dict)
+    kept: RowCache | None = None
+    _templates: dict[str, LayerTemplate] = field(default_factory=dict)
     _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
     _borders: dict[Any, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     _peaks: dict[str, np.ndarray] = field(default_factory=dict)
@@ -108,14 +108,14 @@ class BatchComposer:
         """The states of a border in any case, and bool [cases, states] in which."""
         return self.variants.states(boundary, self.restriction.roles)
 
-    def template(self, layer: int) -> Template:
+    def template(self, layer: int) -> LayerTemplate:
         """The template of a layer's class."""
         key = self.variants.layering.layers[layer].class_key
         if key not in self._templates:
             self._templates[key] = self._template(layer)
         return self._templates[key]
 
-    def _template(self, layer: int) -> Template:
+    def _template(self, layer: int) -> LayerTemplate:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
         modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)
         section = self.build(self.variants, layer, into, out, self.restriction, modes)
@@ -136,7 +136,7 @@ class BatchComposer:
             if name in leave and name not in entering
         }
         mask = possible[..., None] & has_into.T[:, None] & has_out.T[None]
-        return Template.of(section, layer, modes, arriving, going, mask)
+        return LayerTemplate.of(section, layer, modes, arriving, going, mask)
 
     def tables(self, rows: Sequence[Row]) -> dict[str, LayerTables]:
         """Per layer class the tables of these rows."""
@@ -235,19 +235,19 @@ class BatchComposer:
         parts = in_chunks(work, len(rows), _SLICE)
         return np.concatenate(parts, axis=1)
 
-    def intervals(self, rows: Sequence[Row]) -> BatchIntervals:
+    def intervals(self, rows: Sequence[Row]) -> IntervalTables:
         """Cost, seconds and bytes of every interval for these rows, each with its best border states and modes."""
         free = [self.levels[level].unpriced for _, level in rows]  # these need one mode only
         if len(set(free)) > 1:
             order = sorted(range(len(rows)), key=free.__getitem__)
             parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
-            return BatchIntervals.joined(parts, order)
+            return IntervalTables.joined(parts, order)
         runs, index = self._runs
         found = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
-        return BatchIntervals(tuple(rows), index, *found)
+        return IntervalTables(tuple(rows), index, *found)
 
     def _composed(self, rows: Sequence[Row]) -> np.ndarray:
-        """[9, runs, rows]: the arrays of ``BatchIntervals`` for rows that are all free, or none."""
+        """[9, runs, rows]: the arrays of ``IntervalTables`` for rows that are all free, or none."""
         own = {row: place for place, row in enumerate(dict.fromkeys(map(self._own, rows)))}
         tables = {self._alike[0][k]: self._layer_values(k, list(own)) for k in self._distinct[0]}
         at = np.array([own[self._own(row)] for row in rows], dtype=np.intp)
@@ -269,7 +269,7 @@ class BatchComposer:
         return np.concatenate(parts, axis=2)
 
     def _layer_floors(self, layer: int, rows: Sequence[Row]) -> np.ndarray:
-        """[in states, out states, rows] ``Template.floors`` of a layer's class."""
+        """[in states, out states, rows] ``LayerTemplate.floors`` of a layer's class."""
         template = self.template(layer)
         return self._recalled(
             rows,
@@ -338,7 +338,7 @@ class BatchComposer:
         return [layer.class_key for layer in layers], [self.variants.border_key(b) for b in range(len(layers) + 1)]
 
     @cached_property
-    def _runs(self) -> tuple[list[Run], np.ndarray]:
+    def _runs(self) -> tuple[list[LayerRun], np.ndarray]:
         """The distinct runs, and the run of every interval."""
         return runs_of(*self._alike)
 
@@ -399,7 +399,7 @@ class BatchComposer:
         return names
 
 
-def _positions(section: BatchSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
+def _positions(section: CaseSection, operator: int, states: Sequence[State], tensor: int) -> np.ndarray:
     """[states] which choice of a kept operator each border state is."""
     position = {pair: i for i, pair in enumerate(section.choices[operator])}
     return np.array([position[state[tensor]] for state in states], dtype=np.intp)
@@ -410,7 +410,7 @@ Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resid
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """A run of layers: the one that it extends by a layer (−1: none), that layer's class, and the first interval
     that it is."""
 
@@ -421,12 +421,12 @@ class Run:
     length: int
 
 
-def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[Run], np.ndarray]:
+def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[LayerRun], np.ndarray]:
     """The distinct runs, a run after the one that it extends; and int [L, L + 1], the run of every interval."""
     numbers: dict[Hashable, int] = {}
     borders_at = [numbers.setdefault(key, len(numbers)) for key in borders]
     ids: dict[tuple[int, int, str, int], int] = {}
-    runs: list[Run] = []
+    runs: list[LayerRun] = []
     index = np.full((len(classes), len(classes) + 1), -1)
     for first in range(len(classes)):
         before, start = -1, borders_at[first]
@@ -435,13 +435,13 @@ def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[R
             key = before, start, layer, borders_at[last + 1]
             if key not in ids:
                 ids[key] = len(runs)
-                runs.append(Run(before, layer, first, last, last - first + 1))
+                runs.append(LayerRun(before, layer, first, last, last - first + 1))
             before = index[first, last + 1] = ids[key]
             start = -1  # the runs before say where they start
     return runs, index
 
 
-def floors_of(runs: Sequence[Run], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
+def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
     """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
     tables: by class, [in states, out states, rows]."""
     found = np.empty((len(runs), len(actions)))
@@ -474,7 +474,7 @@ class Composition:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[LayerRun],
         tables: Mapping[str, Taken],
         borders: Mapping[int, tuple[np.ndarray, np.ndarray]],
         actions: np.ndarray,

@@ -22,11 +22,11 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..solver.elimination_order import Recipe, plan_elimination
-from ..solver.vectorised_elimination import MAX_CELLS, Chunk, Running, chunk_rows, follow, in_chunks
-from ..solver.vectorised_presolve import Link, simplify_links
-from .problem import BatchEdge, BatchSection
+from ..solver.vectorised_elimination import MAX_CELLS, EliminatedRows, Running, chunk_rows, follow, in_chunks
+from ..solver.vectorised_presolve import TensorEdges, simplify_links
+from .problem import CaseEdge, CaseSection
 
-__all__ = ["TIE", "LayerTables", "Level", "Template", "Weights"]
+__all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 
 TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
 
@@ -166,7 +166,7 @@ class Border:
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class LayerTemplate:
     """One layer class, ready for any rows: its terms, and the recipe of its elimination.
 
     layer: whose names the section uses. The recipe has two operators after those of the section, one per border, which
@@ -174,7 +174,7 @@ class Template:
     states, variants].
     """
 
-    section: BatchSection
+    section: CaseSection
     layer: int
     modes: tuple[str, ...]
     operators: tuple[Terms, ...]
@@ -186,13 +186,13 @@ class Template:
 
     @staticmethod
     def of(
-        section: BatchSection,
+        section: CaseSection,
         layer: int,
         modes: Sequence[str],
         into: Mapping[int, np.ndarray],
         out: Mapping[int, np.ndarray],
         possible: np.ndarray,
-    ) -> Template:
+    ) -> LayerTemplate:
         """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border.
         Raises TooWide."""
         operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
@@ -206,7 +206,7 @@ class Template:
         corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
         alive, reduced = simplify_links(corners, links, frozenset(keep))
         recipe = plan_elimination(alive, reduced, keep, MAX_CELLS)
-        return Template(section, layer, tuple(modes), operators, tensors, numbers, recipe, borders, possible)
+        return LayerTemplate(section, layer, tuple(modes), operators, tensors, numbers, recipe, borders, possible)
 
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
@@ -241,7 +241,7 @@ class Template:
 
     def _eliminated(
         self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
-    ) -> tuple[Chunk, np.ndarray]:
+    ) -> tuple[EliminatedRows, np.ndarray]:
         """The elimination of these rows, and [cells, modes, rows] its values. modes: None for that of ``floors``."""
         cases, kind = _as_slice(weights.variant), np.float32 if modes is None else np.float64
         costs = [terms.objective(weights, cases, modes) for terms in self.operators]
@@ -254,7 +254,9 @@ class Template:
         by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
         return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))
 
-    def _chunk(self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables) -> Chunk:
+    def _chunk(
+        self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables
+    ) -> EliminatedRows:
         """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
         variant, (into, out) = weights.variant, cells
         cases = _as_slice(variant)
@@ -278,7 +280,7 @@ class Template:
             array[into, out, rows] = part
         return chunk
 
-    def walk(self, chunk: Chunk, into: np.ndarray, out: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    def walk(self, chunk: EliminatedRows, into: np.ndarray, out: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         """Choices per operator of the section behind cells, given by border states and rows of the chunk."""
         kept = [border.of_state.take(states) for border, states in zip(self.borders, (into, out))]
         chosen = chunk.walk(kept, rows)[: len(self.operators)]
@@ -318,12 +320,12 @@ class LayerTables:
     that live only while this layer runs (or runs again).
     """
 
-    template: Template
+    template: LayerTemplate
     values: np.ndarray  # [6, in states, out states, rows]: cost, pace_s, step_s, resident, saved, transient
     mode: np.ndarray
     variant: np.ndarray
     modes: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[EliminatedRows, ...]
 
     cost = property(lambda self: self.values[0])
     pace_s = property(lambda self: self.values[1])
@@ -352,7 +354,7 @@ class LayerTables:
 # ---- terms of a section
 
 
-def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Terms:
+def _operator_terms(section: CaseSection, i: int, modes: Sequence[str]) -> Terms:
     seconds = section.seconds[i]
     possible = np.isfinite(seconds)
 
@@ -382,7 +384,7 @@ def _operator_terms(section: BatchSection, i: int, modes: Sequence[str]) -> Term
     )
 
 
-def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, ...], np.ndarray]) -> Terms:
+def _tensor_terms(edge: CaseEdge, modes: Sequence[str], known: dict[tuple[int, ...], np.ndarray]) -> Terms:
     """known: arrays that tensors share, by identity, with the rows last."""
     seconds = edge.seconds
     possible: list[np.ndarray] = []  # made when first needed
@@ -408,7 +410,7 @@ def _tensor_terms(edge: BatchEdge, modes: Sequence[str], known: dict[tuple[int, 
     return Terms(total, sure, None, None, None, by_mode(edge.again), by_mode(edge.bytes), by_mode(edge.transient))
 
 
-def _link(edge: BatchEdge, terms: Terms, borders: Sequence[Border], number: int) -> Link:
+def _link(edge: CaseEdge, terms: Terms, borders: Sequence[Border], number: int) -> TensorEdges:
     """The edge between operators of the recipe: those of the borders are ``number`` and the one after."""
     place = {i: (number + k, c) for k, border in enumerate(borders) for i, c in zip(border.operators, border.choices.T)}
 
@@ -420,7 +422,7 @@ def _link(edge: BatchEdge, terms: Terms, borders: Sequence[Border], number: int)
 
     source = at(edge.producer, edge.source)
     consumers = tuple(at(k, target) for k, target in edge.consumers)
-    return Link.of(*source, consumers, _different([terms.seconds, *terms.again, *terms.saved]))
+    return TensorEdges.of(*source, consumers, _different([terms.seconds, *terms.again, *terms.saved]))
 
 
 def _is_nothing(array: np.ndarray) -> bool:

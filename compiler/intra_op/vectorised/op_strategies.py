@@ -33,13 +33,13 @@ from ...rules import MeshChoice, pairs_choice, rule_for
 from ...rules.base import AxisChoice, Internal
 from ...rules.prune import MOST, SMALL
 from ..section import SPLIT_WORK, Restriction, cuts_weights
-from .cases import Variants
+from .cases import Cases
 
-__all__ = ["AxisUnion", "Message", "OpChoices", "op_choices"]
+__all__ = ["AxisUnion", "InternalCollective", "OpChoices", "op_choices"]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class InternalCollective:
     """A collective inside an op under the choices ``columns``, along ``axis``; ``grows``: the mask of the axes by whose
     sizes it is larger than its Internal says; ``majors``: that of the axes before this one that have its label."""
 
@@ -64,10 +64,10 @@ class OpChoices:
     group_of: np.ndarray
     splits: np.ndarray
     reads: tuple[tuple[Spec, ...], ...]
-    messages: tuple[Message, ...]
+    messages: tuple[InternalCollective, ...]
     offered: np.ndarray
 
-    def keeps_to(self, restriction: Restriction, op: str, variants: Variants) -> np.ndarray:
+    def keeps_to(self, restriction: Restriction, op: str, variants: Cases) -> np.ndarray:
         """bool [num, C]: which choices have the labels that a restriction wants split."""
         fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
         found: np.ndarray = np.array(fits)[self.group_of][variants.extent_of]
@@ -82,7 +82,7 @@ class OpChoices:
         return found
 
 
-def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
+def op_choices(variants: Cases, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
     """The choices of an op over ``cases``. nodes: the op at every extent. ValueError for a pin that no case can
     follow."""
     node, cache = nodes[0], variants.samples.cache
@@ -108,7 +108,7 @@ def op_choices(variants: Variants, nodes: Sequence[Node], restriction: Restricti
 # ---- which combinations stand
 
 
-def _combinations(variants: Variants, union: AxisUnion) -> tuple[list[tuple[int, ...]], np.ndarray]:
+def _combinations(variants: Cases, union: AxisUnion) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """(one u per axis each, bool [num, C]) of all combinations that stand in some case, "whole" on all axes first."""
     axes, size = variants.axes, len(union.singles)
     if axes == 0:
@@ -129,7 +129,7 @@ def _combinations(variants: Variants, union: AxisUnion) -> tuple[list[tuple[int,
 
 
 def _pinned(
-    variants: Variants, nodes: Sequence[Node], union: AxisUnion, labels: tuple[str, ...]
+    variants: Cases, nodes: Sequence[Node], union: AxisUnion, labels: tuple[str, ...]
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """As ``_combinations``, of the choice with these labels alone."""
     combos: dict[tuple[int, ...], np.ndarray] = {}
@@ -152,7 +152,7 @@ def _pinned(
 
 
 def _filtered(
-    variants: Variants,
+    variants: Cases,
     nodes: Sequence[Node],
     union: AxisUnion,
     made: _Made,
@@ -196,7 +196,7 @@ def _filtered(
     return stands
 
 
-def _fewest(variants: Variants, made: _Made, stands: np.ndarray) -> np.ndarray:
+def _fewest(variants: Cases, made: _Made, stands: np.ndarray) -> np.ndarray:
     """``stands`` with at most ``MOST`` choices per case: the first, then those that leave each device least work, of
     equal ones those of fewest labels (``Pruner.keep``)."""
     crowded = np.flatnonzero(stands.sum(axis=1) > MOST)
@@ -218,7 +218,7 @@ def _first(mask: np.ndarray) -> np.ndarray:
     return first
 
 
-def _allowed(variants: Variants, restriction: Restriction, node: Node, choice: MeshChoice) -> bool:
+def _allowed(variants: Cases, restriction: Restriction, node: Node, choice: MeshChoice) -> bool:
     """Whether a choice keeps to the roles of the axes."""
     layering = variants.layering
     tensors = [(operand.name, 0, pair) for operand, pair in zip(tensor_operands(node), choice.inputs)]
@@ -316,7 +316,7 @@ class _Made:
             offered,
         )
 
-    def _messages(self, combos: Sequence[tuple[int, ...]]) -> list[Message]:
+    def _messages(self, combos: Sequence[tuple[int, ...]]) -> list[InternalCollective]:
         found: dict[tuple[int, Internal, int, int, int], list[int]] = {}  # the last number tells equal messages apart
         for c, combo in enumerate(combos):
             for axis, u in enumerate(combo):
@@ -327,7 +327,7 @@ class _Made:
                     grows = 0 if one.growth == "none" else sum(1 << other for other in reach)
                     majors = sum(1 << other for other in alike if other < axis) if one.times != "once" else 0
                     found.setdefault((axis, one, grows, majors, messages[:number].count(one)), []).append(c)
-        return [Message(*key[:4], tuple(columns)) for key, columns in found.items()]
+        return [InternalCollective(*key[:4], tuple(columns)) for key, columns in found.items()]
 
 
 AxisPair = tuple[Placement, Placement]
@@ -406,7 +406,7 @@ class AxisUnion:
             self.present[e, ids] = True
             self.divisible[e, ids] = common
 
-    def together(self, variants: Variants, a: int, b: int) -> np.ndarray | None:
+    def together(self, variants: Cases, a: int, b: int) -> np.ndarray | None:
         """bool [num]: where two axes that have ``a`` and ``b`` may cut what both cut; None if that is nothing."""
         common = self.singles[a].cuts & self.singles[b].cuts
         if not common:
@@ -418,7 +418,7 @@ class AxisUnion:
         found: np.ndarray = extents[variants.extent_of] % variants.num_devices == 0
         return found
 
-    def stands(self, variants: Variants, mask: int, thin: bool) -> np.ndarray:
+    def stands(self, variants: Cases, mask: int, thin: bool) -> np.ndarray:
         """bool [num, U]: whether all axes of ``mask`` may have this choice together. thin: axes of size 1 as well."""
         rows, divisor = variants.extent_of, variants.whole_divisor[:, mask]
         ok: np.ndarray = self.present[rows] & (self.divisible[rows] % divisor[:, None] == 0)

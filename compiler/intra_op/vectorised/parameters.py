@@ -15,7 +15,7 @@ from ...ir.graph import TensorType
 from ...ir.spec import P, Pair, R
 from ...plan.plan import BUCKET_BYTES
 from ...plan.tensor_codecs import wire_share
-from .pricing import BatchPricer
+from .pricing import CasePricer
 
 __all__ = ["ParameterChoice", "ParameterPrices", "parameter_prices"]
 
@@ -49,7 +49,7 @@ class ParameterPrices:
 
 
 def parameter_prices(
-    pricer: BatchPricer,
+    pricer: CasePricer,
     kind: TensorType,
     pairs: Sequence[Pair],
     offered: np.ndarray,
@@ -73,7 +73,7 @@ def parameter_prices(
 class _Table:
     def __init__(
         self,
-        pricer: BatchPricer,
+        pricer: CasePricer,
         kind: TensorType,
         trainable: bool,
         requires_grad: bool,

@@ -28,7 +28,7 @@ from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
 from ....costmodel.memory import parameter_bytes
 from ...cost.gradient_communication import cheapest_offers
-from ...cost.pricing import Facts, facts_of, gradient_type, offered_ways
+from ...cost.pricing import PricingContext, facts_of, gradient_type, offered_ways
 from ...cost.signature import signature, sum_signature
 from ...ir.graph import TensorType, tensor_operands, types_of
 from ...ir.reshard import FREE, steps_between
@@ -36,10 +36,10 @@ from ...ir.spec import Spec, local_shape
 from ...plan.tensor_codecs import coder_seconds
 from ...rules import MeshChoice, rule_for
 from ...rules.base import times_sent
-from .cases import Variants, cut_mask
+from .cases import Cases, cut_mask
 from .op_strategies import OpChoices
 
-__all__ = ["KINDS", "BatchPricer", "Offers", "OpPrices", "Tariff", "conversion_counts", "num_terms"]
+__all__ = ["KINDS", "CasePricer", "Offers", "OpPrices", "Tariff", "conversion_counts", "num_terms"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,10 @@ class OpPrices:
         return self.backward_input + self.backward_weight + self.internal_backward
 
 
-class BatchPricer:
+class CasePricer:
     """Prices in all cases of ``cases``."""
 
-    def __init__(self, variants: Variants) -> None:
+    def __init__(self, variants: Cases) -> None:
         self.variants, self.grad = variants, variants.layering.needs_grad
         groups: dict[int, tuple[Device, list[int]]] = {}
         for v in range(variants.num):
@@ -171,7 +171,7 @@ class BatchPricer:
         return seconds
 
     def _compute(
-        self, nodes: Sequence[Node], origin: Node, choices: OpChoices, facts: Facts, flops: np.ndarray
+        self, nodes: Sequence[Node], origin: Node, choices: OpChoices, facts: PricingContext, flops: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(forward, backward of activations, backward of parameters) of one device's share of the work."""
         kind, flows = rule_for(origin).cost_kind, origin.name in self.grad
@@ -354,7 +354,7 @@ class BatchPricer:
 class _Work:
     """Bytes and sizes of an op's local work [num, choices]."""
 
-    def __init__(self, pricer: BatchPricer, origin: Node, choices: OpChoices, flops: np.ndarray) -> None:
+    def __init__(self, pricer: CasePricer, origin: Node, choices: OpChoices, flops: np.ndarray) -> None:
         self.pricer, self.choices, self.flops = pricer, choices, flops
         self.operands = [types_of(operand)[0] for operand in tensor_operands(origin)]
         self.output = types_of(origin)[0]

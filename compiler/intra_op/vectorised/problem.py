@@ -19,9 +19,9 @@ from ...plan.independent_axes import converts_over
 from ...rules import MeshChoice
 from .op_strategies import OpChoices
 from .parameters import ParameterChoice
-from .pricing import BatchPricer
+from .pricing import CasePricer
 
-__all__ = ["BatchEdge", "BatchSection", "ByMode", "Choice", "Conversions"]
+__all__ = ["ByMode", "CaseEdge", "CaseSection", "Choice", "Conversions"]
 
 Choice = MeshChoice | ParameterChoice | Pair
 ByMode = dict[str, np.ndarray]
@@ -33,7 +33,7 @@ class Conversions:
 
     def __init__(
         self,
-        pricer: BatchPricer,
+        pricer: CasePricer,
         kind: TensorType,
         sources: tuple[Pair, ...],
         targets: tuple[Pair, ...],
@@ -90,11 +90,11 @@ class Conversions:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchEdge:
+class CaseEdge:
     """A tensor and its conversions. source: [producer's choices] → source state; consumers: (operator, [its choices] →
     target state); states: the pairs behind source and target states. All arrays are [num, sources, targets].
 
-    ``floor``: the factor of the seconds that a stage of several layers is sure to pay (see ``BatchSection``).
+    ``floor``: the factor of the seconds that a stage of several layers is sure to pay (see ``CaseSection``).
     """
 
     name: str
@@ -144,7 +144,7 @@ class BatchEdge:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchSection:
+class CaseSection:
     """One layer in all cases. Parallel tuples over operators, arrays [num, choices]; see ``section.Section``.
 
     choices: MeshChoice for ops (with the labels of some case: ``label`` knows every case's), ParameterChoice for
@@ -173,7 +173,7 @@ class BatchSection:
     again: tuple[ByMode, ...]
     saved: tuple[ByMode, ...]
     transient: tuple[ByMode, ...]
-    edges: tuple[BatchEdge, ...]
+    edges: tuple[CaseEdge, ...]
     ops: Mapping[str, OpChoices] = field(repr=False)
     extent_of: np.ndarray = field(repr=False)
 

@@ -16,7 +16,7 @@ their sequence, a stage's actions and, where messages count, seconds at borders 
 
 So nothing needs to be known of what prices depend on (cluster, mesh, microbatch, optimizer, constraints, …): rows are
 equal where their numbers are, and whatever changes a number changes the key. What makes rows of numbers, the source,
-is the business of ``KeptRows``. Of equally good choices another one may have been taken among other cases.
+is the business of ``RowCache``. Of equally good choices another one may have been taken among other cases.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pathlib import Path
 import numpy as np
 
 from ....costmodel.files import write_atomically
-from .layer_tables import Level, Template, Terms
+from .layer_tables import LayerTemplate, Level, Terms
 
-__all__ = ["KEY_BYTES", "LIMIT_BYTES", "KeptRows", "column_digests", "row_key"]
+__all__ = ["KEY_BYTES", "LIMIT_BYTES", "RowCache", "column_digests", "row_key"]
 
 
 LIMIT_BYTES = 2**29  # of all packs; a plan of a large model for 64 devices makes some 50 MB
@@ -72,7 +72,7 @@ class _Made:
     values: np.ndarray
 
 
-class KeptRows:
+class RowCache:
     """Rows in a folder. family: what all their keys share."""
 
     def __init__(self, folder: Path, family: str) -> None:
@@ -124,7 +124,7 @@ class KeptRows:
         return found
 
     @contextmanager
-    def keeping(self) -> Iterator[KeptRows]:
+    def keeping(self) -> Iterator[RowCache]:
         """Write what is made inside when it ends, however it does. One within another writes its own."""
         before, self._made = self._made, []
         try:
@@ -170,7 +170,7 @@ def _evict(folder: Path) -> None:
 _AT_ONCE_BYTES = 2**24  # of columns that are gathered at once
 
 
-def column_digests(template: Template) -> list[bytes]:
+def column_digests(template: LayerTemplate) -> list[bytes]:
     """A digest per case of its column of a template."""
     places: dict[int, int] = {}
     arrays: list[np.ndarray] = []

@@ -22,11 +22,11 @@ from ...plan.independent_axes import lies_loosely
 from ...plan.recompute import Recompute, recompute_of
 from ...rules import rule_for
 from ..section import FREE, Restriction, Sharing, State, normalized, residencies_of, steady
-from .cases import Variants
+from .cases import Cases
 from .op_strategies import OpChoices, op_choices
 from .parameters import ParameterPrices, parameter_prices
-from .pricing import BatchPricer
-from .problem import BatchEdge, BatchSection, ByMode, Choice, Conversions
+from .pricing import CasePricer
+from .problem import ByMode, CaseEdge, CaseSection, Choice, Conversions
 
 __all__ = ["build_batch_section", "placeholder_pairs", "wanted_pairs"]
 
@@ -51,30 +51,30 @@ class _Row(NamedTuple):
 
 
 def build_batch_section(
-    variants: Variants,
+    variants: Cases,
     layer: int,
     into: Sequence[State],
     out: Sequence[State],
     restriction: Restriction = FREE,
     modes: Sequence[str] = ("none",),
-) -> BatchSection:
-    """Layer ``layer`` in all cases, its borders in these states (of ``Variants.states``), under these recompute
+) -> CaseSection:
+    """Layer ``layer`` in all cases, its borders in these states (of ``Cases.states``), under these recompute
     modes."""
     return _Builder(variants, layer, into, out, restriction, tuple(modes)).build()
 
 
-def pricer_of(variants: Variants) -> BatchPricer:
+def pricer_of(variants: Cases) -> CasePricer:
     """The pricer that all sections of ``cases`` share."""
     if "pricer" not in variants.cache:
-        variants.cache["pricer"] = BatchPricer(variants)
-    found: BatchPricer = variants.cache["pricer"]
+        variants.cache["pricer"] = CasePricer(variants)
+    found: CasePricer = variants.cache["pricer"]
     return found
 
 
 class _Builder:
     def __init__(
         self,
-        variants: Variants,
+        variants: Cases,
         layer: int,
         into: Sequence[State],
         out: Sequence[State],
@@ -121,7 +121,7 @@ class _Builder:
         offered = np.array(list(found.values()), dtype=bool).reshape(len(found), self.variants.num)
         return _States(tuple(found), offered.T)
 
-    def build(self) -> BatchSection:
+    def build(self) -> CaseSection:
         index: dict[str, int] = {}
         wants: dict[str, list[tuple[int, list[Pair], bool]]] = {}
         gives: dict[str, tuple[int, list[Pair]]] = {}
@@ -154,7 +154,7 @@ class _Builder:
             assert name in gives, f"{name} is used by this section but neither made in it nor an entry"
         edges = tuple(self._edge(name, gives[name], wanted) for name, wanted in wants.items())
         rows = self.rows
-        return BatchSection(
+        return CaseSection(
             layer=self.layer,
             modes=self.modes,
             names=tuple(row.name for row in rows),
@@ -370,7 +370,7 @@ class _Builder:
 
     # ---- edges
 
-    def _edge(self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]) -> BatchEdge:
+    def _edge(self, name: str, given: tuple[int, list[Pair]], wanted: list[tuple[int, list[Pair], bool]]) -> CaseEdge:
         producer, offered = given
         node, grad = self.nodes[name], name in self.grad
         sources = {pair: i for i, pair in enumerate(dict.fromkeys(offered))}
@@ -386,7 +386,7 @@ class _Builder:
         again = frozenset(mode for mode, re in self.recompute.items() if re.converts_again(name))
         kept = frozenset(self.modes) - again
         kept |= {mode for mode, re in self.recompute.items() if self._some_keep(wanted, re)}
-        return BatchEdge(
+        return CaseEdge(
             name,
             producer,
             np.array([sources[p] for p in offered], dtype=np.intp),
@@ -412,7 +412,7 @@ class _States(NamedTuple):
     offered: np.ndarray
 
 
-def _recompute(variants: Variants, mode: str) -> Recompute:
+def _recompute(variants: Cases, mode: str) -> Recompute:
     key, cache = ("recompute", mode, variants.schedule), variants.samples.cache
     if key not in cache:
         cache[key] = recompute_of(variants.source, variants.layering, mode, variants.schedule)
@@ -420,7 +420,7 @@ def _recompute(variants: Variants, mode: str) -> Recompute:
     return found
 
 
-def _sharing(variants: Variants) -> Sharing:
+def _sharing(variants: Cases) -> Sharing:
     cache = variants.samples.cache
     if "sharing" not in cache:
         cache["sharing"] = Sharing(variants.source, variants.layering)
@@ -458,7 +458,7 @@ def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Wher
     return found
 
 
-def placeholder_pairs(variants: Variants, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
+def placeholder_pairs(variants: Cases, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
     """The pairs in which a placeholder may lie, given those that its consumers want."""
     source, axes = node.meta["source"], variants.axes
     everywhere, whole = np.ones(variants.num, dtype=bool), (R,) * axes

@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from ..comm import Arrival, current
 from ..graph import Graph, op_name, output_of
-from ..reshard import Step, run_steps
+from ..reshard import ReshardStep, run_steps
 from ..spec import P, Pair, R
 from . import local_ops
 
@@ -54,7 +54,7 @@ def counted_by(node: Node) -> Node | None:
     return loss if index == 1 and op_name(loss) == "meshwright.cross_entropy" else None
 
 
-def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[Step]) -> Node:
+def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[ReshardStep]) -> Node:
     """In place of these conversions of the count of ``loss``, an op of a local program: what has its sum. It starts in
     front of all ops, or behind the last one that makes the targets."""
     _, target, ignore_index = loss.args[:3]

@@ -21,7 +21,7 @@ from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.codecs import CODECS, coded_messages, coded_seconds, sent_bytes
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
-from meshwright.costmodel.measured import Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, Piece
 
 from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
@@ -103,7 +103,7 @@ def test_one_algorithm_is_never_cheaper_than_all_of_them():
 
 def test_where_the_backend_was_measured_other_algorithms_must_be_too():
     def wire(algorithm, beta):
-        return Wire("all_reduce", algorithm, 16, 8, 1, (Piece(0.0, 1e-5, beta),), (), 0.0, 1)
+        return CollectiveMeasurement("all_reduce", algorithm, 16, 8, 1, (Piece(0.0, 1e-5, beta),), (), 0.0, 1)
 
     allowed = Communication.asked("auto")
     measured = replace(V100, wires=(wire("backend", 1e-9), wire("two_step", 5e-10)))

@@ -28,9 +28,9 @@ from meshwright.compiler.intra_op.section import Restriction, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
 from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec
-from meshwright.compiler.plan.plan import BUCKET_BYTES, Residency
+from meshwright.compiler.plan.plan import BUCKET_BYTES, ParameterSharding
 from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.measured import Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, Piece
 
 from tests.oracles.scalar_composer import Composer
 from tests.support.zoo import ZOO
@@ -68,7 +68,7 @@ def test_the_patterns_cut_one_more_dim(shape, mesh, pair, cut):
     for name, residency in found.items():
         assert pattern_of(residency) == name
         assert residency_text(residency) == (pair if name == "replicated" else f"{pair} {name}")
-        assert Residency.from_json(residency.to_json()) == residency
+        assert ParameterSharding.from_json(residency.to_json()) == residency
         for spec in (residency.stored, residency.gradient, residency.optimizer):
             assert spec in (residency.compute.value, parse_spec(cut or ""))
             local_shape(shape, spec, mesh)  # even
@@ -225,7 +225,9 @@ def test_sources_are_those_of_the_messages_that_are_sent(graph):
     weights = {node.name: "R|P zero1" for node in graph.placeholders("parameter")}
     found = []
     for kinds in ((), ("all_reduce",), ("reduce_scatter",), ("reduce_scatter", "all_gather")):
-        wires = tuple(Wire(kind, "backend", 4, 4, 1, (Piece(0, 1e-4, 1e-9),), (), 0.0, 1) for kind in kinds)
+        wires = tuple(
+            CollectiveMeasurement(kind, "backend", 4, 4, 1, (Piece(0, 1e-4, 1e-9),), (), 0.0, 1) for kind in kinds
+        )
         cluster, layering = replace(V100, wires=wires), cluster_layers(graph)
         composer = Composer(graph, layering, MeshPricer(cluster, 0, (4,)), 4, Restriction(pinned=weights))
         section = composer.section(0, len(layering.layers), [()], [()])

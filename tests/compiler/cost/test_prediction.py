@@ -24,14 +24,14 @@ from meshwright.compiler.ir.graph import Graph, TensorType
 from meshwright.compiler.ir.spec import parse_spec, without_partials
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.plan.cross_mesh import Layout, tiles
+from meshwright.compiler.plan.cross_mesh import MeshLayout, tiles
 from meshwright.compiler.plan.plan import Plan, Stage
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.compiler.search.predict import _post, simulate_plan
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
-from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from meshwright.runtime.parameters.gradients import _buckets
 from torch import nn
 
@@ -166,8 +166,8 @@ def test_gradients_of_later_microbatches_are_added() -> None:
 def test_wires_price_transfers_of_all_receivers_at_once() -> None:
     graph = captured("gpt")
     plan = planned(graph, CLUSTER, Strategy(2, 2, 1))
-    one = Wire("send", "backend", 2, 2, 1, (Piece(0, 1.0, 0.0),), (), 0.0, 1)
-    two = Wire("send", "backend", 2, 2, 2, (Piece(0, 3.0, 0.0),), (), 0.0, 1)
+    one = CollectiveMeasurement("send", "backend", 2, 2, 1, (Piece(0, 1.0, 0.0),), (), 0.0, 1)
+    two = CollectiveMeasurement("send", "backend", 2, 2, 2, (Piece(0, 3.0, 0.0),), (), 0.0, 1)
     again = reprice(plan, graph, replace(CLUSTER, wires=(one, two)))
     assert again.transfers
     for transfer in again.transfers:
@@ -186,8 +186,8 @@ def test_starting_the_messages_of_the_runtime_keeps_the_sender(name: str, strate
         source, target = plan.stages[transfer.source], plan.stages[transfer.target]
         kind, spec = nodes[transfer.node].meta["type"], source.chunks[0].sends[transfer.node]
         pair = target.chunks[0].receives[transfer.node]
-        here, there = (Layout(s.devices, s.mesh_shape, p) for s, p in ((source, spec), (target, pair.value)))
-        back = Layout(target.devices, target.mesh_shape, without_partials(pair.cotangent))
+        here, there = (MeshLayout(s.devices, s.mesh_shape, p) for s, p in ((source, spec), (target, pair.value)))
+        back = MeshLayout(target.devices, target.mesh_shape, without_partials(pair.cotangent))
         ways = [(0, transfer.source, here, there), (1, transfer.target, back, here)]
         for direction, stage, left, right in ways if transfer.backward_s else ways[:1]:
             for tile in tiles(kind.shape, left, right):
@@ -206,7 +206,9 @@ def test_blocks_that_fit_no_other_travel_in_several_messages(ends: str, left: in
     kind, (sent, wanted) = TensorType((8, 16), torch.float32), map(parse_spec, ends.split(" -> "))
     source, target = Stage(tuple(range(left)), (left,), ()), Stage(tuple(range(left, left + right)), (right,), ())
     cluster = with_device(CLUSTER, post_s=1.0, post_s_per_byte=1e-3)
-    messages = tiles(kind.shape, *(Layout(s.devices, s.mesh_shape, p) for s, p in ((source, sent), (target, wanted))))
+    messages = tiles(
+        kind.shape, *(MeshLayout(s.devices, s.mesh_shape, p) for s, p in ((source, sent), (target, wanted)))
+    )
     seconds = sum(1 + 1e-3 * 4 * prod(tile.shape) for tile in messages)
     assert _post(cluster, kind, (source, sent), (target, wanted)) == pytest.approx(seconds / left)
 

@@ -10,8 +10,8 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.section import FREE, Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
-from meshwright.compiler.intra_op.vectorised.cases import Case, Variants
-from meshwright.compiler.intra_op.vectorised.interval_tables import BatchComposer
+from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
+from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer
 from meshwright.compiler.intra_op.vectorised.layer_tables import Level
 from meshwright.compiler.intra_op.vectorised.section import build_batch_section
 from meshwright.costmodel.cluster import Cluster
@@ -35,7 +35,7 @@ def graph():
 
 def variants_of(graph, axes):
     cases = tuple(Case(*case) for case in CASES[axes])
-    return Variants(graph, cluster_layers(graph), V100, "AdamW", 64, cases)
+    return Cases(graph, cluster_layers(graph), V100, "AdamW", 64, cases)
 
 
 def assert_equal_to_scalar(found, variants, byte_weight=0.0):
@@ -58,7 +58,7 @@ def assert_equal_to_scalar(found, variants, byte_weight=0.0):
 @pytest.mark.parametrize("byte_weight", [0.0, 1e-9])
 def test_intervals_equal_the_scalar_composer(graph, axes, byte_weight):
     variants = variants_of(graph, axes)
-    composer = BatchComposer(variants, FREE, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section)
     found = composer.intervals([(v, 1) for v in range(variants.num)])
     assert_equal_to_scalar(found, variants, byte_weight)
 
@@ -85,14 +85,14 @@ def test_borders_of_several_tensors(axes):
         variants = variants_of(capture(Skip(), (torch.empty(64, 16), torch.empty(64, 16)), {}), axes)
     crossing = variants.layering.crossing
     assert any(len(after) > 1 and set(before) & set(after) for before, after in pairwise(crossing))
-    composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
     assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
 
 
 def test_intervals_of_templates_equal_the_scalar_composer(graph):
     """The same with sections that are priced for all cases at once, which is how a search has them."""
     variants = variants_of(graph, 2)
-    composer = BatchComposer(variants, FREE, [Level()], ["none"])
+    composer = IntervalComposer(variants, FREE, [Level()], ["none"])
     assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
     labels, modes, _ = composer.choices((0, 0), 1, 3)
     nodes = variants.source.by_name()
@@ -103,7 +103,7 @@ def test_intervals_of_templates_equal_the_scalar_composer(graph):
 @pytest.mark.parametrize("axes", [0, 1, 2])
 def test_floors_are_intervals_without_transfers(graph, axes, monkeypatch):
     variants = variants_of(graph, axes)
-    composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
     found = composer.intervals([(v, 0) for v in range(variants.num)])
     for row, scalar in enumerate(scalar_composers(variants, FREE, ["none"])):
         monkeypatch.setattr(scalar["none"].pricer, "transfer_seconds", lambda size, before=False: 0.0)
@@ -115,7 +115,7 @@ def test_floors_are_intervals_without_transfers(graph, axes, monkeypatch):
 @pytest.mark.parametrize("axes", [1, 2])
 def test_choices_attain_the_interval(graph, axes):
     variants = variants_of(graph, axes)
-    composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
     rows = [(v, 0) for v in range(variants.num)]
     found = composer.intervals(rows)
     count = len(variants.layering.layers)
@@ -142,7 +142,7 @@ def test_choices_attain_the_interval(graph, axes):
 def test_tables_have_the_best_mode_of_each_cell(graph, axes, byte_weight):
     variants = variants_of(graph, axes)
     modes = ["none", "full"]
-    composer = BatchComposer(variants, FREE, [Level(byte_weight, 2 * byte_weight)], modes, stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level(byte_weight, 2 * byte_weight)], modes, stacked_section)
     tables = composer.tables([(v, 0) for v in range(variants.num)])
     seen = set()
     for row, scalar in enumerate(scalar_composers(variants, FREE, modes)):
@@ -175,7 +175,7 @@ def aligned(composer, scalar, layer, table, empty=np.inf):
 
 def test_equal_runs_are_one_and_cost_what_each_of_them_costs(graph):
     variants = variants_of(graph, 1)
-    composer = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
     found = composer.intervals([(0, 0)])
     count = len(variants.layering.layers)
     keys = [layer.class_key for layer in variants.layering.layers]
@@ -194,7 +194,7 @@ def test_equal_runs_are_one_and_cost_what_each_of_them_costs(graph):
 def test_the_order_and_repetition_of_rows_do_not_matter(graph):
     variants = variants_of(graph, 2)
     levels = [Level(), Level(1e-8, 1e-8)]
-    composer = BatchComposer(variants, FREE, levels, ["none", "full"], stacked_section)
+    composer = IntervalComposer(variants, FREE, levels, ["none", "full"], stacked_section)
     rows = [(2, 1), (0, 0), (1, 1), (0, 1), (2, 0)]
     together = composer.intervals(rows)
     for place, row in enumerate(rows):
@@ -214,8 +214,8 @@ def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
         return section
 
     rows = [(v, 0) for v in range(variants.num)]
-    ours = BatchComposer(variants, FREE, [Level(step_share=0.5)], ["none"], stacked_section).intervals(rows)
-    theirs = BatchComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
+    ours = IntervalComposer(variants, FREE, [Level(step_share=0.5)], ["none"], stacked_section).intervals(rows)
+    theirs = IntervalComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
     np.testing.assert_allclose(ours.cost, theirs.cost, rtol=1e-9)
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
 
@@ -237,9 +237,11 @@ def test_a_level_without_gradients_of_weights(graph, byte):
 
     rows, modes = [(v, 0) for v in range(variants.num)], ["none", "full"]
     level = Level(byte, byte, step_share=0.0, weight_share=0.0)
-    ours = BatchComposer(variants, FREE, [level], modes).floors(rows)[0]
-    np.testing.assert_allclose(ours, BatchComposer(variants, FREE, [level], modes, lighter).floors(rows)[0], rtol=1e-9)
-    whole = BatchComposer(variants, FREE, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
+    ours = IntervalComposer(variants, FREE, [level], modes).floors(rows)[0]
+    np.testing.assert_allclose(
+        ours, IntervalComposer(variants, FREE, [level], modes, lighter).floors(rows)[0], rtol=1e-9
+    )
+    whole = IntervalComposer(variants, FREE, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
     assert (ours <= whole).all()
     assert (ours < whole).any()
 
@@ -255,8 +257,8 @@ def test_a_floor_counts_in_the_objective_and_not_in_the_pace(graph):
         return section
 
     rows = [(v, 0) for v in range(variants.num)]
-    ours = BatchComposer(variants, FREE, [Level()], ["none"], shared)
-    theirs = BatchComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    ours = IntervalComposer(variants, FREE, [Level()], ["none"], shared)
+    theirs = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
     expected = theirs.tables(rows)
     for key, table in ours.tables(rows).items():
         found = np.isfinite(expected[key].cost)
@@ -278,7 +280,7 @@ def test_floors_are_what_nothing_undercuts(axes):
         assert (floors[np.isfinite(exact)] < exact[np.isfinite(exact)]).all()
 
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
-    composer = BatchComposer(variants_of(graph, axes), FREE, PRICED, MODES)
+    composer = IntervalComposer(variants_of(graph, axes), FREE, PRICED, MODES)
     rows = [(v, level) for v in range(composer.variants.num) for level in range(len(PRICED))]
     floors, run = composer.floors(rows)
     made = composer.intervals(rows)
@@ -289,13 +291,13 @@ def test_floors_are_what_nothing_undercuts(axes):
     check_rounded(floors[:, free], made.floor_s[:, free])
     assert (floors[possible] < made.floor_s[possible]).all()
     for mode in MODES:
-        alone = BatchComposer(variants_of(graph, axes), FREE, PRICED, [mode])
+        alone = IntervalComposer(variants_of(graph, axes), FREE, PRICED, [mode])
         check_rounded(alone.floors(rows)[0], alone.intervals(rows).floor_s)
 
 
 def test_cases_of_equal_prices_share_their_tables():
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
-    composer = BatchComposer(variants_of(graph, 1), FREE, PRICED, MODES)
+    composer = IntervalComposer(variants_of(graph, 1), FREE, PRICED, MODES)
     twice = replace(composer, alike=[0] * composer.variants.num)
     first = twice.intervals([(0, 1), (1, 1)])
     np.testing.assert_array_equal(first.pace_s[:, 0], first.pace_s[:, 1])

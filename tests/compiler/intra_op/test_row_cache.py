@@ -22,10 +22,10 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.section import Restriction
 from meshwright.compiler.intra_op.vectorised import row_cache
-from meshwright.compiler.intra_op.vectorised.cases import Case, Variants
-from meshwright.compiler.intra_op.vectorised.interval_tables import BatchComposer
-from meshwright.compiler.intra_op.vectorised.layer_tables import Level, Template
-from meshwright.compiler.intra_op.vectorised.row_cache import KEY_BYTES, KeptRows, column_digests, row_key
+from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
+from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer
+from meshwright.compiler.intra_op.vectorised.layer_tables import LayerTemplate, Level
+from meshwright.compiler.intra_op.vectorised.row_cache import KEY_BYTES, RowCache, column_digests, row_key
 from meshwright.compiler.search import plan_cache
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
@@ -42,7 +42,7 @@ def numbered(*names: int) -> list[bytes]:
     return [name.to_bytes(KEY_BYTES, "big") for name in names]
 
 
-def recall(rows: KeptRows, *names: int, shape: tuple[int, ...] = (3,), add: float = 0.0) -> list[int]:
+def recall(rows: RowCache, *names: int, shape: tuple[int, ...] = (3,), add: float = 0.0) -> list[int]:
     """The names that were made; those that were not have the values of names."""
     asked: list[int] = []
 
@@ -56,16 +56,16 @@ def recall(rows: KeptRows, *names: int, shape: tuple[int, ...] = (3,), add: floa
 
 
 def kept(folder: Path, *names: int, shape: tuple[int, ...] = (3,), family: str = "one") -> list[int]:
-    with KeptRows(folder, family).keeping() as rows:
+    with RowCache(folder, family).keeping() as rows:
         return recall(rows, *names, shape=shape)
 
 
 def test_rows_are_made_once(tmp_path: Path) -> None:
-    with KeptRows(tmp_path, "one").keeping() as rows:
+    with RowCache(tmp_path, "one").keeping() as rows:
         assert recall(rows, 1, 2, 1) == [1, 2]
         assert recall(rows, 2, 3, add=0.5) == [3]
         assert recall(rows, 7, shape=(2, 4)) == [7]
-    rows = KeptRows(tmp_path, "one")
+    rows = RowCache(tmp_path, "one")
     assert recall(rows, 4, 2, 1, 2, add=0.25) == [4]
     assert recall(rows, 7, shape=(2, 4)) == []
     assert recall(rows, 7, shape=(4, 2)) == [7]  # of another shape is another row
@@ -74,7 +74,7 @@ def test_rows_are_made_once(tmp_path: Path) -> None:
 
 def test_what_was_made_before_an_error_is_kept(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with KeptRows(tmp_path, "one").keeping() as rows:
+        with RowCache(tmp_path, "one").keeping() as rows:
             recall(rows, 1)
             raise KeyboardInterrupt
 
@@ -85,7 +85,7 @@ def test_what_was_made_before_an_error_is_kept(tmp_path: Path) -> None:
 
 def test_a_part_of_a_search_may_keep_its_own(tmp_path: Path) -> None:
     """As a fork must, whose memory is lost."""
-    with KeptRows(tmp_path, "one").keeping() as rows:
+    with RowCache(tmp_path, "one").keeping() as rows:
         recall(rows, 1)
         with rows.keeping():
             assert recall(rows, 1, 2) == [2]
@@ -140,16 +140,16 @@ def test_the_longest_unused_go_beyond_the_limit_in_bytes(tmp_path: Path, monkeyp
     monkeypatch.setattr(row_cache, "LIMIT_BYTES", int(3.5 * each))
     kept(tmp_path, 4, shape=(500,))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 3.5 * each
-    rows = KeptRows(tmp_path, "one")
+    rows = RowCache(tmp_path, "one")
     assert recall(rows, 1, 2, 3, 4, shape=(500,)) == [2]
 
 
 def test_small_rows_before_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_cache, "LIMIT_BYTES", 2 * 8 * 1000)
-    with KeptRows(tmp_path, "one").keeping() as rows:
+    with RowCache(tmp_path, "one").keeping() as rows:
         recall(rows, 1, shape=(2000,))
         recall(rows, *range(10), shape=(10,))
-    rows = KeptRows(tmp_path, "one")
+    rows = RowCache(tmp_path, "one")
     assert recall(rows, *range(10), shape=(10,)) == []
     assert recall(rows, 1, shape=(2000,)) == [1]
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2 * 8 * 1000
@@ -168,19 +168,21 @@ def graph() -> Any:
     return capture(*ZOO["gpt"](64, device="meta", layers=2))
 
 
-def composer_of(graph: Any, **changed: Any) -> BatchComposer:
+def composer_of(graph: Any, **changed: Any) -> IntervalComposer:
     cluster = changed.get("cluster", Cluster.preset("p3.16xlarge"))
     cases = changed.get("cases", (((2, 2), 0, 4), ((2, 4), 0, 4), ((4, 2), 0, 4)))
     batch, optimizer = changed.get("batch", 64), changed.get("optimizer", "AdamW")
-    variants = Variants(
+    variants = Cases(
         graph, cluster_layers(graph), cluster, optimizer, batch, tuple(Case(*case) for case in cases),
         changed.get("schedule", "1f1b"),
     )  # fmt: skip
     restriction = changed.get("restriction", Restriction())
-    return BatchComposer(variants, restriction, changed.get("levels", LEVELS), changed.get("modes", ["none", "full"]))
+    return IntervalComposer(
+        variants, restriction, changed.get("levels", LEVELS), changed.get("modes", ["none", "full"])
+    )
 
 
-def arrays_of(template: Template) -> Iterator[np.ndarray]:
+def arrays_of(template: LayerTemplate) -> Iterator[np.ndarray]:
     """Every array of numbers that tables are made of."""
     for terms in (*template.operators, *template.tensors):
         for found in (terms.seconds, terms.sure, terms.step_s, terms.resident):
@@ -205,13 +207,13 @@ def nudged(array: np.ndarray, case: int, data: st.DataObject) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def template(graph: Any) -> Template:
+def template(graph: Any) -> LayerTemplate:
     return composer_of(graph).template(2)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_every_number_counts_for_its_case_and_for_no_other(template: Template, data: st.DataObject) -> None:
+def test_every_number_counts_for_its_case_and_for_no_other(template: LayerTemplate, data: st.DataObject) -> None:
     before = column_digests(template)
     assert len(set(before)) == len(before) == 3
     every = [*{id(array): array for array in arrays_of(template)}.values(), template.possible]
@@ -221,17 +223,17 @@ def test_every_number_counts_for_its_case_and_for_no_other(template: Template, d
     assert [old != new for old, new in zip(before, after)] == [k == case for k in range(3)]
 
 
-def test_the_structure_of_a_template_counts(template: Template) -> None:
+def test_the_structure_of_a_template_counts(template: LayerTemplate) -> None:
     section, (edge, *others) = template.section, template.section.edges
     (entering, leaving), (operator, choices) = template.borders, edge.consumers[0]
     resident = next(k for k, terms in enumerate(template.operators) if terms.resident is not None)
 
-    def with_edge(**changed: Any) -> Template:
+    def with_edge(**changed: Any) -> LayerTemplate:
         copies = {name: getattr(edge, name) for name in ("producer", "source", "consumers")} | changed
         one = type("Edge", (), copies)()
         return replace(template, section=type("Section", (), {"edges": [one, *others]})())
 
-    def with_terms(**changed: Any) -> Template:
+    def with_terms(**changed: Any) -> LayerTemplate:
         operators = list(template.operators)
         operators[resident] = replace(operators[resident], **changed)
         return replace(template, operators=tuple(operators))
@@ -290,12 +292,12 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
 def shared(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the rows of the composer that no ingredient was changed of."""
     folder = tmp_path_factory.mktemp("shared")
-    with KeptRows(folder, "one").keeping() as rows:
+    with RowCache(folder, "one").keeping() as rows:
         made_by(composer_of(graph), rows)
     return folder
 
 
-def made_by(composer: BatchComposer, rows: KeptRows | None) -> tuple[np.ndarray, Any]:
+def made_by(composer: IntervalComposer, rows: RowCache | None) -> tuple[np.ndarray, Any]:
     composer.kept = rows
     asked = [(v, level) for v in range(composer.variants.num) for level in range(len(LEVELS))]
     return composer.floors(asked)[0], composer.intervals(asked)
@@ -303,7 +305,7 @@ def made_by(composer: BatchComposer, rows: KeptRows | None) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("name", INGREDIENTS)
 def test_whatever_changes_rows_are_those_that_would_be_made(name: str, graph: Any, shared: Path) -> None:
-    changed, rows = INGREDIENTS[name], KeptRows(shared, "one")
+    changed, rows = INGREDIENTS[name], RowCache(shared, "one")
     floors, intervals = made_by(composer_of(graph, **changed), rows)
     expected_floors, expected = made_by(composer_of(graph, **changed), None)
     np.testing.assert_array_equal(floors, expected_floors)
@@ -353,12 +355,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many rows of layers were made."""
     counts: Counter[str] = Counter()
     for name in ("tables", "floors"):
-        monkeypatch.setattr(Template, name, counting(getattr(Template, name), counts))
+        monkeypatch.setattr(LayerTemplate, name, counting(getattr(LayerTemplate, name), counts))
     return counts
 
 
 def counting(method: Any, counts: Counter[str]) -> Any:
-    def counted(self: Template, weights: Any) -> Any:
+    def counted(self: LayerTemplate, weights: Any) -> Any:
         counts["rows"] += len(weights.variant)
         return method(self, weights)
 

@@ -18,15 +18,15 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
 from meshwright.compiler.frontend.strides import note_layouts
 from meshwright.compiler.intra_op.section import FREE, Restriction, Section, label
-from meshwright.compiler.intra_op.vectorised.cases import Case, Variants, split_by_axes
-from meshwright.compiler.intra_op.vectorised.problem import BatchSection
+from meshwright.compiler.intra_op.vectorised.cases import Case, Cases, split_by_axes
+from meshwright.compiler.intra_op.vectorised.problem import CaseSection
 from meshwright.compiler.intra_op.vectorised.section import build_batch_section
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
 from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import mesh_choices
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.curves import Curve, Surface
-from meshwright.costmodel.measured import OpTime, OptimizerRate, Piece, Wire
+from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, OptimizerRate, Piece
 from meshwright.models.architectures import Llama
 
 from tests.oracles.scalar_composer import Composer
@@ -78,7 +78,7 @@ def profiled(rng: random.Random) -> Cluster:
     )
     pieces = (Piece(0, 2e-5, 1e-10), Piece(1e5, 1e-5, 3e-10))
     wires = tuple(
-        Wire(kind, "backend", size, size, 16 // size, pieces, (), 0.0, 1)
+        CollectiveMeasurement(kind, "backend", size, size, 16 // size, pieces, (), 0.0, 1)
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
         for size in (2, 4)
     )
@@ -105,7 +105,7 @@ def cases_of(cluster: Cluster, rng: random.Random, axes: int, count: int) -> lis
 # ---- comparison
 
 
-def scalar_section(variants: Variants, layer: int, v: int, restriction: Restriction, mode: str) -> Section:
+def scalar_section(variants: Cases, layer: int, v: int, restriction: Restriction, mode: str) -> Section:
     case = variants.cases[v]
     recompute = recompute_of(variants.graph, variants.layering, mode, "1f1b")
     pricer = MeshPricer(variants.cluster, case.offset, case.mesh_shape, variants.optimizer)
@@ -118,7 +118,7 @@ def close(ours: float, theirs: float, what: object) -> None:
     assert ours == theirs or isclose(ours, theirs, rel_tol=1e-9), (what, ours, theirs)
 
 
-def compare(batch: BatchSection, scalar: Section, v: int, mode: str) -> None:
+def compare(batch: CaseSection, scalar: Section, v: int, mode: str) -> None:
     assert batch.names == scalar.names
     assert batch.kinds == scalar.kinds
     for i, name in enumerate(batch.names):

@@ -10,7 +10,14 @@ from meshwright.compiler.pipeline.bounds import clock_seconds
 from meshwright.compiler.pipeline.families import generate, virtual_order
 from meshwright.compiler.pipeline.schedule import in_flight
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.pipeline.table import Constraints, Infeasible, Pipeline, PipelineTable, Solution, StageChoice
+from meshwright.compiler.pipeline.table import (
+    InfeasiblePipeline,
+    Pipeline,
+    PipelineSolution,
+    PipelineTable,
+    StageChoice,
+    StageConstraints,
+)
 from meshwright.compiler.pipeline.virtual_stages import _at_once, _Divisions, _offsets, chunked, held, quick_bound
 from meshwright.compiler.search.optimality import at_once, chunk_bound
 
@@ -87,7 +94,7 @@ def test_few_microbatches_show_all_that_many_hold(schedule, v):
                     assert any((times >= wanted).all() for times in seen), (p, m, k)
 
 
-def every_division(table: PipelineTable, index: int, count: int, constraints: Constraints):
+def every_division(table: PipelineTable, index: int, count: int, constraints: StageConstraints):
     layers = range(1, table.num_layers)
     for inner in combinations(layers, count - 1):
         if set(inner) >= constraints.boundaries and not set(inner) & constraints.forbidden:
@@ -125,7 +132,7 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
         options = [replace(o, limit_bytes=tuple(3 * x for x in o.limit_bytes)) for o in table.options]
         floors = replace(table.floors, options=tuple(options[::2]))
         table = replace(table, options=tuple(options), floors=floors)
-        constraints = Constraints(frozenset({2})) if rng.random() < 0.2 else Constraints()
+        constraints = StageConstraints(frozenset({2})) if rng.random() < 0.2 else StageConstraints()
         found = chunked(table, m, schedule, (v,), constraints)
         fastest = inf
         for index, option in enumerate(table.options):
@@ -137,7 +144,7 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
                     limits = [option.limit(offset) for offset in offsets[:p]]
                     if all(a <= b for a, b in zip(peaks(table, stages, schedule, p, v, m), limits)):
                         fastest = min(fastest, clock(table, stages, schedule, p, v, m))
-        if isinstance(found, Solution):
+        if isinstance(found, PipelineSolution):
             for one in found.pipelines:
                 check(table, one, schedule, m)
             assert found.bound_s <= fastest * (1 + 1e-9)
@@ -148,17 +155,19 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
                 assert min(quick, most) * (1 - 1e-9) <= bound <= min(fastest, most) * (1 + 1e-9)
             outcomes["lifted"] += bound > quick * (1 + 1e-6)
             faster = chunked(table, m, schedule, (v,), constraints, most=found.best.estimate_s * (1 + 1e-9))
-            assert isinstance(faster, Solution)
+            assert isinstance(faster, PipelineSolution)
             assert faster.best.estimate_s == pytest.approx(found.best.estimate_s)
             best = min(clock(table, one.stages, schedule, len(one.peak_bytes), v, m) for one in found.pipelines)
             assert fastest <= best * (1 + 1e-9)
             outcomes["solved"] += 1
             outcomes["optimal"] += best <= fastest * 1.05
         elif isfinite(found.missing_bytes):
-            assert isinstance(found, Infeasible)
+            assert isinstance(found, InfeasiblePipeline)
             extra = found.missing_bytes
             more = [replace(o, limit_bytes=tuple(x + extra for x in o.limit_bytes)) for o in table.options]
-            assert isinstance(chunked(replace(table, options=tuple(more)), m, schedule, (v,), constraints), Solution)
+            assert isinstance(
+                chunked(replace(table, options=tuple(more)), m, schedule, (v,), constraints), PipelineSolution
+            )
             outcomes["memory"] += 1
         else:
             assert fastest == inf

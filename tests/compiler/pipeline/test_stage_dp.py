@@ -10,12 +10,12 @@ from meshwright.compiler.pipeline.families import generate, in_flight_formula
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.stage_dp import bound_of, describe_pipeline, solve
 from meshwright.compiler.pipeline.table import (
-    Constraints,
     Floors,
-    Infeasible,
+    InfeasiblePipeline,
+    PipelineSolution,
     PipelineTable,
-    Solution,
     StageChoice,
+    StageConstraints,
     StageOption,
 )
 
@@ -25,7 +25,7 @@ from tests.support.pipeline_tables import even_table, random_constraints, random
 FAMILIES = ("1f1b", "gpipe", "zb-h1")
 
 
-def check_figures(table: PipelineTable, found: Solution, m: int, schedule: str) -> None:
+def check_figures(table: PipelineTable, found: PipelineSolution, m: int, schedule: str) -> None:
     for one in found.pipelines:
         assert one == describe_pipeline(table, m, schedule, one.stages)
         assert (one.path_s, one.latency_s) == pytest.approx(objectives(table, one.stages, m, schedule))
@@ -49,7 +49,7 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
         table = random_table(rng, layers, devices, shapes, levels, m)
         constraints = random_constraints(rng, layers)
         possible = constraints.stages[0] <= min(layers, devices)
-        constraints = constraints if possible else Constraints()
+        constraints = constraints if possible else StageConstraints()
         best: dict[tuple[tuple[int, ...], ...], float] = {}
         latency = least = free = fastest = inf
         for stages in every_pipeline(table, constraints):
@@ -62,16 +62,16 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
                 latency, fastest = min(latency, total), min(fastest, clock(table, stages, schedule, m))
         found = solve(table, m, schedule, constraints, top_k=5, slack=inf, visits=10**6)
         if not best:
-            assert isinstance(found, Infeasible), (case, found)
+            assert isinstance(found, InfeasiblePipeline), (case, found)
             assert found.missing_bytes == least, (case, found)
             outcomes["memory" if isfinite(least) else "layout"] += 1
             if isfinite(least):
                 options = [replace(o, limit_bytes=tuple(x + least for x in o.limit_bytes)) for o in table.options]
                 more = solve(replace(table, options=tuple(options), floors=None), m, schedule, constraints)
-                assert isinstance(more, Solution)
+                assert isinstance(more, PipelineSolution)
                 assert found.missing_bytes == found.needed_bytes - found.limit_bytes
             continue
-        assert isinstance(found, Solution), (case, found)
+        assert isinstance(found, PipelineSolution), (case, found)
         assert found.complete
         check_figures(table, found, m, schedule)
         expected = sorted(best.values())
@@ -103,7 +103,7 @@ def test_adjacent_options_leave_no_device_idle_in_front(schedule):
     for _ in range(6):
         one = replace(table, options=options, pace_s=table.pace_s * rng.integers(60, 140, table.pace_s.shape))
         best = {True: inf, False: inf}  # by whether gaps were allowed
-        for stages in every_pipeline(one, Constraints()):
+        for stages in every_pipeline(one, StageConstraints()):
             if over_the_limit(one, stages, schedule, m) <= 0:
                 ends = [0, *(stage.device_offset + options[stage.option].num_devices for stage in stages)]
                 gaps = any(options[s.option].adjacent and s.device_offset > end for s, end in zip(stages, ends))
@@ -123,13 +123,13 @@ def test_uneven_hosts_are_exact(hosts, sizes):
         pace = table.pace_s * rng.integers(90, 110, table.pace_s.shape)
         one = replace(table, pace_s=pace)
         values = {}
-        for stages in every_pipeline(one, Constraints()):
+        for stages in every_pipeline(one, StageConstraints()):
             if over_the_limit(one, stages, schedule, m) <= 0:
                 made = describe_pipeline(one, m, schedule, stages)
                 value = made.path_s if schedule == "zb-h1" else made.estimate_s
                 values[meshes(one, stages)] = min(value, values.get(meshes(one, stages), inf))
         found = solve(one, m, schedule, top_k=3, slack=inf)
-        assert isinstance(found, Solution)
+        assert isinstance(found, PipelineSolution)
         got = sorted(
             {meshes(one, each.stages): each.path_s if schedule == "zb-h1" else each.estimate_s
              for each in found.pipelines}.values()
@@ -151,20 +151,20 @@ def test_in_flight_memory_moves_layers_to_the_end_under_1f1b_only():
     assert [stage.end_layer - stage.first_layer for stage in found.best.stages] == [2, 4]
     assert found.best.peak_bytes == (6.0, 8.0)
     gpipe = solve(table, 8, "gpipe")
-    assert isinstance(gpipe, Infeasible)
+    assert isinstance(gpipe, InfeasiblePipeline)
     assert gpipe.missing_bytes == 3 * 9 - 8
 
 
 def test_infeasible_names_the_stage_or_what_cannot_be():
     found = solve(even_table(8, 2, [1, 2], [2], limit=3.0), 4)
-    assert isinstance(found, Infeasible)
+    assert isinstance(found, InfeasiblePipeline)
     assert (found.missing_bytes, found.needed_bytes, found.limit_bytes) == (1.0, 4.0, 3.0)
     assert "1 bytes are missing" in str(found)
     table = even_table(3, 2, [1], [1, 1])
     pace = table.pace_s.copy()
     pace[:, :2, 2:] = inf
     assert str(solve(replace(table, pace_s=pace), 2)) == "no option can run layers 1 on 2 devices"
-    assert "with these cuts" in str(solve(table, 2, constraints=Constraints(frozenset({1, 2}))))
+    assert "with these cuts" in str(solve(table, 2, constraints=StageConstraints(frozenset({1, 2}))))
 
 
 def test_many_layers_agree_with_a_plain_recurrence():
@@ -233,18 +233,18 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
         layers, devices, m = int(rng.integers(2, 6)), int(rng.integers(2, 7)), int(rng.integers(1, 12))
         table = random_table(rng, layers, devices, 2, 2, m)
         free = solve(table, m, schedule, explain=False)
-        if isinstance(free, Infeasible):
-            assert free.bound_s >= bound_of(table, m, schedule, Constraints(), trials=0) * (1 - 1e-9)
+        if isinstance(free, InfeasiblePipeline):
+            assert free.bound_s >= bound_of(table, m, schedule, StageConstraints(), trials=0) * (1 - 1e-9)
             continue
         seconds = min(
             clock(table, stages, schedule, m)
-            for stages in every_pipeline(table, Constraints())
+            for stages in every_pipeline(table, StageConstraints())
             if over_the_limit(table, stages, schedule, m) <= 0
         )
         for most in (free.best.estimate_s * 1.001, free.best.estimate_s * 0.999, seconds * 0.8):
             found = solve(table, m, schedule, most=most)
             assert min(found.bound_s, most) <= seconds * (1 + 1e-9)
-            if isinstance(found, Infeasible):
+            if isinstance(found, InfeasiblePipeline):
                 assert most < free.best.estimate_s or schedule == "zb-h1"
                 assert found.bound_s <= most
                 left_out += found.bound_s == most
@@ -252,7 +252,7 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
             assert found.best.estimate_s <= most
             assert found.best.estimate_s == pytest.approx(free.best.estimate_s) or schedule == "zb-h1"
             kept += 1
-        bounds = [bound_of(table, m, schedule, Constraints(), 1.5 * seconds, count) for count in (0, 2, 6)]
+        bounds = [bound_of(table, m, schedule, StageConstraints(), 1.5 * seconds, count) for count in (0, 2, 6)]
         assert bounds == sorted(bounds)
         assert bounds[-1] <= seconds * (1 + 1e-9)
     assert min(kept, left_out) >= 10, (kept, left_out)
@@ -276,11 +276,11 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="at least one microbatch"):
         solve(table, 0)
     with pytest.raises(ValueError, match="from 1 to 2"):
-        solve(table, 1, constraints=Constraints(stages=(3, None)))
+        solve(table, 1, constraints=StageConstraints(stages=(3, None)))
     with pytest.raises(ValueError, match="cut before layers 1 to 2, but got 3"):
-        solve(table, 1, constraints=Constraints(boundaries=frozenset({3})))
+        solve(table, 1, constraints=StageConstraints(boundaries=frozenset({3})))
     with pytest.raises(ValueError, match="both before layers"):
-        solve(table, 1, constraints=Constraints(frozenset({1}), frozenset({1})))
+        solve(table, 1, constraints=StageConstraints(frozenset({1}), frozenset({1})))
     with pytest.raises(ValueError, match="but got 'chimera'"):
         solve(table, 1, "chimera")
     with pytest.raises(ValueError, match=r"pipeline_chunks\.chunked, but got 'zb-v'"):

@@ -17,7 +17,7 @@ from meshwright.costmodel.compute import op_price
 from meshwright.costmodel.curves import Curve
 from meshwright.costmodel.hardware import Device, Host, Link
 from meshwright.costmodel.measured import OptimizerRate, RankTimes
-from meshwright.costmodel.scaling import Factors, scaled_cluster
+from meshwright.costmodel.scaling import CalibrationFactors, scaled_cluster
 
 MILLI = 1e-3
 M = 4  # microbatches of every plan here
@@ -100,7 +100,7 @@ def slower(cluster: Cluster, **changes: float) -> Cluster:
     hosts = len(cluster.hosts)
     by_host = ("forward", "backward", "optimizer")
     given = {name: (value,) * hosts if name in by_host else value for name, value in changes.items()}
-    return scaled_cluster(cluster, replace(Factors.none(hosts), **given))  # type: ignore[arg-type]
+    return scaled_cluster(cluster, replace(CalibrationFactors.none(hosts), **given))  # type: ignore[arg-type]
 
 
 # ---- comparing
@@ -244,7 +244,7 @@ def test_a_refit_finds_what_was_changed(stages: int, size: int, changes: dict[st
 
 def test_hosts_are_refitted_apart() -> None:
     cluster = a_cluster(hosts=2)
-    none = Factors.none(2)
+    none = CalibrationFactors.none(2)
     hidden = scaled_cluster(cluster, replace(none, forward=(1.0, 3.0), backward=(1.0, 3.0)))
     plan, truth = priced(cluster, 2), priced(hidden, 2)
     _, factors, current = refit(plan, compare(plan, as_measured(truth)), cluster, lambda other: priced(other, 2))
@@ -269,7 +269,7 @@ def test_host_time_is_added_to_every_action() -> None:
 def test_whether_another_plan_wins() -> None:
     slow, fast = priced(slower(a_cluster(), forward=2.0), 1), priced(a_cluster(), 2)
     found = Recalibration(
-        a_cluster(), replace(Factors.none(1), forward=(2.0,)), slow.prediction.step_s, 0.1, slow,
+        a_cluster(), replace(CalibrationFactors.none(1), forward=(2.0,)), slow.prediction.step_s, 0.1, slow,
         replace(fast, prediction=replace(fast.prediction, step_s=slow.prediction.step_s / 2)), 9,
     )  # fmt: skip
     assert found.wins

@@ -62,7 +62,7 @@ def test_a_fork_proves_as_much(graph):
 def test_what_is_proven_far_enough_is_not_proven_again(graph, monkeypatch):
     proofs, lift = [], optimality._lift_least
     monkeypatch.setattr(optimality, "_lift_least", lambda search, most_s: (proofs.append(most_s), lift(search, most_s)))
-    monkeypatch.setattr(optimality.Forked, "_fork", lambda self: False)  # all in this process
+    monkeypatch.setattr(optimality.ForkedTask, "_fork", lambda self: False)  # all in this process
     plan = make_plan(graph, limited(PLENTY), 64, alternatives=False, space=Space.whole(), workers=2)
     assert len(proofs) == 1
     assert proofs[0] <= plan.prediction.step_s * 1.1

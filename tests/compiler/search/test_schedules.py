@@ -13,7 +13,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.pipeline.families import generate, known_schedules
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.stage_dp import bound_of
-from meshwright.compiler.pipeline.table import Constraints, Floors, Lagrange
+from meshwright.compiler.pipeline.table import Floors, Lagrange, StageConstraints
 from meshwright.compiler.pipeline.virtual_stages import quick_bound
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import model_faults
@@ -136,17 +136,17 @@ def test_bounds_are_below_every_pipeline_of_small_tables(seed):
     usable = np.full(devices, max((max(o.limit_bytes, default=0.0) for o in table.options), default=0.0))
     names = ("gpipe", "zb-h1")
     fastest = dict.fromkeys(names, inf)
-    for stages in every_pipeline(table, Constraints()):
+    for stages in every_pipeline(table, StageConstraints()):
         for name in names:
             if over_the_limit(table, stages, name, m) <= 0:
                 fastest[name] = min(fastest[name], clock(table, stages, name, m))
     for asked in (names, ("gpipe",), ("zb-h1",), (*names, "interleaved", "zb-v")):
         for most in (inf, 1e6, *(2 * one for one in fastest.values() if one < inf)):
-            found = family_bounds(table.floors, m, asked, Constraints(), usable, most)
+            found = family_bounds(table.floors, m, asked, StageConstraints(), usable, most)
             assert set(found) == set(asked)
             for name in set(asked) & set(names):
                 assert min(found[name], most) <= fastest[name] * (1 + 1e-9)
-    assert quick_bound(table.floors, m, Constraints()) >= 0
+    assert quick_bound(table.floors, m, StageConstraints()) >= 0
 
 
 def split_case(seed):
@@ -156,7 +156,7 @@ def split_case(seed):
     table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
     forward, weight = (table.pace_s * rng.uniform(0.1, 0.5, table.pace_s.shape) for _ in range(2))
     fastest = inf
-    for stages in every_pipeline(table, Constraints()):
+    for stages in every_pipeline(table, StageConstraints()):
         if over_the_limit(table, stages, "zb-h1", m) <= 0:
             at = [(one.option, one.first_layer, one.end_layer) for one in stages]
             entry = [0.0 if table.entry_s is None else table.entry_s[one] for one in at]
@@ -181,7 +181,7 @@ def split_bound(table, m, weight):
     floors = Floors(
         floors.options, floors.pace_s, transfer_s=floors.transfer_s, entry_s=floors.entry_s, rows=tuple(rows)
     )
-    return bound_of(floors.alone(table.num_devices), m, "zb-h1", Constraints(), 1e6, 2)
+    return bound_of(floors.alone(table.num_devices), m, "zb-h1", StageConstraints(), 1e6, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from meshwright.costmodel.codecs import CODECS, Factors, Levels, sent_bytes
+from meshwright.costmodel.codecs import CODECS, LowRankFactors, QuantizationLevels, sent_bytes
 from meshwright.runtime.compression import FAMILIES, CompressedSum, NonFiniteGradient, Rehearsal, gathered, make_sum
 from meshwright.runtime.compression.atomo import probabilities, systematic
 from meshwright.runtime.compression.dither import GRID, draw, grid_tile, uniforms
@@ -46,7 +46,7 @@ def drawn(seed: int, size: int, n: int) -> list[torch.Tensor]:
 def owed(made: CompressedSum, size: int) -> torch.Tensor:
     """What a rank has not sent yet, as a bucket."""
     total = torch.zeros(made.place.n)
-    width = made.place.n if isinstance(CODECS[made.name].payload, Factors) else made.place.chunk
+    width = made.place.n if isinstance(CODECS[made.name].payload, LowRankFactors) else made.place.chunk
     for i, (low, high) in enumerate(cut(made.place.n, width)):
         state = made.state_dict()
         total[low:high] += state[f"residual.{i}"][: high - low]
@@ -76,7 +76,7 @@ def test_replicas_agree_and_send_what_the_formula_says(name, n, size):
     assert all(torch.equal(x, found[0]) for x in found)
     assert found[0].isfinite().all()
     codec, wanted = CODECS[name], Counter()
-    for low, high in cut(n, n if isinstance(codec.payload, Factors) else 500) if n else ():
+    for low, high in cut(n, n if isinstance(codec.payload, LowRankFactors) else 500) if n else ():
         wanted.update(sent_bytes(codec, high - low, size, 4, shapes, low))
     assert all(exchange.sent == wanted for exchange in world.rehearsal.exchanges)
 
@@ -146,9 +146,9 @@ def test_the_same_seed_step_and_rank_give_the_same_bits(name):
 def test_the_expectation_is_exact(name):
     payload = CODECS[name].payload
     n, blocks, rounds, shapes = 60, 1, 800, ((10, 6),)
-    if isinstance(payload, Levels):  # many draws of the same block in every sum
+    if isinstance(payload, QuantizationLevels):  # many draws of the same block in every sum
         n, blocks, rounds, shapes = payload.block, 40, 20, ()
-    elif isinstance(payload, Factors):
+    elif isinstance(payload, LowRankFactors):
         n, shapes = 120, ((10, 12),)
     world = World(name, n * blocks, 2, shapes=shapes, chunk=n * blocks)
     gradients = drawn(5, 2, n)
@@ -196,7 +196,7 @@ def test_all_chunks_are_on_their_way_before_the_first_is_waited_for(name, monkey
     steps = [one.run(x) for one, x in zip(world.sums, drawn(0, 2, 1500))]
     next(steps[0])
     assert torch.is_grad_enabled()
-    whole = isinstance(CODECS[name].payload, Factors)
+    whole = isinstance(CODECS[name].payload, LowRankFactors)
     assert len(world.rehearsal.calls[0]) == (1 if whole else 3)
     assert world.rehearsal.done == 0
 

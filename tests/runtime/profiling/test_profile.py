@@ -17,7 +17,7 @@ from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.op_grid import coarse, grid, op_task, surfaces_of
 from meshwright.costmodel.op_timing import ENTRY, fact_tasks, timed
 from meshwright.costmodel.profiled import op_times_of
-from meshwright.costmodel.profiler import NO_TIME, Engine, Record, State, Task, Visit
+from meshwright.costmodel.profiler import NO_TIME, Engine, ProfileState, Task, TaskRecord, Visit
 from meshwright.runtime.profiling import message_probes, probes
 from meshwright.runtime.profiling import message_probes as paced
 from meshwright.runtime.profiling.probes import forms, send_forms
@@ -47,7 +47,7 @@ class Clock:
 def test_the_budget_is_kept_and_what_it_leaves_out_is_recorded() -> None:
     clock = Clock()
     tasks = [clock.task(f"a{k}", lambda: 1.0) for k in range(10)]
-    state = State("here")
+    state = ProfileState("here")
     Engine(state, clock=clock).run(tasks, 4.5)
     assert 4.0 <= clock.now <= 5.5
     assert set(state.records) == {f"a{k}/1" for k in range(5)}
@@ -57,7 +57,7 @@ def test_the_budget_is_kept_and_what_it_leaves_out_is_recorded() -> None:
 def test_a_size_that_would_not_fit_is_left_out_and_a_smaller_one_is_not() -> None:
     clock = Clock()
     line = [clock.task("wire", lambda w=w: 0.1 * w, work=w) for w in (1.0, 4.0, 400.0)]
-    state = State("here")
+    state = ProfileState("here")
     Engine(state, clock=clock).run([*line, clock.task("other", lambda: 0.5)], 5.0)
     assert clock.now <= 5.0
     assert set(state.records) == {"wire/1", "wire/4", "other/1"}
@@ -69,7 +69,7 @@ def test_visits_are_interleaved_so_a_disturbance_does_not_move_the_median() -> N
     def seconds() -> float:
         return 50.0 if 4.0 <= clock.now < 60.0 else 1.0
 
-    state = State("here")
+    state = ProfileState("here")
     Engine(state, clock=clock).run([clock.task(f"a{k}", seconds) for k in range(4)], 1000.0, visits=3)
     assert clock.now > 60  # the disturbance happened
     assert all(state.seconds(f"a{k}/1") == (1.0,) for k in range(4))
@@ -87,7 +87,7 @@ def test_the_end_of_memory_skips_that_size_and_larger_ones() -> None:
 
         return Task(f"op/{work:.0f}", "op", work, make)
 
-    state = State("here")
+    state = ProfileState("here")
     Engine(state, clock=clock).run([task(w) for w in (1.0, 2.0, 4.0, 8.0)], 100.0, visits=2)
     assert tried == [1.0, 2.0, 4.0, 1.0, 2.0]
     assert set(state.records) == {"op/1", "op/2"}
@@ -96,7 +96,7 @@ def test_the_end_of_memory_skips_that_size_and_larger_ones() -> None:
 
 
 def test_memory_that_ends_on_another_rank_skips_the_size_here_too() -> None:
-    state, answers = State("here"), iter([[0.0, 0.0], [1.0]])
+    state, answers = ProfileState("here"), iter([[0.0, 0.0], [1.0]])
     task = Task("op/1", "op", 1.0, lambda: lambda: ([1.0], 1))
     Engine(state, agree=lambda values: next(answers)).run([task], 100.0, visits=1)
     assert not state.records
@@ -108,7 +108,7 @@ def test_other_errors_are_not_swallowed() -> None:
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        Engine(State("here")).run([Task("op/1", "op", 1.0, make)], 100.0)
+        Engine(ProfileState("here")).run([Task("op/1", "op", 1.0, make)], 100.0)
 
 
 def test_an_interrupted_profile_continues_and_measures_nothing_twice(tmp_path: Path) -> None:
@@ -123,21 +123,21 @@ def test_an_interrupted_profile_continues_and_measures_nothing_twice(tmp_path: P
     tasks = [clock.task(f"a{k}", seconds) for k in range(5)]
     path = tmp_path / "c.json.partial"
     with pytest.raises(KeyboardInterrupt):
-        Engine(State("here"), clock=clock, save=lambda state: state.save(path)).run(tasks, 100.0, visits=1)
-    state = State.load(path)
+        Engine(ProfileState("here"), clock=clock, save=lambda state: state.save(path)).run(tasks, 100.0, visits=1)
+    state = ProfileState.load(path)
     assert set(state.records) == {"a0/1", "a1/1", "a2/1"}
     interrupted["at"], before = -1, next(calls)
     Engine(state, clock=clock).run(tasks, 100.0, visits=1)
     assert next(calls) - before - 1 == 2
     assert set(state.records) == {f"a{k}/1" for k in range(5)}
-    assert State.from_json(state.to_json()) == state
+    assert ProfileState.from_json(state.to_json()) == state
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "meshwright-cluster", "schema": 1}'])
 def test_a_foreign_state_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.partial").write_text(text)
     with pytest.raises(ValueError, match=r"x\.partial: an interrupted profile is a JSON document"):
-        State.load(tmp_path / "x.partial")
+        ProfileState.load(tmp_path / "x.partial")
 
 
 # ---- ops
@@ -169,23 +169,23 @@ def test_an_op_is_timed_with_all_forwards_before_all_backwards(monkeypatch: pyte
 
 
 def test_exact_ops_lose_the_entry_and_split_by_what_their_gradients_are_of() -> None:
-    state = State("here")
-    state.records[ENTRY] = Record([[2.0]], 1)
+    state = ProfileState("here")
+    state.records[ENTRY] = TaskRecord([[2.0]], 1)
     for signature, visit in {
         "aten.linear.default(f32[2,3]*, f32[4,3]^)": [1.0, 12.0, 5.0],
         "aten.embedding.default(f32[9,3]^, i64[2])": [1.0, 12.0, 0.0],
         "aten.relu.default(f32[2,3]*)": [1.0, 12.0, 0.0],
         "aten.eq.Tensor(f32[2,3])": [1.0, 12.0, 0.0],
     }.items():
-        state.records[f"probe/{signature}"] = Record([visit], 3)
+        state.records[f"probe/{signature}"] = TaskRecord([visit], 3)
     found = [(t.forward_s, t.backward_input_s, t.backward_weight_s) for t in op_times_of(state, 2.0)]
     assert found == [(2.0, 6.0, 14.0), (2.0, 0.0, 20.0), (2.0, 20.0, 0.0), (2.0, 0.0, 0.0)]
 
 
 def test_a_surface_is_the_full_grid_that_was_measured() -> None:
-    ops, state = [op for op in grid("cpu") if op.sizes], State("here")
+    ops, state = [op for op in grid("cpu") if op.sizes], ProfileState("here")
     for op in ops:
-        state.records[op.key] = Record([[op.work, 2 * op.work]], 1)
+        state.records[op.key] = TaskRecord([[op.work, 2 * op.work]], 1)
     sizes = {surface.direction: len(surface.seconds) for surface in surfaces_of(ops, state)}
     assert sizes == {"forward": 27, "backward": 27}
     largest = max(ops, key=lambda op: op.work)
@@ -196,7 +196,7 @@ def test_a_surface_is_the_full_grid_that_was_measured() -> None:
 
 
 def test_every_op_of_the_grid_runs_forward_and_backward() -> None:
-    device, state = torch.device("cpu"), State("here")
+    device, state = torch.device("cpu"), ProfileState("here")
     seen: dict[str, Task] = {}
     for op in grid("cpu"):
         seen.setdefault(op.name, op_task(op, device, 1e6))

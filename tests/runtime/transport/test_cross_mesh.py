@@ -9,7 +9,7 @@ import torch.fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.compiler.ir.spec import R, S
-from meshwright.compiler.plan.cross_mesh import Layout, coordinates, tiles
+from meshwright.compiler.plan.cross_mesh import MeshLayout, coordinates, tiles
 
 MESHES = [(), (1,), (2,), (3,), (4,), (2, 2), (2, 3), (1, 2)]
 
@@ -25,11 +25,11 @@ def test_tiles_deliver_every_element_once(seed: int) -> None:
         spec = tuple(rng.choice([R, *[S(d) for d in range(len(shape))]]) for _ in mesh)
         devices = list(range(first, first + torch.Size(mesh).numel()))
         rng.shuffle(devices)
-        layouts.append(Layout(tuple(devices), mesh, spec))
+        layouts.append(MeshLayout(tuple(devices), mesh, spec))
     source, target = layouts
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
 
-    def block(layout: Layout, device: int) -> torch.Tensor:
+    def block(layout: MeshLayout, device: int) -> torch.Tensor:
         out = whole
         place = coordinates(layout.devices.index(device), layout.mesh_shape)
         for placement, size, index in zip(layout.spec, layout.mesh_shape, place, strict=True):

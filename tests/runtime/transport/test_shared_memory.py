@@ -15,7 +15,7 @@ from meshwright.compiler.plan.cross_mesh import Tile
 from meshwright.models import GPT
 from meshwright.runtime.errors import PeerError
 from meshwright.runtime.transport.cross_mesh import Port
-from meshwright.runtime.transport.shared_memory import Near, NearMessages, SharedSum
+from meshwright.runtime.transport.shared_memory import SharedMemory, SharedMemoryMessages, SharedSum
 
 from tests.support.ranks import RankPool
 
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 def sums() -> list[tuple[bool, bool]]:
     """Per length and dtype (whether the sum is that of the ranks, whether all ranks have its bits), in a step and the
     next ones: in the buffer, in a tensor of one's own, and piece by piece; all sums under way at once."""
-    near = Near.meet()
+    near = SharedMemory.meet()
     assert near.is_all
     cases = [(n, dtype) for n in (1, 63, 64, 65, 1003, 70000) for dtype in DTYPES]
     made = [SharedSum(near, n, dtype) for n, dtype in cases]
@@ -64,9 +64,9 @@ def test_sums(ranks: RankPool, size: int) -> None:
         assert found == [(True, True)] * len(found)
 
 
-def _ports(near: Near, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Port, NearMessages]:
+def _ports(near: SharedMemory, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Port, SharedMemoryMessages]:
     """A port from rank 0 to rank 1."""
-    messages = NearMessages(near)
+    messages = SharedMemoryMessages(near)
     box = tuple((0, extent) for extent in shape)
     return Port.make([Tile(0, 1, box, box)], near.rank, 100, shape, dtype, near=messages), messages
 
@@ -75,7 +75,7 @@ def messages(shape: tuple[int, ...], dtype: str, count: int) -> tuple[bool, int,
     """Rank 0 sends ``count`` messages before rank 1 takes the first, twice; rank 1 takes them the other way round.
     Returns whether all arrived, how many messages the backend had, and how many rooms there are."""
     kind: torch.dtype = getattr(torch, dtype)
-    port, near = _ports(Near.meet(), shape, kind)
+    port, near = _ports(SharedMemory.meet(), shape, kind)
     by_backend, right = 0, True
     for turn in range(2):
         wanted = [torch.full(shape, turn + i + 1, dtype=torch.int64).to(kind) for i in range(count)]
@@ -117,7 +117,7 @@ def peers(hosts: list[str], allowed: list[str]) -> tuple[tuple[int, ...], bool, 
     rank = dist.get_rank()
     os.environ |= {"MESHWRIGHT_HOST": hosts[rank], "MESHWRIGHT_SHARED_MEMORY": allowed[rank]}
     try:
-        near = Near.meet()
+        near = SharedMemory.meet()
     finally:
         del os.environ["MESHWRIGHT_HOST"], os.environ["MESHWRIGHT_SHARED_MEMORY"]
     port, _ = _ports(near, (4,), torch.float32)
@@ -148,7 +148,7 @@ def test_it_can_be_turned_off_by_any_rank(ranks: RankPool) -> None:
 
 def gone() -> list[Any]:
     """Rank 0 tells two words and leaves with one unread; rank 1 hears both, then that there is nobody."""
-    near = Near.meet()
+    near = SharedMemory.meet()
     dist.barrier()
     if near.rank == 0:
         near.tell(1, 7, 0, 11)
@@ -174,7 +174,7 @@ def test_what_was_told_arrives_after_who_told_it_has_left(ranks: RankPool) -> No
 
 def late() -> float:
     """Rank 1 tells nothing; how long rank 0 waits for it in a group that waits for a second."""
-    near = Near.meet(dist.new_group(timeout=timedelta(seconds=1)))
+    near = SharedMemory.meet(dist.new_group(timeout=timedelta(seconds=1)))
     waited = 0.0
     if near.rank == 0:
         started = monotonic()

@@ -10,7 +10,7 @@ from meshwright.compiler.intra_op.solver import elimination_order, vectorised_el
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
 from meshwright.compiler.intra_op.solver.vectorised_elimination import EdgeCosts, eliminate_batch
-from meshwright.compiler.intra_op.solver.vectorised_presolve import Link, simplify_links
+from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
 
 
 def random_batch(seed, rows):
@@ -132,7 +132,7 @@ def test_wide_problems_equal_the_elimination_of_one(seed):
 def test_of_several_orders_the_lightest_is_taken(monkeypatch):
     costs, edges = layer_like(1, rows=1)
     by_row = [cost.T for cost in costs]
-    links = [Link.of(*edge[:3], [np.moveaxis(edge.cost, 0, -1)]) for edge in edges if edge.consumers]
+    links = [TensorEdges.of(*edge[:3], [np.moveaxis(edge.cost, 0, -1)]) for edge in edges if edge.consumers]
     alive, reduced = simplify_links(by_row, links, frozenset())
 
     def work(orders):
@@ -190,7 +190,7 @@ def test_states_merge_only_where_every_row_prices_them_alike():
     table = np.zeros((3, 2, 4))
     table[:, 1] = 1.0
     table[2, 1, 2] = 5.0  # the last source differs in one row
-    link = Link.of(0, np.arange(3), ((1, np.arange(2)),), [table])
+    link = TensorEdges.of(0, np.arange(3), ((1, np.arange(2)),), [table])
     _, (reduced,) = simplify_links([np.zeros((3, 4)), np.zeros((2, 4))], [link], frozen={0, 1})
     assert reduced.source.tolist() == [0, 0, 1]
     assert reduced.rows.tolist() == [0, 2]

@@ -14,7 +14,7 @@ from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.solver.lagrange import solve
 from meshwright.compiler.intra_op.solver.problem import (
     Edge,
-    Infeasible,
+    InfeasibleAssignment,
     Operator,
     Problem,
     Solution,
@@ -85,14 +85,14 @@ def block(seed, num_operators, num_choices, fan_out=4):
 def limits_of(problem):
     """No limit; one that binds, if any can; the least bytes; one byte less."""
     free, lean = brute_force_assignment(problem), brute_force_assignment(minimum_bytes_problem(problem))
-    if isinstance(free, Infeasible):
+    if isinstance(free, InfeasibleAssignment):
         return [math.inf]
     return [math.inf, (free.bytes + lean.seconds) // 2, lean.seconds, lean.seconds - 1]
 
 
 def assert_same(expected, found, problem, limit):
     assert type(found) is type(expected), (limit, expected, found)
-    if isinstance(expected, Infeasible):
+    if isinstance(expected, InfeasibleAssignment):
         assert found.minimum_bytes == expected.minimum_bytes
         assert found.proven
         if found.choice is not None:
@@ -109,7 +109,7 @@ def assert_same(expected, found, problem, limit):
 
 @pytest.mark.parametrize("chunk", range(10))
 def test_brute_force_equals_ilp_equals_elimination(chunk):
-    seen = {Solution: 0, Infeasible: 0}
+    seen = {Solution: 0, InfeasibleAssignment: 0}
     for seed in range(chunk * 25, chunk * 25 + 25):
         problem = random_problem(seed)
         for limit in limits_of(problem):
@@ -118,7 +118,7 @@ def test_brute_force_equals_ilp_equals_elimination(chunk):
             assert_same(expected, solve_ilp(problem, limit), problem, limit)
             assert_same(expected, solve(problem, limit), problem, limit)
     assert seen[Solution] > 20
-    assert seen[Infeasible] > 5
+    assert seen[InfeasibleAssignment] > 5
 
 
 @pytest.mark.parametrize("joint_cells", [4096, 3])
@@ -184,7 +184,7 @@ def test_improve_never_worsens_an_assignment():
         problem = random_problem(seed)
         limit = limits_of(problem)[:3][-(seed % 2)]
         solution = brute_force_assignment(problem, limit)
-        if isinstance(solution, Infeasible):
+        if isinstance(solution, InfeasibleAssignment):
             continue
         start = solve(minimum_bytes_problem(problem)).choice
         seconds, num_bytes = evaluate(problem, improve(problem, start, limit))
@@ -282,7 +282,7 @@ def test_impossible_without_any_limit():
     problem = Problem((operator, operator), (never,))
     answers = [method(problem, 9.0) for method in (brute_force_assignment, solve_ilp, solve)]
     for found in (*answers, solve_ilp(problem)):
-        assert isinstance(found, Infeasible)
+        assert isinstance(found, InfeasibleAssignment)
         assert found.minimum_bytes == math.inf
         assert found.choice is None
 
