@@ -3,6 +3,7 @@ pyproject.toml), here as on ranks: a test's functions have one name in all proce
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,12 @@ import pytest
 pytest.register_assert_rewrite("tests.oracles", "tests.support")
 
 from tests.support.ranks import RankPool  # noqa: E402 - its asserts are rewritten
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay: no collection of garbage has to visit what they are made of."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

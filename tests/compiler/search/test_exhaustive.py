@@ -96,7 +96,7 @@ def test_what_others_undercut_is_left_out_at_no_loss(seed, monkeypatch):
     case = random_case(seed, 2)
     graph = capture(case.model, case.inputs)
     pruned = Exhaustive(graph, case.cluster, case.global_batch, case.space).best()
-    monkeypatch.setattr(StageDocuments, "_prune", lambda self: None)
+    monkeypatch.setattr(StageDocuments, "prune", lambda self: None)
     whole = Exhaustive(graph, case.cluster, case.global_batch, case.space).best()
     assert whole.documents > pruned.documents
     assert whole.step_s == pytest.approx(pruned.step_s, rel=1e-12)

@@ -234,7 +234,7 @@ def test_transfers_are_told_apart_by_hosts_and_by_how_many_go_at_once() -> None:
 
 
 def profiled(
-    folder: str, hosts: list[str] | None, budget_s: float = 20.0, pace_s: float | None = None
+    folder: str, hosts: list[str] | None, budget_s: float = 60.0, pace_s: float | None = None
 ) -> tuple[str, bool]:
     """A profile of few sizes on this rank. pace_s: that each collective takes longer."""
     import torch.distributed as dist
