@@ -196,7 +196,7 @@ def _recursive(kind: str, algorithm: str, p: int) -> Steps:
 
 
 def is_defined(kind: str, algorithm: str, p: int) -> bool:
-    """Whether the row has a meaning for ``p`` devices."""
+    """True if the row has a meaning for ``p`` devices."""
     return kind == "all_reduce" or p & (p - 1) == 0 or algorithm not in ("recursive_doubling", "recursive_halving")
 
 

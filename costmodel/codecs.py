@@ -45,7 +45,6 @@ from functools import lru_cache
 from math import ceil, prod
 
 from .algorithms import IN_PLACE
-from .collectives import AxisPrice
 from .hardware import Device
 
 __all__ = [
@@ -65,7 +64,6 @@ __all__ = [
     "carried_share",
     "carrying_seconds",
     "coded_messages",
-    "coded_seconds",
     "coding_seconds",
     "sent_bytes",
 ]
@@ -229,7 +227,7 @@ class LowRankFactors:
         return 8 * self.rank / _NOMINAL_SIDE
 
     def pays(self, rows: int, columns: int, rank: int | None = None) -> bool:
-        """Whether the factors of a matrix are smaller than it is."""
+        """True if the factors of a matrix are smaller than the matrix."""
         return (self.rank if rank is None else rank) * (rows + columns) < rows * columns
 
     @staticmethod
@@ -238,7 +236,7 @@ class LowRankFactors:
         return [(shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape)) for shape in shapes]
 
     def elements(self, shapes: Sequence[Sequence[int]]) -> int:
-        """What is sent of tensors."""
+        """The number of elements that are sent of tensors."""
         return sum(self.rank * (r + c) if self.pays(r, c) else r * c for r, c in self.sizes(shapes))
 
 
@@ -368,7 +366,7 @@ def coding_seconds(codec: Codec, device: Device, group: int) -> tuple[float, flo
 
 
 def _codings(codec: Codec, group: int) -> float:
-    """How often each element is encoded or decoded."""
+    """The number of times that each element is encoded or decoded."""
     if codec.pattern == "all_reduce":
         return 2
     if codec.pattern == "two_step":
@@ -377,8 +375,8 @@ def _codings(codec: Codec, group: int) -> float:
 
 
 def _calls(codec: Codec, group: int) -> float:
-    """What the fixed costs of a message over a group of one become: in two steps 3 p + 1 parts are coded instead of 4,
-    which half of these costs follow."""
+    """The factor on the fixed coding costs of a message, against those in a group of one. In two steps 3 p + 1 parts
+    are coded instead of 4, and half of the costs grow with them."""
     return (1 + (3 * group + 1) / 4) / 2 if codec.pattern == "two_step" else 1.0
 
 
@@ -432,12 +430,3 @@ def carrying_seconds(code: str, itemsize: int, device: Device) -> float:
         return 0.0
     codec = CODECS[code]
     return coding_seconds(codec, device, 1)[1] / _codings(codec, 1)
-
-
-def coded_seconds(axis: AxisPrice, device: Device, nbytes: float, itemsize: int, codec: Codec) -> float:
-    """Seconds to sum a gradient of ``nbytes`` over the groups of an axis in this code; 0 on an axis of one device."""
-    if axis.size == 1 or not nbytes:
-        return 0.0
-    sending = sum(axis.seconds(kind, share * nbytes) for kind, share in coded_messages(codec, axis.size, itemsize))
-    once, each = coding_seconds(codec, device, axis.size)
-    return once + each * nbytes / itemsize + sending

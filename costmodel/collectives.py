@@ -30,7 +30,6 @@ __all__ = [
     "Steps",
     "mesh_prices",
     "p2p_seconds",
-    "p2p_source",
     "steps_of",
 ]
 
@@ -155,17 +154,19 @@ def _mesh_prices(cluster: Cluster, mesh: Mesh, algorithms: str) -> tuple[AxisPri
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What a group's price depends on. members: the most devices it has on one host; even: as many on every host;
-    active: devices of the mesh on its slowest host; crossing: groups that share that host's adapter, 0 within a
-    host."""
+    """The facts of a group that decide its price."""
 
     size: int
     hosts: int
+    #: the most devices that it has on one host
     members: int
+    #: whether it has as many devices on every host
     even: bool
     host_link: Link
     host_kind: str
+    #: devices of the mesh on its slowest host
     active: int
+    #: groups that share that host's adapter; 0 within a host
     crossing: int
 
 
@@ -311,14 +312,6 @@ def p2p_seconds(cluster: Cluster, src_device: int, dst_device: int, nbytes: floa
         return 0.0
     line, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
     return measured.seconds(nbytes) if measured else line[0] + line[1] * nbytes
-
-
-def p2p_source(cluster: Cluster, src_device: int, dst_device: int, concurrent: int = 1) -> str:
-    """Where ``p2p_seconds`` has its price from: "measured", "scaled" or "analytic", as ``AxisPrice.source``."""
-    _, measured = _p2p(cluster, cluster.host_of(src_device), cluster.host_of(dst_device), concurrent)
-    if measured is None:
-        return "analytic"
-    return "measured" if measured.exact else "scaled"
 
 
 @lru_cache(maxsize=65536)

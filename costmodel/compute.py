@@ -39,7 +39,6 @@ __all__ = [
     "measured_backward",
     "op_price",
     "op_price_many",
-    "op_seconds",
     "score_seconds",
     "writes_scores",
 ]
@@ -174,19 +173,14 @@ def op_price_many(
     return np.where(known, seconds, rest)
 
 
-def op_seconds(kind: str, flops: float, nbytes: float, dtype: object, device: Device) -> float:
-    """``op_price(…).seconds``."""
-    return op_price(kind, flops, nbytes, dtype, device).seconds
-
-
 def measured_backward(kind: str, dtype: object, device: Device) -> bool:
-    """Whether the device carries a curve or surface of the backward of this kind, in this dtype or another."""
+    """True if the device carries a curve or surface of the backward of this kind, in this dtype or another."""
     how = _reading(kind, str(dtype).removeprefix("torch."), device, "backward")
     return how.curve is not None or how.surface is not None
 
 
 def writes_scores(device: Device) -> bool:
-    """Whether attention on this device writes its scores to memory, and keeps the probabilities for the backward."""
+    """True if attention on this device writes its scores to memory, and keeps the probabilities for the backward."""
     return any(kind == "scores" for kind, _ in device.efficiency)
 
 
@@ -205,15 +199,18 @@ def _scores_s(shapes: tuple[tuple[int, ...], ...], dtype: object, device: Device
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What prices of one kind, dtype and direction on one device are read from. ``peak``: FLOP/s of the op's dtype,
-    ``curve_peak`` and ``surface_peak`` of the dtypes that were measured; ``share``: achievable share of the peak;
-    ``*_is_own``: whether measured in the op's own dtype."""
+    """The measurements and rates from which prices of one kind, dtype and direction on one device are read."""
 
+    #: bytes/s
     memory_rate: float
+    #: FLOP/s of the op's dtype
     peak: float
+    #: achievable share of the peak
     share: float
     curve: Curve | None
+    #: FLOP/s of the dtype that the curve was measured in
     curve_peak: float
+    #: whether that is the op's own dtype
     curve_is_own: bool
     surface: Surface | None
     surface_peak: float

@@ -51,7 +51,7 @@ class Curve:
                 )
 
     def covers(self, work: float) -> bool:
-        """Whether ``work`` lies on the measured grid."""
+        """True if ``work`` lies on the measured grid."""
         return self.points[0][0] <= work <= self.points[-1][0]
 
     def seconds(self, work: float, launch_s: float) -> float:
@@ -115,7 +115,7 @@ class Surface:
                 raise ValueError(f"{where}: seconds are positive and finite, but got {seconds} at {at}; profile again")
 
     def covers(self, rows: float, inner: float, cols: float) -> bool:
-        """Whether the three sizes lie on the measured grid."""
+        """True if the three sizes lie on the measured grid."""
         sizes = zip((self.rows, self.inner, self.cols), (rows, inner, cols))
         return all(lines[0] <= size <= lines[-1] for lines, size in sizes)
 

@@ -33,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes | memory
 
 
 def read_document(path: str | os.PathLike[str], parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of the file's text; ValueError names the file and what is wrong with it."""
+    """Read a file and return the value that ``parse`` makes of its text. ValueError names the file and its fault."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:

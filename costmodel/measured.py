@@ -163,7 +163,7 @@ class CollectiveMeasurement:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured: means over the same steps on every rank, in seconds per step; bytes at the worst.
+    """The measurements of one rank: means over the same steps on every rank, in seconds per step, and peaks in bytes.
 
     stage: None on an idle rank. weights_s: the half of backwards that makes weight gradients, where the schedule has it
     apart; then backward_s is the other. skew_s: of the collectives, what was waiting for a slower rank of the stage.

@@ -26,7 +26,7 @@ Lines = tuple[tuple[float, float], ...]  # (a, b) of seconds = a + b · bytes; t
 
 @dataclass(frozen=True, slots=True)
 class CollectiveForm:
-    """What a collective's measured price depends on beside its kind and bytes."""
+    """The form of a group: with the kind and the bytes, all that a collective's measured price depends on."""
 
     size: int
     members: int
@@ -34,7 +34,7 @@ class CollectiveForm:
 
     @property
     def crosses_hosts(self) -> bool:
-        """Whether a group leaves its host."""
+        """True if a group has members on several hosts."""
         return self.members < self.size
 
     def distance(self, other: CollectiveForm) -> float:

@@ -7,7 +7,8 @@ and summed in fp32 (``summed``), they are 2 + 4 + 12.
 
 Bytes that a compressed sum of n elements over p devices keeps from step to step, on each of them.
 
-State, which checkpoints hold, all of it fp32; in two steps of the part m (``QuantizationLevels.part``), too, that a device sums::
+State, which checkpoints hold, all of it fp32; in two steps of the part m (``QuantizationLevels.part``), too, that a
+device sums::
 
     two_step     residuals (n + m)            error feedback at both stages
     others       residuals n                  what was not sent yet, and of dgc the velocity
@@ -25,9 +26,9 @@ Large sums go in chunks of ``CHUNK`` elements, each with its own; but for factor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 import torch
 
@@ -35,7 +36,7 @@ from .cluster import Cluster
 from .codecs import CHUNK, TILE, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
 
 __all__ = [
-    "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes", "measured_state",
+    "FRAMEWORK_BYTES", "OPTIMIZER_STATE", "ParameterBytes", "drawn_bytes", "held_bytes",
     "parameter_bytes", "state_bytes", "state_tensors", "usable_bytes",
 ]  # fmt: skip
 
@@ -85,10 +86,7 @@ class ParameterBytes:
 
 def state_tensors(optimizer: str) -> tuple[int, str]:
     """(state tensors per parameter, what was assumed) for a torch.optim class name; an unknown optimizer is taken to
-    keep two, aloud.
-
-    The true number of any optimizer comes from ``measured_state``.
-    """
+    keep two, aloud."""
     known = {name.lower(): count for name, count in OPTIMIZER_STATE.items()}
     if optimizer.lower() in known:
         return known[optimizer.lower()], ""
@@ -116,25 +114,6 @@ def parameter_bytes(
         return ParameterBytes(weight, gradient, round(count * weight), assumed)
     master = numel * 4 if dtype.itemsize < 4 else 0
     return ParameterBytes(weight, gradient, round(count * numel * max(4, dtype.itemsize)) + master, assumed)
-
-
-def measured_state(make: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]) -> float:
-    """State tensors per parameter that the optimizer ``make(params)`` really keeps: one step on a small matrix, tensors
-    counted by elements.
-
-    Per-parameter scalars (step counters) count nothing. Raises ValueError if the optimizer cannot step on a plain
-    matrix without a closure."""
-    parameter = torch.nn.Parameter(torch.ones(64, 64))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    try:
-        optimizer = make([parameter])
-        optimizer.step()
-    except Exception as error:
-        raise ValueError(
-            f"an optimizer must step on a plain matrix to be measured, but {error!r}; pass its number of state tensors"
-        ) from error
-    state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-    return sum(prod(t.shape) * t.itemsize for t in state if t.dim()) / (parameter.numel() * parameter.itemsize)
 
 
 _TABLE = 4 * (2**20 + TILE)

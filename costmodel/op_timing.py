@@ -1,4 +1,4 @@
-"""How long one op takes as a training step pays it, and the facts of a device that are no op.
+"""Timing of single ops as a training step pays for them, and of what a device does that is no op.
 
 An op is measured on many *instances* at once: so many that operands and outputs together are larger than any cache. All
 forwards run, holding their outputs and autograd graphs, then all backwards in reverse order, each freeing what it held.
@@ -87,9 +87,9 @@ def probe_task(key: str, probe: Any, device: torch.device, memory_bytes: float) 
 def timed(
     makes: Sequence[Make], device: torch.device, memory_bytes: float, nbytes: int, width: int = 2
 ) -> Callable[[], Visit]:
-    """What measures one op: (forward seconds, backward seconds), each the median of a few sweeps, and the backward
-    seconds of a second Make. memory_bytes: what all instances may take together; nbytes: what one takes (0: looked up).
-    """
+    """A function that measures one op. It returns (forward seconds, backward seconds), each the median of a few sweeps,
+    and the backward seconds of a second Make. memory_bytes: limit of all instances together; nbytes: bytes of one (0:
+    they are looked up)."""
     watch = stopwatch(device)
     sets = [_instances(make, device, memory_bytes, nbytes, watch) for make in makes]
 
@@ -161,8 +161,8 @@ def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 def fact_tasks(device: torch.device) -> list[Task]:
-    """What is no op of the grid: one launch, one view, the memory rate (an addition in place beyond the cache), and
-    entering the autograd engine."""
+    """The tasks that measure no op of the grid: one launch, one view, the memory rate (an addition in place beyond the
+    cache), and the entry into the autograd engine."""
     watch = stopwatch(device)
 
     def repeated(call: Callable[[], object], count: int) -> Callable[[], Visit]:

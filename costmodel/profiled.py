@@ -4,7 +4,7 @@ Keys of the state::
 
     fact/… , op/… , optimizer/… , probe/<signature>     what one rank does alone      (``op_grid``, ``fact/overlap``)
     coding/<code>/<elements>                            also alone: to encode and decode
-    wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together       (``measured.CollectiveMeasurement``)
+    wire/<kind>/<size>/<members>/<groups>/<bytes>       what groups do together  (``measured.CollectiveMeasurement``)
          a kind may be "all_reduce:<algorithm>", where it is not the backend's
 
 Times of ops are those of at most one rank per core; where more ranks share the cores, every rate is divided by their
@@ -34,8 +34,8 @@ NETWORK = "network"
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a rank tells about where it runs. host: what counts as one host; machine: the real one, whose cores ranks
-    share; kind: "cpu" or "cuda"."""
+    """The place of a rank. host: what counts as one host; machine: the real one, whose cores ranks share; kind: "cpu"
+    or "cuda"."""
 
     host: str
     machine: str
@@ -92,7 +92,7 @@ def measured_device(
 
 
 def _post_rates(state: ProfileState) -> tuple[float, float]:
-    """What starting a message between stages costs its ends: seconds, and seconds per byte."""
+    """The cost of starting a message between stages, at its ends: seconds, and seconds per byte."""
     rows = [
         (1.0, float(key.rsplit("/", 1)[1]), record.medians()[1])
         for key, record in state.records.items()

@@ -54,7 +54,7 @@ class Task:
 
 @dataclass
 class TaskRecord:
-    """What is known of one task: a vector of seconds per visit, and how many samples they stand for."""
+    """The samples of one task: a vector of seconds per visit, and the number of samples behind them."""
 
     visits: list[list[float]] = field(default_factory=list)
     samples: int = 0
@@ -112,7 +112,7 @@ class ProfileState:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ended, on a CPU or an accelerator."""
+    """True if the error says that memory ran out, on a CPU or an accelerator."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)

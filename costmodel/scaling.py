@@ -25,8 +25,8 @@ def limited(factor: float) -> float:
 
 @dataclass(frozen=True)
 class CalibrationFactors:
-    """How many times longer than priced; ``forward``, ``backward``, ``optimizer`` and ``action_s`` (seconds to add) by
-    host."""
+    """Measured over priced seconds, kind by kind. ``forward``, ``backward``, ``optimizer`` and ``action_s`` (seconds to
+    add) are by host."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""What was measured: op time curves of this machine with provenance, a robust α–β fit, and their versioned JSON.
+"""Measured op times of this machine: curves with provenance, a robust α–β fit, and their versioned JSON.
 
 A curve is op time against work (FLOPs or bytes) on a grid (``curves``). Sample statistics are minima: on a shared
 machine noise only ever adds. ``local_table`` takes at most two seconds once per machine and is cached on disk."""
@@ -226,7 +226,7 @@ def measure_machine(budget_s: float = 1.4) -> MachineTable:
 
 @cache
 def machine() -> dict[str, str]:
-    """What a measurement depends on: processor, cores and torch; GPU, CUDA and driver where there is a GPU."""
+    """The facts that a measurement depends on: processor, cores, torch; GPU, CUDA and driver where there is a GPU."""
     processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

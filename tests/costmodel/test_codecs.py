@@ -5,10 +5,11 @@ from importlib import import_module
 
 import pytest
 from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.codecs import CODECS, PATTERNS, coded_seconds
+from meshwright.costmodel.codecs import CODECS, PATTERNS
 from meshwright.costmodel.collectives import mesh_prices
 
 from tests.support.paths import BENCHMARKS
+from tests.support.prices import coded_seconds
 
 SIZE = 64 * 2**20
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.compute import op_price, op_seconds
+from meshwright.costmodel.compute import op_price
 from meshwright.costmodel.hardware import Device
 
 from tests.support.clusters import on_two_cores
+from tests.support.prices import op_seconds
 
 
 # ---- compute

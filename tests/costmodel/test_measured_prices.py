@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.compiler.intra_op.vectorised.pricing import Tariff
 from meshwright.costmodel.cluster import Cluster, Mesh
-from meshwright.costmodel.collectives import mesh_prices, p2p_seconds, p2p_source
+from meshwright.costmodel.collectives import _p2p, mesh_prices, p2p_seconds
 from meshwright.costmodel.compute import measured_backward, op_price
 from meshwright.costmodel.curves import Curve, Surface
 from meshwright.costmodel.hardware import Device
@@ -151,8 +151,10 @@ def test_sends_by_how_many_at_once():
     cluster = replace(CPU, wires=(inside, across))
     assert p2p_seconds(cluster, 0, 1, 1e6) == pytest.approx(1e-5 + 1e-4)
     assert p2p_seconds(cluster, 0, 8, 1e6) == pytest.approx(1e-3 + 2e-3)
-    assert [p2p_source(cluster, 0, 8, n) for n in (1, 4)] == ["measured", "scaled"]
-    assert p2p_source(CPU, 0, 8) == "analytic"
+    exact, scaled = (_p2p(cluster, 0, 1, groups)[1] for groups in (1, 4))
+    assert exact.exact
+    assert not scaled.exact
+    assert _p2p(CPU, 0, 1, 1)[1] is None
     # latency as it was, a quarter of the rate
     assert p2p_seconds(cluster, 0, 8, 1e6, concurrent=4) == pytest.approx(1e-3 + 4 * 2e-3)
     four = replace(CPU, wires=(across, replace(across, groups=4, pieces=(Piece(0, 0.5, 0.0),))))

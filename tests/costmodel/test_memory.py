@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state, parameter_bytes
+from meshwright.costmodel.memory import OPTIMIZER_STATE, parameter_bytes
+
+from tests.support.prices import measured_state
 
 
 # ---- memory

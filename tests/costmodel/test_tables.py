@@ -9,10 +9,10 @@ import torch
 from meshwright.costmodel import tables
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.collectives import mesh_prices
-from meshwright.costmodel.compute import op_seconds
 from meshwright.costmodel.tables import MachineTable, fit_alpha_beta
 
 from tests.support.clusters import TABLE, on_two_cores
+from tests.support.prices import op_seconds
 
 
 def test_oversubscription_divides_every_rate():
