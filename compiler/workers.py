@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["ForkedTask", "all_of", "usable_cores"]
+__all__ = ["ForkedTask", "run_all", "usable_cores"]
 
-BEHIND = 10  # of ``nice``: a tenth of the share
+LOW_PRIORITY = 10  # of ``nice``: a tenth of the share
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class ForkedTask(Generic[T]):
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
-            os.nice(BEHIND if self._later else 0)
+            os.nice(LOW_PRIORITY if self._later else 0)
             os.close(self._answers)
             with os.fdopen(into, "wb") as pipe:
                 pipe.write(pickle.dumps(self._work(), protocol=pickle.HIGHEST_PROTOCOL))
@@ -87,7 +87,7 @@ class ForkedTask(Generic[T]):
         return status
 
 
-def all_of(works: Sequence[Callable[[], T]]) -> list[T]:
+def run_all(works: Sequence[Callable[[], T]]) -> list[T]:
     """What all of these give, the first of them made here while a child each makes the others."""
     others: list[ForkedTask[T]] = []
     try:

@@ -33,11 +33,21 @@ TRUSTED = frozenset(
     {"torch", "transformers", "builtins", "_operator", "math", "operator", "functools", "typing", "itertools", "enum"}
     | {"warnings", "logging", "abc", "contextlib", "dataclasses", "types", "collections"}
 )
-_REFUSED = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "delattr", "open", "input", "__import__"})
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
-_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
-_OWN = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's bookkeeping, none of which forward reads
+_REFUSED_BUILTINS = frozenset(
+    {"exec", "eval", "globals", "vars", "locals", "setattr", "delattr", "open", "input", "__import__"}
+)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_HOOK_ATTRIBUTES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_compiled_call_impl",
+)
+_MODULE_BOOKKEEPING = frozenset(vars(nn.Module())) - {
+    "training"
+}  # nn.Module's bookkeeping, none of which forward reads
 
 
 def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | None = None) -> Any:
@@ -46,7 +56,7 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
     seen: order of the objects met before. code: collects the functions and classes in ``value``, for ``Audit``.
     """
     kind = type(value)
-    if kind in _PLAIN or kind in _TORCH:
+    if kind in _PLAIN_TYPES or kind in _TORCH_TYPES:
         return kind, repr(value) if kind in (float, complex) else value
     seen, code = {} if seen is None else seen, [] if code is None else code
     if kind is FunctionType or kind is BuiltinFunctionType or isinstance(value, type | ModuleType | enum.Enum):
@@ -61,7 +71,7 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
         return kind, tuple([(canonical(k, seen, code), canonical(item, seen, code)) for k, item in value.items()])
     if kind in (set, frozenset):
         return kind, frozenset([canonical(item, None, code) for item in value])
-    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__") or _root(kind) == "torch":
+    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__") or _root_package(kind) == "torch":
         raise UnprovableError(f"a {kind.__name__}")
     if any(getattr(base, "__slots__", ()) for base in kind.__mro__) or isinstance(value, dict | list | set | tuple):
         raise UnprovableError(f"a {kind.__name__}")
@@ -100,7 +110,7 @@ def describe(
     code: list[Any] = []
     for path, module in members:
         table, kind = vars(module), type(module)
-        if "forward" in table or any(table.get(name) for name in _HOOKS):
+        if "forward" in table or any(table.get(name) for name in _HOOK_ATTRIBUTES):
             raise UnprovableError(f"hooks of a {kind.__name__}")
         core.append((path, kind, module.training, tensors.setdefault(id(module), len(tensors))))
         for held in tensors_of[id(table)]:
@@ -110,7 +120,7 @@ def describe(
         for name, value in table.items():
             if name in apart:
                 watched[path, name] = (type(value), value)
-            elif name not in _OWN:
+            elif name not in _MODULE_BOOKKEEPING:
                 core.append((name, canonical(value, seen, code)))
         code.append(kind)
     return BlockState(core, watched, code)
@@ -121,7 +131,7 @@ def _tensor(tensor: torch.Tensor, known: dict[int, int]) -> Any:
     return order, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _root(value: Any) -> str:
+def _root_package(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
@@ -158,7 +168,7 @@ class Audit:
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _root(base) in TRUSTED or not self._first(base):
+            if _root_package(base) in TRUSTED or not self._first(base):
                 continue
             for name, value in vars(base).items():
                 if isinstance(value, property):
@@ -187,7 +197,7 @@ class Audit:
     def _value(self, value: Any) -> None:
         """UnprovableError if reading ``value`` from outside of a block could give something else at another time."""
         kind = type(value)
-        if kind in _PLAIN or kind in _TORCH or isinstance(value, enum.Enum | ModuleType):
+        if kind in _PLAIN_TYPES or kind in _TORCH_TYPES or isinstance(value, enum.Enum | ModuleType):
             return
         if kind is tuple:
             for item in value:
@@ -195,7 +205,7 @@ class Audit:
         elif kind is FunctionType:
             self._function(value)
         elif isinstance(value, type):
-            if _root(value) not in TRUSTED:
+            if _root_package(value) not in TRUSTED:
                 self._class(value)
         elif kind is functools.partial:
             self._value((value.func, *value.args, *value.keywords.values()))
@@ -212,10 +222,10 @@ class Audit:
             named = owner is None or isinstance(owner, ModuleType | type)
             home = value.__module__ or getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
             return named and str(home).partition(".")[0] in TRUSTED
-        return _root(type(value)) in TRUSTED and _root(type(value)) != "builtins"
+        return _root_package(type(value)) in TRUSTED and _root_package(type(value)) != "builtins"
 
     def _function(self, function: Any) -> None:
-        if _root(function) in TRUSTED and function.__globals__.get("__name__", "").partition(".")[0] in TRUSTED:
+        if _root_package(function) in TRUSTED and function.__globals__.get("__name__", "").partition(".")[0] in TRUSTED:
             return
         if not self._first(function):
             return
@@ -246,7 +256,7 @@ class Audit:
 
     def _global(self, name: str, space: Mapping[str, Any], after: list[Any]) -> None:
         if name not in space:
-            if name in _REFUSED or not hasattr(builtins, name):
+            if name in _REFUSED_BUILTINS or not hasattr(builtins, name):
                 raise UnprovableError(f"the name {name}")
             return
         value = self._read(space, name)

@@ -2,13 +2,13 @@
 
 The steps, in order (``capture``):
 
-1. ``swapped``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
+1. ``fake_parameters``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
    settings that only matter for generation or that hide the experts from us are set aside; all of it is undone
    afterwards, whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
 3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
 4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
-5. ``decomposed`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+5. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
 6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
 7. ``rewrites.rewrite``: the passes over that graph.
 
@@ -36,12 +36,12 @@ from ..ir.custom_function import FUNCTION_OP
 from ..ir.graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from ..ir.ops.experts import experts
 from .custom_backward import CustomBackwards, refuse_hooks
-from .decompose import decomposed
+from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
-from .fake_model import Names, model_settings, modes, quiet, swapped, tensor_names
+from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
-from .source_errors import blame, line_of, refusal
+from .source_errors import capture_error, line_of, node_error
 
 __all__ = ["CaptureError", "capture", "experts", "loss_of"]
 
@@ -91,8 +91,8 @@ def capture(
             fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
         )
         wrapper = _Wrapper(model, loss_fn, wants_loss)
-        stack.enter_context(quiet())
-        stack.enter_context(modes(model, training))
+        stack.enter_context(silence_torch())
+        stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
         if wants_loss:
             refuse_hooks(model)
@@ -105,16 +105,16 @@ def capture(
                 if hide:
                     blocks.hide()
                 try:
-                    with swapped(model, fake_mode):
+                    with fake_parameters(model, fake_mode):
                         wrapper.blocks = [blocks]
                         program = torch.export.export(
                             wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
                         )
                         _inline_regions(program.graph_module, detach=training)
-                        program = decomposed(program)
+                        program = decompose_program(program)
                 except Exception as error:
                     if not blocks.hidden:
-                        raise blame(error) from error
+                        raise capture_error(error) from error
                     hide = False
                     continue
             try:
@@ -332,11 +332,13 @@ class _Translator:
             if node.op != "call_function" or not (
                 node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
             ):
-                raise refusal(trace, f"a graph is made of tensor ops, but got {node.target}")
+                raise node_error(trace, f"a graph is made of tensor ops, but got {node.target}")
             types = _types_or_none(node.meta.get("val"))
             if types is None:
                 number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-                raise refusal(trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values")
+                raise node_error(
+                    trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values"
+                )
             self.known[node] = types, _module_of(node), line_of(trace)
         return self.known[node]
 

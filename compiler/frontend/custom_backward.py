@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..errors import CaptureError
 from ..ir.custom_function import FUNCTION_OP, CustomFunction, forget_types, set_types
-from .source_errors import refusal_here
+from .source_errors import current_line_error
 
 __all__ = ["CustomBackwards", "refuse_hooks"]
 
@@ -116,7 +116,7 @@ class CustomBackwards:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if self.running:
                 return original(*args, **kwargs)
-            raise refusal_here(what, advice)
+            raise current_line_error(what, advice)
 
         return refused
 
@@ -153,7 +153,9 @@ class CustomBackwards:
         """One op in the program for a call, of which the outputs are returned as the Function returns them."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not tensors:
-            raise refusal_here(f"{kind.__qualname__}: a Function without tensors", "pass it the tensors that it reads")
+            raise current_line_error(
+                f"{kind.__qualname__}: a Function without tensors", "pass it the tensors that it reads"
+            )
         returned, outputs = self._run(kind, args)
         objects = {i: x for i, x in enumerate(args) if not isinstance(x, Tensor) and not _is_literal(x)}
         number = next(_NUMBERS)
@@ -180,7 +182,7 @@ class CustomBackwards:
                 with mode:
                     fakes = [_like(x) if isinstance(x, Tensor) else x for x in args]
                 versions = [x._version for x in fakes if isinstance(x, Tensor)]
-                with mode, _Watch(name, mode):
+                with mode, _FunctionAudit(name, mode):
                     returned: Any = kind.apply(*fakes)
                     several = returned if isinstance(returned, tuple | list) else (returned,)
                     outputs = [x for x in several if isinstance(x, Tensor)]
@@ -192,13 +194,17 @@ class CustomBackwards:
         finally:
             self.running = False
         if any(not isinstance(x, Tensor | type(None)) for x in several):
-            raise refusal_here(f"{name}: a Function that returns something else than tensors", "return tensors or None")
+            raise current_line_error(
+                f"{name}: a Function that returns something else than tensors", "return tensors or None"
+            )
         if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
-            raise refusal_here(f"{name}: a Function that changes its argument in place", "let it work on a clone()")
+            raise current_line_error(
+                f"{name}: a Function that changes its argument in place", "let it work on a clone()"
+            )
         return returned, outputs
 
 
-class _Watch(TorchDispatchMode):
+class _FunctionAudit(TorchDispatchMode):
     """Refuses random ops, which draw other numbers where tensors are split, and reads of the model's tensors that are
     no arguments, which training would not update."""
 
@@ -208,14 +214,14 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise refusal_here(
+            raise current_line_error(
                 f"{self.name}: a Function that draws random numbers ({func})",
                 "draw them outside of forward and pass them in",
             )
         for x in pytree.tree_leaves((args, kwargs)):
             of_the_model = isinstance(x, nn.Parameter) or (isinstance(x, FakeTensor) and x.fake_mode is not self.mode)
             if of_the_model:
-                raise refusal_here(
+                raise current_line_error(
                     f"{self.name}: a Function that reads a tensor of the model which is not its argument",
                     "pass it that tensor",
                 )

@@ -16,24 +16,24 @@ import torch.fx
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-__all__ = ["decomposed"]
+__all__ = ["decompose_program"]
 
 DROPOUT = torch.ops.aten.dropout.default
 
 
-def decomposed(program: Any) -> Any:
+def decompose_program(program: Any) -> Any:
     """The ``ExportedProgram`` that ``program.run_decompositions({})`` gives; the program itself, changed in place,
     where that takes less."""
     graph = program.graph
-    replaced = [node for node in _ops(graph) if not _stays(node)]
+    replaced = [node for node in _ops(graph) if not _is_final(node)]
     results = set(graph.output_node().all_input_nodes)  # the signature has their names
-    if any(not _is_simple(node) or node in results for node in replaced):
+    if any(not _traces_alone(node) or node in results for node in replaced):
         return program.run_decompositions({})
-    pieces = [_pieces(node) for node in replaced]
-    if not all(_stays(inside) for traced in pieces for inside in _ops(traced)):
+    pieces = [_trace_pieces(node) for node in replaced]
+    if not all(_is_final(inside) for traced in pieces for inside in _ops(traced)):
         return program.run_decompositions({})
     for node, traced in zip(replaced, pieces):
-        _put(graph, traced, node)
+        _insert_pieces(graph, traced, node)
     return program
 
 
@@ -41,7 +41,7 @@ def _ops(graph: torch.fx.Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op not in ("placeholder", "output"))
 
 
-def _stays(node: Node) -> bool:
+def _is_final(node: Node) -> bool:
     """Whether decomposition leaves the op as it is: composite ops stay whole unless they may return what they were
     given, or a view of it."""
     op = node.target
@@ -49,18 +49,18 @@ def _stays(node: Node) -> bool:
         return True
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or op.name().startswith("aten::lift"):
         return False
-    return torch.Tag.maybe_aliasing_or_mutating not in op.tags and not (_views(op) and _is_composite(op))
+    return torch.Tag.maybe_aliasing_or_mutating not in op.tags and not (_may_return_view(op) and _is_composite(op))
 
 
-def _is_simple(node: Node) -> bool:
+def _traces_alone(node: Node) -> bool:
     """Whether tracing the op by itself gives what tracing everything does."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable:
         return False
-    return op is DROPOUT or (_views(op) and _is_composite(op))
+    return op is DROPOUT or (_may_return_view(op) and _is_composite(op))
 
 
-def _views(op: torch._ops.OpOverload) -> bool:
+def _may_return_view(op: torch._ops.OpOverload) -> bool:
     """Whether what the op returns may be a view of what it is given."""
     return any(argument.alias_info is not None for argument in op._schema.arguments)
 
@@ -69,7 +69,7 @@ def _is_composite(op: torch._ops.OpOverload) -> bool:
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def _pieces(node: Node) -> torch.fx.Graph:
+def _trace_pieces(node: Node) -> torch.fx.Graph:
     """What the op does, as a graph with a placeholder for each of its operands."""
     operands = node.all_input_nodes
     op: Any = _dropout if node.target is DROPOUT else node.target
@@ -86,8 +86,8 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.native_dropout.default(x, p, train)[0] if train and p else x
 
 
-def _put(graph: torch.fx.Graph, traced: torch.fx.Graph, node: Node) -> None:
-    """The nodes of ``_pieces`` in the node's place."""
+def _insert_pieces(graph: torch.fx.Graph, traced: torch.fx.Graph, node: Node) -> None:
+    """The nodes of ``_trace_pieces`` in the node's place."""
     given = iter(node.all_input_nodes)
     env: dict[Node, Any] = {}
     with graph.inserting_before(node):

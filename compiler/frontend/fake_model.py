@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "model_settings", "modes", "quiet", "swapped", "tensor_names"]
+__all__ = ["Names", "fake_parameters", "model_settings", "silence_torch", "tensor_names", "training_mode"]
 
 
 @contextmanager
-def modes(model: nn.Module, training: bool) -> Iterator[None]:
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """The whole model in this mode, unless its root already is."""
     before = [(module, module.training) for module in model.modules()]
     try:
@@ -37,7 +37,7 @@ def modes(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """No log lines, graph dumps and deprecation notices of torch's own: what goes wrong is in the error.
 
     What the model's code writes to stderr comes out at the end of a capture that succeeds.
@@ -113,7 +113,7 @@ def tensor_names(model: nn.Module) -> Names:
 
 
 @contextmanager
-def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
     undo: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, torch.Tensor] = {}

@@ -33,7 +33,7 @@ from ..ir.graph import PRIME, Graph, Source, op_name, output_of, types_of
 from ..rules import rule_for
 from ..rules.prune import Pruner
 
-__all__ = ["Layer", "Layering", "cluster_layers", "differentiable"]
+__all__ = ["Layer", "Layering", "cluster_layers", "differentiable_nodes"]
 
 HEAVY = frozenset({"matmul", "attention", "convolution", "embedding", "routing"})
 
@@ -117,14 +117,14 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         raise ValueError(
             "a model to parallelize computes something from its parameters, but this one's graph uses none of them"
         )
-    alive = _alive(graph, fixed, floating)
+    alive = _alive_tensors(graph, fixed, floating)
     capture = graph.origin or graph
     nbytes = {n.name: sum(t.nbytes for t in types_of(n)) for n in capture}
     cost = [sum(nbytes.get(name, inf) for name in names) for names in alive]
     flops = [0.0 if op_name(node) == "getitem" else rule_for(node).flops(node) for node in fixed]
     heavy = [_is_heavy(node) for node in fixed]
-    cuts = _balance(_minima(cost, heavy), flops, max_layers)
-    names = _names(fixed, cuts)
+    cuts = _merge_light_segments(_cut_positions(cost, heavy), flops, max_layers)
+    names = _layer_names(fixed, cuts)
     layers = []
     crossing = [tuple(alive[c]) for c in cuts]
     for index, (first, end) in enumerate(pairwise(cuts)):
@@ -138,13 +138,13 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         order,
         static,
         needs_grad,
-        Pruner(_small(capture), sequence),
+        Pruner(_at_small_batch(capture), sequence),
         _batch_dims(capture),
         graph.batch,
     )
 
 
-def _small(capture: Graph) -> Graph:
+def _at_small_batch(capture: Graph) -> Graph:
     """The graph at a small batch extent: which dims are live does not depend on it."""
     for batch in (8, 64, 1024):
         try:
@@ -154,7 +154,7 @@ def _small(capture: Graph) -> Graph:
     return capture
 
 
-def differentiable(graph: Graph) -> frozenset[str]:
+def differentiable_nodes(graph: Graph) -> frozenset[str]:
     """The nodes through which a gradient flows from the loss to some parameter, those parameters included. Found once
     for all batch extents of a graph."""
     first = graph.origin or graph
@@ -203,7 +203,7 @@ def _blocks_gradient(node: Node) -> bool:
     return index != 0 and op_name(producer) == "meshwright.batch_norm"
 
 
-def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
+def _alive_tensors(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
     """For each position 0…len(fixed): the tensors made before it by fixed ops and used at or after it, in program
     order."""
     position = {node.name: index for index, node in enumerate(fixed)}
@@ -232,7 +232,7 @@ def _is_heavy(node: Node) -> bool:
     return op_name(node) != "getitem" and rule_for(node).cost_kind in HEAVY
 
 
-def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
+def _cut_positions(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
     """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where
     that is no dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a
     position bias looked up in the middle of an attention makes a shallow minimum there)."""
@@ -248,7 +248,7 @@ def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
         kept.remove(max(steep, key=cost.__getitem__))
 
 
-def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
+def _merge_light_segments(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
     """Drop cuts, always those between the lightest neighbours, until at most ``max_layers`` segments remain. Pairs of
     equal weight are merged together, so that repeated blocks stay alike."""
     cuts = list(cuts)
@@ -264,7 +264,7 @@ def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[i
     return cuts
 
 
-def _names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
+def _layer_names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
     """The module path that most of a segment's heavy ops share, made unique."""
     names: list[str] = []
     for first, end in pairwise(cuts):

@@ -62,10 +62,10 @@ def in_precision(graph: Graph, precision: str) -> Graph:
         return in_precision(graph.origin, precision).with_batch(graph.batch)
     if not any(node.meta["type"].dtype == torch.float32 for node in graph.placeholders("parameter")):
         return graph
-    return _converted(graph, precision)
+    return _convert(graph, precision)
 
 
-def _converted(graph: Graph, precision: str) -> Graph:
+def _convert(graph: Graph, precision: str) -> Graph:
     made = _Conversion(precision)
     for node in graph:
         made.add(node)
@@ -120,9 +120,9 @@ class _Conversion:
             several = isinstance(node.meta["type"], tuple)
             made.meta["type"] = (self._typed(first), *rest) if several else self._typed(first)
             if made.meta["type"] != node.meta["type"]:  # a cast says which type it makes
-                made.args, made.kwargs = _cast(made.args, self.dtype), _cast(made.kwargs, self.dtype)
+                made.args, made.kwargs = _replace_dtype(made.args, self.dtype), _replace_dtype(made.kwargs, self.dtype)
             if op_name(node).split(".")[1] in _FILLS:
-                made.args, made.kwargs = _within(made.args, self.dtype), _within(made.kwargs, self.dtype)
+                made.args, made.kwargs = _clamp_fills(made.args, self.dtype), _clamp_fills(made.kwargs, self.dtype)
         return made
 
     def result(self, result: Result, node: Node) -> tuple[Result, Node]:
@@ -153,11 +153,11 @@ def _is_wide(kind: TensorType, scalar: bool = False) -> bool:
     return kind.dtype == torch.float32 and bool(kind.shape) != scalar
 
 
-def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+def _replace_dtype(arguments: Any, dtype: torch.dtype) -> Any:
     return map_aggregate(arguments, lambda value: dtype if value is torch.float32 else value)
 
 
-def _within(arguments: Any, dtype: torch.dtype) -> Any:
+def _clamp_fills(arguments: Any, dtype: torch.dtype) -> Any:
     """Finite numbers that ``dtype`` does not have become its largest: PyTorch refuses to write others."""
     most = torch.finfo(dtype).max
 

@@ -34,18 +34,18 @@ from .example_inputs import batch_dims_of, flat_inputs
 
 __all__ = ["Padding", "capture_padded", "check_multiple"]
 
-_SIZED = frozenset(
+_SIZE_OPS = frozenset(
     f"aten.{name}.default" for name in ("expand", "broadcast_to", "view", "_unsafe_view", "reshape")
 )  # ops of which this argument may differ, which only says how large the output is:
-_SIZES = frozenset(("size", "shape"))
-_SAME = frozenset(
+_SIZE_ARGUMENTS = frozenset(("size", "shape"))
+_VALUE_PRESERVING_OPS = frozenset(
     (
         *(f"aten.{name}.default" for name in ("alias", "clone", "constant_pad_nd", "contiguous", "detach", "pad")),
         *("aten._to_copy.default", "aten.reshape.default", "aten.slice.Tensor", "aten.squeeze.dim"),
         *("aten.to.dtype", "aten.unsqueeze.default", "aten.view.default"),
     )
 )  # what leaves values as they are
-_SAMPLES = 2  # that are walked: more than one, so that the batch is told from what is broadcast
+_BATCH = 2  # that are walked: more than one, so that the batch is told from what is broadcast
 Tails = tuple[frozenset[int], ...]  # of every tensor of an op: the dims that are longer
 
 
@@ -72,7 +72,7 @@ class Padding:
                 f"input {name!r} was planned with sequences of {self.length}, but got {x.shape[dim]}; "
                 "pass that many positions, or plan again"
             )
-        return _longer(x, dim, self.padded, value)
+        return _lengthen(x, dim, self.padded, value)
 
     def cut(self, output: str, x: torch.Tensor) -> torch.Tensor:
         """A result without its tail."""
@@ -119,7 +119,7 @@ def capture_padded(
     if length is None or length % multiple == 0:
         return captured(given), Padding()
     padded = -(-length // multiple) * multiple
-    longer = [_longer(x, dims[name], padded) if name in dims else x for name, x in flat.items()]
+    longer = [_lengthen(x, dims[name], padded) if name in dims else x for name, x in flat.items()]
     try:
         graph = captured(pytree.tree_unflatten(longer, pytree.tree_structure(given)))
     except ValueError as error:
@@ -127,7 +127,7 @@ def capture_padded(
             f"pad_to_multiple_of={multiple} makes sequences of {length} {padded} long, which the model does not take: "
             f"{error}"
         ) from error
-    walk = _Walk(captured(given).with_batch(_SAMPLES), graph.with_batch(_SAMPLES))
+    walk = _Walk(captured(given).with_batch(_BATCH), graph.with_batch(_BATCH))
     walk.run()
     inputs = {name: (dim, walk.values.get(name)) for name, dim in dims.items()}
     return graph, Padding(length, padded, inputs, walk.outputs())
@@ -147,7 +147,7 @@ def _sequences(
     return {name: found[name] for name, extent in lengths.items() if extent == length}, length
 
 
-def _longer(x: torch.Tensor, dim: int, padded: int, value: int | None = None) -> torch.Tensor:
+def _lengthen(x: torch.Tensor, dim: int, padded: int, value: int | None = None) -> torch.Tensor:
     last = x.narrow(dim, x.shape[dim] - 1, 1)
     tail = last.repeat_interleave(padded - x.shape[dim], dim)
     return torch.cat([x, tail if value is None else torch.full_like(tail, value)], dim)
@@ -159,7 +159,7 @@ class _Constants:
     def __init__(self, graph: Graph) -> None:
         self.names: set[str] = set()
         for node in graph.ops():
-            if all(operand.name in self.names for operand in node.all_input_nodes) and _repeats(node):
+            if all(operand.name in self.names for operand in node.all_input_nodes) and _is_deterministic(node):
                 self.names.add(node.name)
         self._graph = graph
         self._found: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class _Constants:
         return self._found[name]
 
 
-def _repeats(node: Node) -> bool:
+def _is_deterministic(node: Node) -> bool:
     """Whether an op is PyTorch's own and gives the same each time."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded not in node.target.tags
@@ -232,16 +232,16 @@ class _Walk:
             passes = self._picked(node, other, operands[0])
         elif name in ("aten.constant_pad_nd.default", "aten.pad.default"):
             passes = self._margin(node, other, operands[0])
-        elif not _alike(node, other):
+        elif not _same_arguments(node, other):
             passes = False
         elif not any(operands):
-            passes = not any(outputs) or name in _SIZED
+            passes = not any(outputs) or name in _SIZE_OPS
         elif name == "aten.scaled_dot_product_attention.default" and operands[1]:
             passes = self._attention(node, operands)
         elif "cross_entropy" in name and not any(outputs):
             passes = self._loss(node, operands)
         else:
-            passes = _by_blocks(node, operands, outputs)
+            passes = _rule_cuts_tails(node, operands, outputs)
         if not passes:
             raise self._refused(node, "does not leave what comes before the end of a sequence as it is")
 
@@ -285,7 +285,7 @@ class _Walk:
         rank = len(types_of(node)[0].shape)
         if "mode" in parameters(node) and argument(node, "mode") != "constant":
             return False
-        if not _alike(node, other) or min(pad) < 0 or self.tails[node.name][0] != tail:
+        if not _same_arguments(node, other) or min(pad) < 0 or self.tails[node.name][0] != tail:
             return False
         lengthened = any(after.get(rank - 1 - dim) for dim in tail)
         return not lengthened or self._ask(tensor_operands(node)[0], value)
@@ -321,7 +321,7 @@ class _Walk:
 
     def _ask(self, node: Node, value: float) -> bool:
         """Whether the tail of a tensor may have this value: if it is an input, whatever it was reshaped to since."""
-        while node.op == "call_function" and op_name(node) in _SAME:
+        while node.op == "call_function" and op_name(node) in _VALUE_PRESERVING_OPS:
             node = tensor_operands(node)[0]
         if node.op != "placeholder" or int(value) != value:
             return False
@@ -333,7 +333,7 @@ class _Walk:
         waiting = [start]
         while waiting:
             for user in waiting.pop().users:
-                if op_name(user) in _SAME:
+                if op_name(user) in _VALUE_PRESERVING_OPS:
                     waiting.append(user)
                 elif "cross_entropy" not in op_name(user) and user.op != "output":
                     raise self._refused(user, f"uses {name!r}, whose padding is {value} since it is a target elsewhere")
@@ -352,17 +352,17 @@ def _longer_dims(kind: TensorType, other: TensorType) -> frozenset[int]:
     return frozenset(dim for dim, (a, b) in enumerate(zip(kind.shape, other.shape)) if a != b)
 
 
-def _alike(node: Node, other: Node) -> bool:
+def _same_arguments(node: Node, other: Node) -> bool:
     """Whether all arguments are equal but for sizes. As text: nodes have the same names in both graphs."""
-    sized = op_name(node) in _SIZED
+    sized = op_name(node) in _SIZE_OPS
     given = [
-        {name: str(argument(one, name)) for name in parameters(one) if not (sized and name in _SIZES)}
+        {name: str(argument(one, name)) for name in parameters(one) if not (sized and name in _SIZE_ARGUMENTS)}
         for one in (node, other)
     ]
     return given[0] == given[1]
 
 
-def _by_blocks(node: Node, operands: list[frozenset[int]], outputs: Tails) -> bool:
+def _rule_cuts_tails(node: Node, operands: list[frozenset[int]], outputs: Tails) -> bool:
     """Whether the op's rule cuts all tails, and nothing else, into blocks that need nothing of each other."""
     cut: list[set[int]] = [set() for _ in (*operands, *outputs)]
     for choice in rule_for(node).axis_choices(node):

@@ -110,7 +110,7 @@ class Blocks:
         self.hidden: dict[int, tuple[nn.Module, Tensors]] = {}
         self.armed = False
         self.model = model
-        groups = [] if banned is None else _repeated(model)
+        groups = [] if banned is None else _repeated_modules(model)
         for kind, group in enumerate(groups):
             if banned is not None and kind not in banned:
                 for candidate in group:
@@ -128,7 +128,7 @@ class Blocks:
         self.audit.instead = {vars(kind)[name]: vars(kind)[name].__wrapped__ for kind, name, _ in self.undo}
         for kind, names in self.left_out.items():
             for name in names:
-                self._set(kind, name, _Watched(self, name))
+                self._set(kind, name, _WatchedAttribute(self, name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,7 +156,7 @@ class Blocks:
             elif all(paths[id(module)] == 1 for _, module in candidate.members):
                 for _, module in candidate.members:
                     self.hidden[id(vars(module))] = module, (module._parameters, module._buffers)
-                    vars(module)["_parameters"], vars(module)["_buffers"] = _Hidden(self), _Hidden(self)
+                    vars(module)["_parameters"], vars(module)["_buffers"] = _HiddenTensors(self), _HiddenTensors(self)
 
     def arm(self) -> None:
         """``forward`` begins: from now on all tensors stay what they are."""
@@ -206,7 +206,7 @@ class Blocks:
         except UnprovableError:
             return forward()
         for record in self.records[candidate.kind]:
-            if record.usable and _equal(record, call) and self.audit.unchanged():
+            if record.usable and _is_equal_call(record, call) and self.audit.unchanged():
                 return self._copy(record, call, candidate, forward)
         record = TracedBlock(next(_NUMBERS), candidate.kind, candidate.path, call)
         paths: dict[int, list[str]] = defaultdict(list)
@@ -226,12 +226,12 @@ class Blocks:
         for _, module in candidate.members:
             table = vars(module)
             now = table["_parameters"], table["_buffers"]
-            if id(table) not in self.hidden and not _identical(now, self.present.get(id(table))):
+            if id(table) not in self.hidden and not _same_tensors(now, self.present.get(id(table))):
                 raise UnprovableError("another tensor than at first")
         state = describe(candidate.members, self.left_out, self.original)
         self.audit.require(state.code)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        described, inputs = _described(leaves)
+        described, inputs = _describe_leaves(leaves)
         if not inputs:
             raise UnprovableError("no inputs")
         return _Call(state, _process_state(), spec, described, inputs, [tensor._version for tensor in inputs])
@@ -271,13 +271,13 @@ class Blocks:
             raise UnprovableError("an output that needs no gradient")
         record.usable = True
         self.records[candidate.kind].append(record)
-        return _rebuilt(record, call, results)
+        return _rebuild_outputs(record, call, results)
 
     def _copy(self, record: TracedBlock, call: _Call, candidate: _Candidate, forward: Callable[[], Any]) -> Any:
         number = next(_NUMBERS)
         _TYPES[number] = _TYPES[record.number]
         results = self._op(record, call, number, candidate.path, [])
-        return forward() if results is None else _rebuilt(record, call, results)
+        return forward() if results is None else _rebuild_outputs(record, call, results)
 
     def _op(self, record: TracedBlock, call: _Call, number: int, path: str, made: list[torch.Tensor]) -> Any:
         self.calls[number] = record, path
@@ -285,7 +285,7 @@ class Blocks:
         return results if [t.requires_grad for t in results] == record.grads else None
 
 
-class _Hidden(dict[str, Any]):
+class _HiddenTensors(dict[str, Any]):
     """Stands for the tensors of a module, and has none; nobody may look while ``forward`` runs."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -322,7 +322,7 @@ class _Hidden(dict[str, Any]):
         return self._look("items")()
 
 
-class _Watched:
+class _WatchedAttribute:
     """A class attribute that stands before the instances' own of that name and reports its reads."""
 
     def __init__(self, blocks: Blocks, name: str) -> None:
@@ -341,12 +341,12 @@ class _Watched:
         del module.__dict__[self.name]
 
 
-def _rebuilt(record: TracedBlock, call: _Call, made: list[torch.Tensor]) -> Any:
+def _rebuild_outputs(record: TracedBlock, call: _Call, made: list[torch.Tensor]) -> Any:
     found = {"input": lambda i: call.inputs[i], "made": lambda i: made[i], "is": lambda value: value}
     return pytree.tree_unflatten([found[kind](value) for kind, value in record.outputs], record.spec)
 
 
-def _equal(record: TracedBlock, call: _Call) -> bool:
+def _is_equal_call(record: TracedBlock, call: _Call) -> bool:
     first = record.call
     return (
         (first.mode, first.spec, first.leaves, first.state.core) == (call.mode, call.spec, call.leaves, call.state.core)
@@ -355,7 +355,7 @@ def _equal(record: TracedBlock, call: _Call) -> bool:
     )
 
 
-def _described(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+def _describe_leaves(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     """(per leaf a comparable value, the distinct tensors); UnprovableError for leaves that are neither tensors nor
     constants."""
     inputs: list[torch.Tensor] = []
@@ -377,7 +377,7 @@ def _described(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     return described, inputs
 
 
-def _identical(now: Tensors, before: Tensors | None) -> bool:
+def _same_tensors(now: Tensors, before: Tensors | None) -> bool:
     """Whether the same names stand for the same tensors."""
     return before is not None and all(
         a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
@@ -402,7 +402,7 @@ def _process_state() -> Any:
 # ---- which modules have equals
 
 
-def _repeated(model: nn.Module) -> list[list[_Candidate]]:
+def _repeated_modules(model: nn.Module) -> list[list[_Candidate]]:
     """The outermost modules with submodules that look like another one, by their look, in order of appearance."""
     looks: dict[Any, int] = {}
     by_module: dict[int, int] = {}
@@ -463,7 +463,7 @@ class BlockTemplate:
         if key not in self._needed:
             stop = {*self.inputs, *self.tensors}
             roots = [*(self.outputs[i] for i in key), *self.updates.values()]
-            found = set(_slice(roots, stop))
+            found = set(_needed_nodes(roots, stop))
             self._needed[key] = [node for node in self.nodes if node in found]
         return self._needed[key]
 
@@ -480,19 +480,19 @@ def template_of(
     parameters and buffers."""
     inputs: Any = block.args[0]
     outputs: Any = block.args[1]
-    path, inside = record.path + ".", _stack(block)
+    path, inside = record.path + ".", _module_stack(block)
     own = {name.removeprefix(path): node for name, node in updates.items() if name.startswith(path)}
     tensors: dict[Node, str] = {}
-    if any(_stack(node)[: len(inside)] == inside for node in inputs if node.op != "placeholder"):
+    if any(_module_stack(node)[: len(inside)] == inside for node in inputs if node.op != "placeholder"):
         raise UnsoundError(record.kind, "an input that the block changed")
-    found = set(_slice([*outputs, *own.values()], set(inputs)))
+    found = set(_needed_nodes([*outputs, *own.values()], set(inputs)))
     for node in found:
         if node.op == "placeholder":
             below = [name.removeprefix(path) for name in names.get(node, ()) if name.startswith(path)]
             if not below:
                 raise UnsoundError(record.kind, f"{node.name} is not the block's own")
             tensors[node] = below[0]
-        elif _stack(node)[: len(inside)] != inside or node.target is BLOCK:
+        elif _module_stack(node)[: len(inside)] != inside or node.target is BLOCK:
             raise UnsoundError(record.kind, f"{node.name} is not made in the block")
     if any(name.startswith(path) for node in inputs for name in names.get(node, ())):
         raise UnsoundError(record.kind, "an input that is the block's own parameter")
@@ -519,7 +519,7 @@ def live_nodes(results: list[Node]) -> set[Node]:
     return live
 
 
-def _slice(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
+def _needed_nodes(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
     """``roots`` and what they need, without the nodes of ``stop``."""
     seen: set[Node] = set(stop)
     stack = [node for node in roots if node not in seen]
@@ -531,6 +531,6 @@ def _slice(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
             stack += node.all_input_nodes
 
 
-def _stack(node: Node) -> list[Any]:
+def _module_stack(node: Node) -> list[Any]:
     """The modules that the node was made in, outermost first."""
     return list((node.meta.get("nn_module_stack") or {}).items())

@@ -39,7 +39,7 @@ def rewrite(graph: Graph) -> Graph:
 # ---- making nodes
 
 
-class _At:
+class _Insertion:
     """Makes ops in front of ``node`` that inherit its module and line; calling it gives the new node."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -49,7 +49,7 @@ class _At:
         with self.fx.inserting_before(self.node):
             new = self.fx.call_function(target, args, kwargs)
         new.meta = {
-            "type": type or _infer(target, args, kwargs),
+            "type": type or _infer_type(target, args, kwargs),
             "module": self.node.meta["module"],
             "line": self.node.meta["line"],
         }
@@ -60,7 +60,7 @@ class _At:
         return [self(operator.getitem, producer, i, type=t) for i, t in enumerate(types_of(producer))]
 
 
-def _infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
+def _infer_type(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
     def meta(node: Node) -> torch.Tensor:
         kind = node.meta["type"]
         return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
@@ -128,7 +128,9 @@ def spell_out_broadcasts(graph: Graph) -> None:
             kind, source = getitem.meta["type"], operands[index]
             same = source.meta["type"] == kind
             _replace(
-                graph, getitem, source if same else _At(graph, node)(aten.expand.default, source, list(kind.shape))
+                graph,
+                getitem,
+                source if same else _Insertion(graph, node)(aten.expand.default, source, list(kind.shape)),
             )
         graph.fx.erase_node(node)
 
@@ -190,7 +192,7 @@ def expand_attention_dropout(graph: Graph) -> None:
                 f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; "
                 "pass 0.0 in eval"
             )
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
         *_, length, width = query.meta["type"].shape
         if arguments["enable_gqa"]:
@@ -214,7 +216,7 @@ def expand_attention_dropout(graph: Graph) -> None:
         _replace(graph, node, at(aten.matmul.default, dropped, value, type=node.meta["type"]))
 
 
-def _repeat_heads(at: _At, x: Node, heads: int) -> Node:
+def _repeat_heads(at: _Insertion, x: Node, heads: int) -> Node:
     """[..., K, S, D] → [..., heads, S, D], each head ``heads // K`` times in a row."""
     *lead, groups, length, width = x.meta["type"].shape
     if groups == heads:
@@ -239,7 +241,7 @@ def number_dropouts(graph: Graph) -> None:
         if train is False or p == 0:
             new = x
         else:
-            new = _At(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
+            new = _Insertion(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
             index += 1
         outputs[0].replace_all_uses_with(new)
         for dead in [*outputs.values(), node] if not single else [node]:
@@ -270,7 +272,7 @@ def split_cross_entropy(graph: Graph) -> None:
         mean, total = arguments["reduction"] == 1, arguments["reduction"] == 2
         if arguments["weight"] is not None or target.meta["type"].is_float or rank < 2 or not (mean or total):
             continue
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         if rank > 2:  # [N, C, d...] → [N, d..., C]
             logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
             logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
@@ -326,7 +328,7 @@ def split_batch_norm(graph: Graph) -> None:
         arguments, outputs = _arguments(node), _outputs(node)
         if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):
             continue
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         x, momentum = arguments["input"], arguments["momentum"]
         stats = TensorType((x.meta["type"].shape[1],), types_of(node)[1].dtype)
         made = at(
@@ -352,7 +354,7 @@ def localize_experts(graph: Graph) -> None:
     for node in _find(graph, torch.ops.meshwright.experts.default):
         *args, gated = (*node.args, True)[:7]
         kwargs = {} if node.kwargs.get("gated", gated) else {"gated": False}
-        _replace(graph, node, _At(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
+        _replace(graph, node, _Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
 
 
 #: in this order

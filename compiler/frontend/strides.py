@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from ..ir.comm import Context, Here, use
+from ..ir.comm import CompletedArrival, Context, use_context
 from ..ir.graph import Graph, op_name, types_of
 from ..ir.ops import local_ops
 from ..rules import rule_for
 
-__all__ = ["DimOrder", "NodeLayout", "OneDevice", "layout_of", "made", "note_layouts"]
+__all__ = ["DimOrder", "NodeLayout", "OneDevice", "copy_with_layout", "layout_of", "note_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +97,19 @@ class OneDevice:
         """What is sent comes back."""
         return x.contiguous().clone
 
-    def start_sum(self, x: Tensor, axes: Sequence[int]) -> Here:
+    def start_sum(self, x: Tensor, axes: Sequence[int]) -> CompletedArrival:
         """``x`` itself."""
-        return Here(x)
+        return CompletedArrival(x)
 
-    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
+    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> CompletedArrival:
         """``x`` repeated."""
-        return Here(x.expand(prod(map(self.size, axes)), -1).contiguous())
+        return CompletedArrival(x.expand(prod(map(self.size, axes)), -1).contiguous())
 
     def start_reduce_scatter(
         self, x: Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
-    ) -> Here:
+    ) -> CompletedArrival:
         """This device's row."""
-        return Here(x[0])
+        return CompletedArrival(x[0])
 
 
 # ---- layouts as values
@@ -129,7 +129,7 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> DimOrder | None:
     return DimOrder(tuple(order), tuple(round(gap, 4) for gap in reversed(gaps)), repeated)
 
 
-def made(values: Tensor, layout: DimOrder | None) -> Tensor:
+def copy_with_layout(values: Tensor, layout: DimOrder | None) -> Tensor:
     """A copy of ``values`` in new memory that lies as ``layout`` says."""
     if layout is None:
         return values.clone(memory_format=torch.contiguous_format)
@@ -171,14 +171,14 @@ def _run(graph: Graph, ops: Sequence[Node]) -> list[NodeLayout]:
     strides: dict[tuple[str, int], tuple[int, ...]] = {}
     storages: dict[Node, tuple[Any, ...]] = {}
     copied_back: set[str] = set()
-    with mode, use(Context(OneDevice())), torch.enable_grad():
+    with mode, use_context(Context(OneDevice())), torch.enable_grad():
         try:
             for node in graph:
                 if node.op == "placeholder":
                     kind, source = node.meta["type"], node.meta["source"]
                     value = torch.empty(kind.shape, dtype=kind.dtype)
                     values[node] = value.requires_grad_(kind.is_float and source.requires_grad)
-                    _watch(node, 0, values[node], cotangents)
+                    _record_cotangent(node, 0, values[node], cotangents)
                     storages[node] = (value.untyped_storage()._cdata,)
                     continue
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
@@ -191,7 +191,7 @@ def _run(graph: Graph, ops: Sequence[Node]) -> list[NodeLayout]:
                 for k, x in enumerate(outputs):
                     if x is not None:
                         strides[node.name, k] = x.stride()
-                        _watch(node, k, x, cotangents)
+                        _record_cotangent(node, k, x, cotangents)
             roots = [values[graph.node(r.node)] for r in graph.results]
             roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             if roots:
@@ -226,7 +226,7 @@ def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tup
     return any(g is not None and g.untyped_storage()._cdata not in passed for g in grads)
 
 
-def _watch(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tensor]) -> None:
+def _record_cotangent(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tensor]) -> None:
     if x.requires_grad:
 
         def hook(grad: Tensor) -> None:
@@ -238,10 +238,12 @@ def _watch(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tens
 def _target(node: Node) -> Callable[..., Any]:
     if node.target is torch.ops.aten.view.default:  # as in ``lower``
         return torch.ops.aten.reshape.default
-    return _routed if node.target is local_ops.experts else node.target  # type: ignore[return-value]
+    return _experts_stand_in if node.target is local_ops.experts else node.target  # type: ignore[return-value]
 
 
-def _routed(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any) -> Tensor:
+def _experts_stand_in(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any
+) -> Tensor:
     """In place of experts, whose row counts depend on data."""
     return x.clone() + (weight.sum() + gate_up.sum() + down.sum())
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Arrival", "Comm", "Context", "GathersAhead", "Here", "current", "use"]
+__all__ = ["Arrival", "Comm", "CompletedArrival", "Context", "GatherPrefetch", "current_context", "use_context"]
 
 
 class Arrival(Protocol):
@@ -26,7 +26,7 @@ class Arrival(Protocol):
 
 
 @dataclass(frozen=True)
-class Here:
+class CompletedArrival:
     """A collective that is over when it starts."""
 
     x: torch.Tensor
@@ -111,7 +111,7 @@ class Comm(Protocol):
         ...
 
 
-class GathersAhead(Protocol):
+class GatherPrefetch(Protocol):
     """See ``weight_gathers.Ahead``."""
 
     def arrival(self, number: int) -> Arrival:
@@ -137,24 +137,24 @@ class Context:
     microbatch: int = 0
     unscale: float = 1.0
     repeating: Callable[[], AbstractContextManager[None]] = nullcontext
-    ahead: GathersAhead | None = None
+    ahead: GatherPrefetch | None = None
     code: str = "none"
 
 
 _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")
 
 
-def current() -> Context:
+def current_context() -> Context:
     """The bound context; an op that needs it in the backward must keep it from the forward (autograd has threads of its
     own)."""
     try:
         return _CURRENT.get()
     except LookupError:
-        raise RuntimeError("a local program runs only inside `comm.use(...)`, but none is bound") from None
+        raise RuntimeError("a local program runs only inside `comm.use_context(...)`, but none is bound") from None
 
 
 @contextmanager
-def use(context: Context) -> Iterator[Context]:
+def use_context(context: Context) -> Iterator[Context]:
     """Bind ``context`` for the block."""
     token = _CURRENT.set(context)
     try:

@@ -255,12 +255,12 @@ def copy_at(copy: torch.fx.Graph, node: Node, env: Mapping[Node, Node] | None, o
     made.meta = dict(node.meta)
     kind = node.meta["type"]
     several = isinstance(kind, tuple)
-    made.meta["type"] = tuple([_retyped(t, old, new) for t in kind]) if several else _retyped(kind, old, new)
+    made.meta["type"] = tuple([_rescale_type(t, old, new) for t in kind]) if several else _rescale_type(kind, old, new)
     return made
 
 
 @lru_cache(maxsize=1 << 16)
-def _retyped(kind: TensorType, old: int, new: int) -> TensorType:
+def _rescale_type(kind: TensorType, old: int, new: int) -> TensorType:
     shape = tuple([rescale(extent, old, new) for extent in kind.shape])
     return kind if shape == kind.shape else TensorType(shape, kind.dtype)
 

@@ -27,11 +27,11 @@ from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 
 __all__ = ["CustomFunctionRule"]
 
-PARTS = (2, 4)  # numbers of devices of the trials
+TRIAL_PARTS = (2, 4)  # numbers of devices of the trials
 SEEDS = (0, 1)
-MOST_TRIES = 64  # ways to cut the operands
-LARGEST = 1 << 20  # elements of all operands on which a trial runs
-SMALL = 16  # extents up to here stay as they are
+MAX_CUTS = 64  # ways to cut the operands
+MAX_TRIAL_ELEMENTS = 1 << 20  # elements of all operands on which a trial runs
+UNSCALED_EXTENT = 16  # extents up to here stay as they are
 
 
 class CustomFunctionRule(Rule):
@@ -99,15 +99,17 @@ def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
     trials = _trials(target, literals, kinds)
     if not trials:
         return ()
-    options = [[R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(PARTS) == 0)] for x in trials[0].operands]
-    cuts = itertools.islice(itertools.product(*options), 1, MOST_TRIES + 1)
-    return tuple(split for cut in cuts if (split := _confirmed(trials, cut)) is not None)
+    options = [
+        [R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(TRIAL_PARTS) == 0)] for x in trials[0].operands
+    ]
+    cuts = itertools.islice(itertools.product(*options), 1, MAX_CUTS + 1)
+    return tuple(split for cut in cuts if (split := _confirm(trials, cut)) is not None)
 
 
-def _confirmed(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
+def _confirm(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
     found: _Split | None = None
     for trial in trials:
-        for parts in PARTS:
+        for parts in TRIAL_PARTS:
             split = trial.split(cut, parts)
             if split is None or (found is not None and split != found):
                 return None
@@ -120,9 +122,9 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
     it is run again."""
     for sizes in _sizes(literals, kinds):
         shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
-        if sum(torch.Size(shape).numel() for shape in shapes) > LARGEST:
+        if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
             continue
-        args = _scaled(literals.args, sizes)
+        args = _scale_sizes(literals.args, sizes)
         for wide in (True, False):
             try:
                 trials = [_Trial(target, args, literals.places, shapes, kinds, seed, wide) for seed in SEEDS]
@@ -135,14 +137,14 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
 
 def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
     """Extent → the extent that a trial has for it: first small ones, then those of the model at a batch of 8."""
-    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > SMALL})
+    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > UNSCALED_EXTENT})
     yield {extent: 8 * (number + 1) for number, extent in enumerate(extents)}
     yield {extent: 8 * extent // (8 * PRIME) if extent % PRIME == 0 else extent for extent in extents}
 
 
-def _scaled(value: Any, sizes: Mapping[int, int]) -> Any:
+def _scale_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_scaled(item, sizes) for item in value)
+        return type(value)(_scale_sizes(item, sizes) for item in value)
     return sizes.get(value, value) if type(value) is int else value
 
 
@@ -155,7 +157,7 @@ class _Trial:
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         self.target, self.args, self.places = target, args, places
-        self.operands = [_random(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
+        self.operands = [_random_operand(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
         self.cotangents: list[Tensor | None] = []
         outputs = self._forward(self.operands)[1]
         for x in outputs:
@@ -190,13 +192,13 @@ class _Trial:
         """Whether it gives the same again: if not, it draws random numbers or keeps state."""
         outputs, gradients = self.run(self.operands, self.cotangents)
         return all(
-            (a is None) == (b is None) and (a is None or b is None or _close(a, b, self.rtol))
+            (a is None) == (b is None) and (a is None or b is None or _is_close(a, b, self.rtol))
             for a, b in zip([*outputs, *gradients], [*self.outputs, *self.gradients], strict=True)
         )
 
     def split(self, cut: tuple[Placement, ...], parts: int) -> _Split | None:
         """How outputs and gradients lie if the operands are cut like this; None if they do not fit together."""
-        dealt = [_dealt(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+        dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
         try:
             alone = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
             outputs = [
@@ -205,7 +207,7 @@ class _Trial:
             if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
                 return None
             cotangents = [
-                [None] * parts if g is None else _dealt(g, placement if placement.is_shard else R, parts)
+                [None] * parts if g is None else _deal(g, placement if placement.is_shard else R, parts)
                 for g, placement in zip(self.cotangents, outputs)
                 if placement is not None
             ]
@@ -236,22 +238,22 @@ class _Trial:
         return _Split(tuple(inputs), tuple(made))
 
 
-def _random(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
+def _random_operand(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
     if kind.dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
     return torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
 
 
-def _dealt(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
+def _deal(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
     return [y.contiguous() for y in x.chunk(parts, placement.dim)] if placement.is_shard else [x] * parts
 
 
 def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Placement | None:
     """How the pieces make up the whole: as copies, as blocks or as addends."""
     if all(piece.shape == expected.shape for piece in pieces):
-        if all(_close(piece, expected, rtol) for piece in pieces):
+        if all(_is_close(piece, expected, rtol) for piece in pieces):
             return R
-        if expected.is_floating_point() and _close(torch.stack(list(pieces)).sum(0), expected, rtol):
+        if expected.is_floating_point() and _is_close(torch.stack(list(pieces)).sum(0), expected, rtol):
             return P
         return None
     for dim, extent in enumerate(expected.shape):
@@ -260,12 +262,12 @@ def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Place
                 joined = torch.cat(list(pieces), dim)
             except RuntimeError:
                 continue
-            if joined.shape == expected.shape and _close(joined, expected, rtol):
+            if joined.shape == expected.shape and _is_close(joined, expected, rtol):
                 return S(dim)
     return None
 
 
-def _close(a: Tensor, b: Tensor, rtol: float) -> bool:
+def _is_close(a: Tensor, b: Tensor, rtol: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():

@@ -22,24 +22,24 @@ from .common import cut, replace_arguments
 __all__ = ["DropoutRule", "PointwiseRule", "grad_choice"]
 
 
-def names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     """The words of ``text``."""
     return frozenset(text.split())
 
 
 # by base name: what autograd keeps. Everything else keeps nothing.
-_SAVES_OUTPUT = names("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
-_SAVES_INPUTS = names("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
+_SAVES_OUTPUT = words("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
+_SAVES_INPUTS = words("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
 threshold pow log log2 log10 log1p
     sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2
     xlogy logit prelu fmod remainder nan_to_num""")
-_BILINEAR = names("mul multiply div divide true_divide")
-_ADDITIVE = names("add subtract sub")
-_LINEAR = names("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
-_CASTS = names("to _to_copy type_as")
-_DOMAIN_POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
-_DOMAIN_UNIT = names("logit atanh asin acos")
-_CONSTANT = names("detach zeros_like ones_like full_like empty_like fill")  # no gradient flows
+_BILINEAR = words("mul multiply div divide true_divide")
+_ADDITIVE = words("add subtract sub")
+_LINEAR = words("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
+_CASTS = words("to _to_copy type_as")
+_DOMAIN_POSITIVE = words("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
+_DOMAIN_UNIT = words("logit atanh asin acos")
+_CONSTANT = words("detach zeros_like ones_like full_like empty_like fill")  # no gradient flows
 # operands after the first that give only a dtype or device
 _BY_EXAMPLE = frozenset(("aten.type_as.default", "aten.to.other"))
 

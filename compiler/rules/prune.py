@@ -14,7 +14,7 @@
    of an attention (and so its ring), the height, width and depth of a convolution, and tokens that are sent to their
    experts. With it they may be cut, and make live what they reach: norms, residual additions and dropout along the
    sequence (Megatron-LM's sequence parallelism, arXiv:2205.05198), batch norms and poolings over space.
-5. Of more than ``MOST`` choices those that leave each device the least work stay, and of these first those of the
+5. Of more than ``MAX_CHOICES`` choices those that leave each device the least work stay, and of these first those of the
    fewest different labels. On two mesh axes that concerns three spatial dims only.
 """
 
@@ -32,10 +32,10 @@ from .base import AxisChoice
 
 __all__ = ["Pruner"]
 
-DEEP = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
-SMALL = 64  # elements
-MOST = 40  # choices per op and mesh
-SEQUENCE = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
+HEAVY_KINDS = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
+SMALL_NUMEL = 64  # elements
+MAX_CHOICES = 40  # choices per op and mesh
+SEQUENCE_LABELS = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
 
 
 class Pruner:
@@ -53,7 +53,7 @@ class Pruner:
         for node in graph.ops():
             if op_name(node) == "getitem":
                 continue
-            deep = rule_for(node).cost_kind in DEEP
+            deep = rule_for(node).cost_kind in HEAVY_KINDS
             for choice in rule_for(node).axis_choices(node):
                 group = frozenset(self._cuts(node, choice))
                 if deep and self._searched(choice.label):
@@ -70,7 +70,7 @@ class Pruner:
 
     def _searched(self, label: str) -> bool:
         """Whether rule 4 lets a heavy op or loss have this label."""
-        return self.sequence or SEQUENCE.fullmatch(label) is None
+        return self.sequence or SEQUENCE_LABELS.fullmatch(label) is None
 
     @staticmethod
     def _key(node: Node) -> tuple[str, int]:
@@ -94,19 +94,19 @@ class Pruner:
         return self._kept[key]
 
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
-        """Those of ``choices`` that are worth offering, at most ``MOST``."""
+        """Those of ``choices`` that are worth offering, at most ``MAX_CHOICES``."""
         kept = self.worthwhile(node, choices)
-        if len(kept) <= MOST:
+        if len(kept) <= MAX_CHOICES:
             return kept
         ranked = sorted(kept[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
-        best = set(ranked[: MOST - 1])
+        best = set(ranked[: MAX_CHOICES - 1])
         return kept[:1] + [choice for choice in kept[1:] if choice in best]
 
     def worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
         """Those of ``choices`` that follow rules 1 to 4, however many."""
-        if rule_for(node).cost_kind in DEEP:
+        if rule_for(node).cost_kind in HEAVY_KINDS:
             return [c for c in choices if all(self._searched(label) for label in c.labels)]
-        small = types_of(node)[0].numel <= SMALL
+        small = types_of(node)[0].numel <= SMALL_NUMEL
         view = rule_for(node).cost_kind in ("view", "free")
         partial = small or op_name(node) == "aten.add.Tensor" or (view and self._between_heavy_and_sum(node))
         grad = small or (view and self._branches_to_heavy(node))
@@ -131,24 +131,24 @@ class Pruner:
     @staticmethod
     def _between_heavy_and_sum(node: Node) -> bool:
         operand = tensor_operands(node)[0] if tensor_operands(node) else None
-        if operand is None or not _is_deep(operand):
+        if operand is None or not _is_heavy(operand):
             return False
         return any(op_name(user) == "aten.add.Tensor" for user in node.users)
 
     @staticmethod
     def _branches_to_heavy(node: Node) -> bool:
         operand = tensor_operands(node)[0] if tensor_operands(node) else None
-        return operand is not None and sum(_leads_to_deep(user) for user in operand.users) > 1
+        return operand is not None and sum(_leads_to_heavy(user) for user in operand.users) > 1
 
 
-def _is_deep(node: Node) -> bool:
-    return node.op == "call_function" and op_name(node) != "getitem" and rule_for(node).cost_kind in DEEP
+def _is_heavy(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) != "getitem" and rule_for(node).cost_kind in HEAVY_KINDS
 
 
-def _leads_to_deep(node: Node) -> bool:
+def _leads_to_heavy(node: Node) -> bool:
     """Whether ``node`` is a heavy op, or a view whose first user is."""
-    if _is_deep(node):
+    if _is_heavy(node):
         return True
     if node.op != "call_function" or op_name(node) == "getitem" or rule_for(node).cost_kind not in ("view", "free"):
         return False
-    return any(_is_deep(user) for user in node.users)
+    return any(_is_heavy(user) for user in node.users)

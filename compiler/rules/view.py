@@ -36,7 +36,7 @@ class Track:
     extent: int
 
 
-def shapes(node: Node) -> list[tuple[int, ...]]:
+def operand_shapes(node: Node) -> list[tuple[int, ...]]:
     """The operands' shapes."""
     return [operand.meta["type"].shape for operand in tensor_operands(node)]
 
@@ -114,7 +114,7 @@ class StrideRule(DimsRule):
 
     def stride_tracks(self, node: Node) -> list[Track]:
         """Input dims that every output has in full, and output dims that repeat one element."""
-        shape = shapes(node)[0]
+        shape = operand_shapes(node)[0]
         # strides from powers of a base larger than any extent are unique and not reachable by combining
         base = max((*shape, 2)) + 1
         strides = [base ** (len(shape) - i) for i in range(len(shape))]
@@ -156,7 +156,7 @@ class ReshapeRule(DimsRule):
 
     def factor_tracks(self, node: Node) -> list[Track]:
         """One track per group of dims of equal product: the major dim of each side, cut by what divides both."""
-        source, target = shapes(node)[0], types_of(node)[0].shape
+        source, target = operand_shapes(node)[0], types_of(node)[0].shape
         if prod(source) == 0:
             return []
         left = [(dim, extent) for dim, extent in enumerate(source) if extent > 1]
@@ -187,15 +187,15 @@ class ReshapeRule(DimsRule):
 # ---- tracks of the rest
 
 
-def normal(dim: int, rank: int) -> int:
+def nonnegative_dim(dim: int, rank: int) -> int:
     """A dim counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
-def along(node: Node, fixed: Sequence[int]) -> list[Track]:
+def same_dim_tracks(node: Node, fixed: Sequence[int]) -> list[Track]:
     """Tracks of an op whose first operand and outputs have equal dims, all of which may be cut but ``fixed``; other
     operands, if they have the first's rank and extent there, are cut alike."""
-    first, *rest = shapes(node)
+    first, *rest = operand_shapes(node)
     outs = [kind.shape for kind in types_of(node)]
     tracks = []
     for dim, extent in enumerate(first):
@@ -206,38 +206,38 @@ def along(node: Node, fixed: Sequence[int]) -> list[Track]:
     return tracks
 
 
-def dims_of(node: Node, name: str) -> list[int]:
+def argument_dims(node: Node, name: str) -> list[int]:
     """The (non-negative) dims in an argument that holds one or several; all dims for None or an empty list."""
-    rank = len(shapes(node)[0])
+    rank = len(operand_shapes(node)[0])
     given = argument(node, name)
     if given is None or (isinstance(given, list | tuple) and not given):
         return list(range(rank))
-    return [normal(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
+    return [nonnegative_dim(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-def all_but(name: str) -> Callable[[Node], list[Track]]:
+def tracks_except(name: str) -> Callable[[Node], list[Track]]:
     """Tracks along every dim but those that an argument names."""
-    return lambda node: along(node, dims_of(node, name))
+    return lambda node: same_dim_tracks(node, argument_dims(node, name))
 
 
 def _stack(node: Node) -> list[Track]:
-    first = shapes(node)[0]
-    new = normal(argument(node, "dim"), len(first) + 1)
-    count = len(shapes(node))
+    first = operand_shapes(node)[0]
+    new = nonnegative_dim(argument(node, "dim"), len(first) + 1)
+    count = len(operand_shapes(node))
     return [Track((d,) * count, (d + (d >= new),), extent) for d, extent in enumerate(first) if extent > 1]
 
 
 def _cat(node: Node) -> list[Track]:
     # legacy: empty 1-d tensors join anything; whole then
-    if len({len(shape) for shape in shapes(node)}) > 1:
+    if len({len(shape) for shape in operand_shapes(node)}) > 1:
         return []
-    return along(node, dims_of(node, "dim"))
+    return same_dim_tracks(node, argument_dims(node, "dim"))
 
 
 def _pad(node: Node) -> list[Track]:
     pad = list(node.args[1])  # type: ignore[arg-type]
-    rank = len(shapes(node)[0])
-    return along(node, [rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]])
+    rank = len(operand_shapes(node)[0])
+    return same_dim_tracks(node, [rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]])
 
 
 def _pad_is_linear(node: Node) -> bool:
@@ -245,7 +245,7 @@ def _pad_is_linear(node: Node) -> bool:
 
 
 def _repeat(node: Node) -> list[Track]:
-    shape, out = shapes(node)[0], types_of(node)[0].shape
+    shape, out = operand_shapes(node)[0], types_of(node)[0].shape
     lead = len(out) - len(shape)
     tracks = []
     for dim, extent in enumerate(out):
@@ -256,7 +256,7 @@ def _repeat(node: Node) -> list[Track]:
 
 
 def _repeat_interleave(node: Node) -> list[Track]:
-    shape = shapes(node)[0]
+    shape = operand_shapes(node)[0]
     if argument(node, "dim") is None:  # flattens first: blocks of the major dim stay contiguous
         return [Track((0,), (0,), shape[0])] if shape and shape[0] > 1 else []
     return [Track((d,), (d,), extent) for d, extent in enumerate(shape) if extent > 1]
@@ -274,7 +274,7 @@ class _RepeatRule(DimsRule):
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """A dim that is repeated from 1 is repeated as often as the local output is long."""
         out, whole_out = local_output_shape(node, labels, mesh_shape), types_of(node)[0].shape
-        shape = shapes(node)[0]
+        shape = operand_shapes(node)[0]
         padded = (1,) * (len(out) - len(shape)) + tuple(shape)
         repeats = [local if source == 1 else extent // source for local, source, extent in zip(out, padded, whole_out)]
         return node.target, (node.args[0], repeats), {}
@@ -288,14 +288,14 @@ class _RepeatInterleaveRule(DimsRule):
         return node.target, node.args, {key: value for key, value in node.kwargs.items() if key != "output_size"}
 
 
-class _LikeRule(Rule):
+class _NewTensorRule(Rule):
     """new_ones and others that take only dtype and device of their operand: it may lie in any way."""
 
     cost_kind = "free"
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """The result is whole; the operand whole, or cut along any dim."""
-        cuts = [(dim, extent) for dim, extent in enumerate(shapes(node)[0]) if extent > 1]
+        cuts = [(dim, extent) for dim, extent in enumerate(operand_shapes(node)[0]) if extent > 1]
         out = ((R, R),)
         return (
             whole(node),
@@ -317,15 +317,15 @@ register(
 register("aten.cat.default", "aten.concat.default")(DimsRule(_cat))
 register("aten.stack.default")(DimsRule(_stack))
 register("aten.constant_pad_nd.default", "aten.pad.default")(_PadRule(_pad))
-register("aten.flip.default")(DimsRule(all_but("dims")))
-register("aten.roll.default")(DimsRule(all_but("dims")))
+register("aten.flip.default")(DimsRule(tracks_except("dims")))
+register("aten.roll.default")(DimsRule(tracks_except("dims")))
 register("aten.repeat.default")(_RepeatRule(_repeat))
 register("aten.repeat_interleave.self_int")(_RepeatInterleaveRule(_repeat_interleave))
 register("aten.tril.default", "aten.triu.default")(
-    DimsRule(lambda node: along(node, [len(shapes(node)[0]) - 1, len(shapes(node)[0]) - 2]))
+    DimsRule(lambda node: same_dim_tracks(node, [len(operand_shapes(node)[0]) - 1, len(operand_shapes(node)[0]) - 2]))
 )
 register("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default")(
-    _LikeRule()
+    _NewTensorRule()
 )
 register(
     """aten.arange.default aten.arange.start aten.arange.start_step aten.full.default aten.zeros.default
