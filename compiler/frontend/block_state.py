@@ -1,13 +1,13 @@
-"""All that the Python of a block can depend on besides its arguments, as comparable values.
+"""The state of a block as a comparable value: everything but its arguments that its Python code can depend on.
 
-Running a block is running Python code: what it does follows from the code, the module it runs on, its arguments and the
-state of the process. ``describe`` turns the module into a value: equal values mean equal classes (so equal code), equal
-attributes, equal shapes, dtypes and flags of tensors, equally tied, all the way down. ``Audit`` reads the bytecode of
-every function that the classes can reach and refuses what could carry state from one call to the next: assignments to
-globals, to enclosing scopes and to objects other than ``self``, and reads of global containers, tensors and unknown
-objects; every other global that is read is noted, so that it can be seen to be the same one later. The code of
-``TRUSTED`` packages is not read: it keeps its state in modules and arguments. What cannot be compared is an
-``UnprovableError``.
+A block's result follows from its code, the module that it runs on, its arguments and the state of the process.
+``describe`` turns the module into a value. Equal values mean equal classes (so equal code), equal attributes, and
+tensors of equal shapes, dtypes and flags, tied in the same way, in all submodules. ``Audit`` reads the bytecode of
+every function that the classes can reach. It refuses code that could carry state from one call to the next: assignments
+to globals, to enclosing scopes and to objects other than ``self``, and reads of global containers, tensors and unknown
+objects. It notes every other global that the code reads, so that a later call can check that the global is the same.
+The code of ``TRUSTED`` packages is not read: it keeps its state in modules and arguments. A module that cannot be
+compared raises ``UnprovableError``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODULE_BOOKKEEPING = frozenset(vars(nn.Module())) - {
 
 
 def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | None = None) -> Any:
-    """A hashable value that is equal for values that no code can tell apart; UnprovableError if that is not known.
+    """A hashable value, equal for values that no code can tell apart; UnprovableError if that cannot be decided.
 
     seen: order of the objects met before. code: collects the functions and classes in ``value``, for ``Audit``.
     """
@@ -80,8 +80,11 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
 
 
 class BlockState:
-    """What ``describe`` found: ``core``, the values of the attributes that were left out of it, by (path, name), and
-    the classes and functions among the attributes."""
+    """The state of a block, by ``describe``.
+
+    core: everything that must be equal. watched: by (path, name), the attributes that may differ if the code does not
+    read them. code: the classes and functions among the attributes.
+    """
 
     def __init__(self, core: Any, watched: dict[tuple[str, str], Any], code: list[Any]) -> None:
         self.core, self.watched, self.code = core, watched, code
@@ -98,8 +101,8 @@ Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and buffers of
 def describe(
     members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]], tensors_of: Mapping[int, Tensors]
 ) -> BlockState:
-    """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out:
-    attributes to keep apart, by class; tensors_of: by the id of a module's ``vars``.
+    """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out: by
+    class, the attributes that go into ``watched``; tensors_of: the tensors of each module, by the id of its ``vars``.
 
     UnprovableError where a module has hooks or its own ``forward``, or an attribute that cannot be compared.
     """
@@ -139,31 +142,34 @@ def _root_package(value: Any) -> str:
 
 
 class Audit:
-    """Reads code once per class; ``reads`` grows by (namespace, name, value) for every global that it finds. instead:
-    functions that stand for others for the moment."""
+    """A reader of bytecode that refuses code with state of its own. It reads each class once.
+
+    reads: (namespace, name, value) of every global that the code reads. instead: the original of each function that is
+    replaced during a capture, to be read in its place.
+    """
 
     def __init__(self) -> None:
         self.instead: dict[Any, Any] = {}
         self.reads: list[tuple[Mapping[str, Any], str, Any]] = []
         self.verdicts: dict[int, str] = {}
         self.done: set[int] = set()
-        self.kept: list[Any] = []
+        self.visited: list[Any] = []  # keeps the values alive, so that no other one gets their id
 
     def require(self, code: list[Any]) -> None:
         """UnprovableError unless none of these classes and functions can carry state between calls, but for attributes
         of ``self``."""
-        for one in code:
-            if id(one) not in self.verdicts:
-                self.verdicts[id(one)] = ""
+        for item in code:
+            if id(item) not in self.verdicts:
+                self.verdicts[id(item)] = ""
                 try:
-                    self._value(one)
+                    self._value(item)
                 except UnprovableError as refused:
-                    self.verdicts[id(one)] = str(refused)
-            if self.verdicts[id(one)]:
-                raise UnprovableError(self.verdicts[id(one)])
+                    self.verdicts[id(item)] = str(refused)
+            if self.verdicts[id(item)]:
+                raise UnprovableError(self.verdicts[id(item)])
 
     def unchanged(self) -> bool:
-        """Whether all globals that were read are still bound to the same values."""
+        """True if all globals that the code reads are still bound to the same values."""
         return all(space.get(name, self) is value for space, name, value in self.reads)
 
     def _class(self, kind: type) -> None:
@@ -172,8 +178,8 @@ class Audit:
                 continue
             for name, value in vars(base).items():
                 if isinstance(value, property):
-                    for one in (value.fget, value.fset, value.fdel):
-                        self._value(one)
+                    for accessor in (value.fget, value.fset, value.fdel):
+                        self._value(accessor)
                 elif isinstance(value, staticmethod | classmethod):
                     self._value(value.__func__)
                 elif isinstance(value, FunctionType):
@@ -185,7 +191,7 @@ class Audit:
         if id(value) in self.done:
             return False
         self.done.add(id(value))
-        self.kept.append(value)
+        self.visited.append(value)
         return True
 
     def _read(self, space: Mapping[str, Any] | MappingProxyType[str, Any], name: str) -> Any:
@@ -236,12 +242,12 @@ class Audit:
                 self._value(cell.cell_contents)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(default)
-        for one in _codes(code):
-            self._code(one, function.__globals__, free)
+        for nested in _codes(code):
+            self._code(nested, function.__globals__, free)
 
     def _code(self, code: CodeType, space: Mapping[str, Any], outer: set[str]) -> None:
         instructions = list(dis.get_instructions(code))
-        own = code.co_varnames[0] if code.co_argcount else ""
+        first_argument = code.co_varnames[0] if code.co_argcount else ""
         for index, step in enumerate(instructions):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
                 raise UnprovableError(f"{step.opname} in {code.co_qualname}")
@@ -249,7 +255,8 @@ class Audit:
                 raise UnprovableError(f"nonlocal {step.argval} in {code.co_qualname}")
             if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
                 before = instructions[index - 1]
-                if before.opname != "LOAD_FAST" or before.argval != own or own != "self":
+                on_self = before.opname == "LOAD_FAST" and before.argval == first_argument == "self"
+                if not on_self:
                     raise UnprovableError(f"an assignment to .{step.argval} in {code.co_qualname}")
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._global(str(step.argval), space, instructions[index + 1 :])

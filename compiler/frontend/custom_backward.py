@@ -1,13 +1,13 @@
-"""Backwards that are not the derivative of the forward: they are kept where a graph can keep them, else refused.
+"""Backwards that the user wrote: they become ops of the graph where that is possible, else capture refuses them.
 
-``torch.export`` records a model's forward. Planning and training then differentiate what was recorded, so a backward
-that the user wrote would be replaced without a word. While ``CustomBackwards`` is active:
+``torch.export`` records a model's forward. Planning and training then differentiate the recorded ops, so a backward
+that the user wrote would silently be replaced. While ``CustomBackwards`` is active:
 
 - A call of a ``torch.autograd.Function`` becomes one op (``custom_function``) that runs the user's forward and
-  backward. Every subclass that exists is led to ``_record`` by its ``forward``, since the name ``apply`` may have been
-  bound before; classes that the forward itself defines are found by ``Function.apply``.
-- ``torch.utils.checkpoint(use_reentrant=True)`` runs its function as it is: what to recompute is the plan's decision.
-- ``x.data`` is ``x.detach()``, which it is for gradients.
+  backward. The ``forward`` of every existing subclass is replaced by one that calls ``_record``, since user code may
+  have bound ``apply`` before; ``Function.apply`` finds classes that the model's forward defines.
+- ``torch.utils.checkpoint(use_reentrant=True)`` runs its function as it is: the plan decides what to recompute.
+- ``x.data`` is ``x.detach()``, which has the same gradients.
 - Hooks on tensors, and derivatives that the forward itself takes, are refused by the line that asks for them.
 
 ``refuse_hooks`` refuses what a model carries: backward hooks on its parameters and modules.
@@ -64,7 +64,10 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 class CustomBackwards:
-    """Context for one export. calls: number of the op → what it calls. training: whether gradients matter."""
+    """The context of one export, in which custom backwards are recorded or refused.
+
+    training: True if gradients matter; else nothing is changed. calls: the target of each recorded op, by its number.
+    """
 
     def __init__(self, training: bool) -> None:
         self.training = training
@@ -72,7 +75,7 @@ class CustomBackwards:
         self.arguments: dict[int, list[Any]] = {}  # as given; tensors are the op's operands, in order
         self.undo: list[tuple[Any, str, Any]] = []
         self.seen: set[type] = set()
-        self.running = False  # a Function itself, to learn what it returns
+        self.running = False  # True while a Function runs on fakes, to learn the types of its outputs
 
     def __enter__(self) -> CustomBackwards:
         if not self.training:
@@ -132,7 +135,7 @@ class CustomBackwards:
     # ---- Functions
 
     def _lead(self, kind: type[Function]) -> None:
-        """Calls of ``kind`` go to ``_record`` from now on."""
+        """Replace ``kind.forward`` so that calls go to ``_record`` from now on."""
         ours = __name__.partition(".")[0]
         if kind in self.seen or kind.__module__.partition(".")[0] in ("torch", ours):
             return
@@ -150,7 +153,7 @@ class CustomBackwards:
         self._set(kind, "forward", staticmethod(led))
 
     def _record(self, kind: type[Function], context: Any, args: list[Any]) -> Any:
-        """One op in the program for a call, of which the outputs are returned as the Function returns them."""
+        """Record a call as one op of the program; return the op's outputs in the structure of the Function's result."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not tensors:
             raise current_line_error(
@@ -166,14 +169,14 @@ class CustomBackwards:
         fixed = [x for x, like in zip(results, outputs, strict=True) if not like.requires_grad]
         if context is not None and fixed:
             context.mark_non_differentiable(*fixed)
-        made = iter(results)
+        op_outputs = iter(results)
         if isinstance(returned, Tensor):
-            return next(made)
-        return tuple(next(made) if isinstance(x, Tensor) else x for x in returned)
+            return next(op_outputs)
+        return tuple(next(op_outputs) if isinstance(x, Tensor) else x for x in returned)
 
     def _run(self, kind: type[Function], args: list[Any]) -> tuple[Any, list[Tensor]]:
-        """What the Function returns for arguments like these, and the tensors in it; CaptureError if it does what one
-        op cannot."""
+        """Run the Function and its backward on fakes of these arguments: its return value, and the tensors in it.
+        CaptureError if it does something that one op cannot represent."""
         name = kind.__qualname__
         self.running = True
         try:
@@ -205,8 +208,8 @@ class CustomBackwards:
 
 
 class _FunctionAudit(TorchDispatchMode):
-    """Refuses random ops, which draw other numbers where tensors are split, and reads of the model's tensors that are
-    no arguments, which training would not update."""
+    """A dispatch mode that refuses two kinds of ops inside a Function: random ones, which would draw other numbers
+    where tensors are split, and reads of the model's tensors that are no arguments, which training would not update."""
 
     def __init__(self, name: str, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -229,7 +232,7 @@ class _FunctionAudit(TorchDispatchMode):
 
 
 def _run_checkpointed(kind: type, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What ``CheckpointFunction.apply`` computes, without its backward: the plan says what is computed again."""
+    """Run a checkpointed function without the checkpoint: the plan decides what is computed again."""
     return function(*args)
 
 

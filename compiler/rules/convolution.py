@@ -3,8 +3,8 @@
 A spatial dim of H rows may be cut where the blocks of input and output belong together, H = stride · rows of the
 output. Block i then needs ``before`` = padding rows of block i - 1 and ``after`` = span - stride - padding rows of
 block i + 1, with span = dilation · (kernel - 1) + 1 (Dryden et al., arXiv:1903.06681). These halos are sent before the
-op, and their gradients back after its backward (``halo.run_with_halos``); no block may be shorter than its neighbours' halos.
-Where a kernel is no wider than its stride and nothing is padded there is no halo, and the op itself is its local
+op, and their gradients back after its backward (``halo.run_with_halos``). No block may be shorter than its neighbours'
+halos. Where a kernel is no wider than its stride and nothing is padded there is no halo, and the op itself is its local
 program.
 
 A transposed convolution with outputs of stride · H rows spreads a row over span rows, the first of them ``padding``
@@ -66,9 +66,9 @@ def _transposed_halo(node: Node, kernel: Sequence[int], k: int) -> tuple[int, in
 def _spatial_choice(
     node: Node, k: int, kernel: Sequence[int], blocks: int, halo: tuple[int, int], others: Sequence[Part]
 ) -> AxisChoice | None:
-    """The cut of spatial dim ``k`` of x into blocks of which there are at most ``blocks``; None if there is none.
+    """The choice that cuts spatial dim ``k`` of x into at most ``blocks`` blocks; None if no such cut is possible.
 
-    others: how the operands after the first take part.
+    others: the part of each operand after the first.
     """
     x = tensor_operands(node)[0].meta["type"]
     dim = len(x.shape) - len(kernel) + k
@@ -98,7 +98,7 @@ def _sliding_choices(node: Node, kernel: Sequence[int], others: Sequence[Part]) 
 
 
 def _transposed_choices(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
-    """The same for a transposed convolution."""
+    """The cuts of a transposed convolution over the trailing dims; others as in ``_spatial_choice``."""
     x, out = tensor_operands(node)[0].meta["type"].shape, types_of(node)[0].shape
     choices = []
     for k in range(len(kernel)):
@@ -110,20 +110,23 @@ def _transposed_choices(node: Node, kernel: Sequence[int], others: Sequence[Part
 
 @dataclass(frozen=True)
 class _Extension:
-    """How the halos of one choice change the call of an op. padding: what of it stays with the op, per spatial dim;
-    halos, axes: arguments of ``halo.run_with_halos``; extended: the spatial dims whose block gets its neighbours' rows."""
+    """The change that the halos of one choice make to the call of an op."""
 
+    #: the padding that stays with the op, per spatial dim: halos replace the rest
     padding: list[int]
+    #: argument of ``halo.run_with_halos``
     halos: tuple[tuple[int, int, int], ...]
+    #: arguments of ``halo.run_with_halos`` that name the mesh axes
     axes: dict[str, tuple[int, ...]]
+    #: the spatial dims whose block gets its neighbours' rows
     extended: tuple[int, ...]
 
 
 def _extension(
     node: Node, kernel: Sequence[int], halos: Sequence[tuple[int, int]], labels: Sequence[str], mesh: Sequence[int]
 ) -> _Extension | None:
-    """None where no halo is needed: the op runs as it is."""
-    found, axes, padding, extended = [], {}, [], []
+    """The halos that a choice needs; None where it needs none, so that the op runs as it is."""
+    reach, axes, padding, extended = [], {}, [], []
     for k, halo in enumerate(halos):
         label = SPATIAL[len(SPATIAL) - len(kernel) + k]
         across = tuple(axis for axis in axes_of(labels, label) if mesh[axis] > 1)
@@ -135,14 +138,15 @@ def _extension(
         before = _padding_before(node, k, span)
         if across and any(halo):
             axes[f"{label}_axes"] = across
-            found.append((k - len(kernel), *halo))
+            reach.append((k - len(kernel), *halo))
             extended.append(k)
             before = 0
         elif argument(node, "padding") == "same" and before != span - 1 - before:
-            found.append((k - len(kernel), before, span - 1 - before))
+            # "same" padding of an even window is uneven, for which the op has no argument: it is padded by hand
+            reach.append((k - len(kernel), before, span - 1 - before))
             before = 0
         padding.append(before)
-    return _Extension(padding, tuple(found), axes, tuple(extended)) if axes else None
+    return _Extension(padding, tuple(reach), axes, tuple(extended)) if axes else None
 
 
 class ConvolutionRule(Rule):
@@ -205,8 +209,8 @@ class ConvolutionRule(Rule):
             return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
         crops: tuple[tuple[int, int, int], ...] = ()
         if transposed:
-            left = [_dim_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
-            changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(left)]
+            output_padding = [_dim_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
+            changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(output_padding)]
             crops = tuple(self._crop(node, k - len(kernel), halos[k][0], more, mesh_shape) for k in more.extended)
         target, args, kwargs = replace_arguments(node, padding=more.padding, **changes)
         if str(target).endswith(".padding"):
@@ -231,8 +235,8 @@ class PoolingRule(Rule):
     """An op on the trailing ``spatial`` dims of one tensor: all leading dims are free, and the spatial ones where it
     slides windows and gives no positions.
 
-    linear: whether addends pool to addends. keeps: whether the backward needs the input. index_bytes: those of the
-    positions that the op keeps without giving them out, per output element.
+    linear: True if addends pool to addends. keeps: True if the backward needs the input. index_bytes: bytes per output
+    element of the positions that the op keeps for its backward without returning them.
     """
 
     def __init__(self, spatial: int, linear: bool, keeps: bool = True, index_bytes: int = 0) -> None:
@@ -268,7 +272,7 @@ class PoolingRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """With the neighbours' rows where windows reach them."""
+        """The op with the neighbours' rows where windows reach them."""
         kernel = self._kernel(node) if self._slides(node) else []
         halos = [_halo(node, kernel, k) for k in range(len(kernel))]
         more = _extension(node, kernel, halos, labels, mesh_shape)
@@ -290,7 +294,7 @@ class PoolingRule(Rule):
         return ((("input", 0),) if self.keeps else ()) + tuple(("output", k) for k in range(1, len(types_of(node))))
 
     def temporary_bytes(self, node: Node) -> float:
-        """Hidden positions."""
+        """The positions that the op keeps without returning them."""
         return float(self.index_bytes * types_of(node)[0].numel)
 
 

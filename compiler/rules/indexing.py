@@ -1,4 +1,4 @@
-"""Ops that read or write places named by indices: gathers, scatters, ``x[indices]``.
+"""Rules of ops that read or write by index: gathers, scatters, ``x[indices]``, embeddings.
 
 Dims that no index names pass through. A dim of the indices may be cut too: each device then looks up its own indices
 in the whole table, and gives an addend of the table's gradient.
@@ -105,7 +105,9 @@ register("aten.one_hot.default")(
 
 
 class EmbeddingRule(Rule):
-    """weight [rows, hidden], index [b0, b1, …]. A cut of the rows finds each row on one device, zeros on the others.
+    """The rule of a look-up: weight [rows, hidden], index [b0, b1, …].
+
+    If rows are cut, each row is on one device and the others contribute zeros.
 
     ``scale_grad_by_freq`` counts over the whole index and table: only the hidden dim may then be cut.
     """

@@ -1,4 +1,4 @@
-"""Reductions, scans and elementwise losses.
+"""Rules of reductions, scans and elementwise losses.
 
 A dim that is kept is free. A dim that is reduced by a sum contracts: each device's sum over its block is an addend
 (P, R) of the whole; a mean is such a sum divided by how many blocks there are (``scaled_mean``; torch's own sharded
@@ -70,8 +70,8 @@ def _scanned_tracks(node: Node) -> list[Track]:
 
 
 class ReduceRule(DimsRule):
-    """A reduction over ``dim``. sums: whether it is a sum or mean, so that reduced dims contract. saved_outputs:
-    kept by autograd."""
+    """The rule of a reduction over ``dim``. sums: True for a sum or a mean, whose reduced dims contract. saved_outputs:
+    the outputs that autograd keeps."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class ReduceRule(DimsRule):
 
 
 class LossRule(Rule):
-    """A loss that is elementwise but for its ``reduction`` (none, mean or sum) over all elements."""
+    """The rule of a loss that is elementwise but for its ``reduction`` (none, mean or sum) over all elements."""
 
     cost_kind = "loss"
 
@@ -127,7 +127,7 @@ class LossRule(Rule):
         self.elementwise = PointwiseRule()
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """Without reduction as any elementwise op; with one, every dim contracts."""
+        """The choices of an elementwise op without reduction; with one, every dim contracts."""
         if argument(node, "reduction") not in (MEAN, SUM):
             return self.elementwise.axis_choices(node)
         operands = operand_shapes(node)
@@ -138,8 +138,8 @@ class LossRule(Rule):
             # it is
             if extent == 1 or any(tuple(shape[-len(space) :]) != tuple(space) for shape in operands[:2]):
                 continue
-            here = [dim - (len(space) - len(shape)) for shape in operands]
-            inputs = tuple(shard(d) if d >= 0 and shape[d] == extent else FREE_GRAD for d, shape in zip(here, operands))
+            dims = [dim - (len(space) - len(shape)) for shape in operands]
+            inputs = tuple(shard(d) if d >= 0 and shape[d] == extent else FREE_GRAD for d, shape in zip(dims, operands))
             choices.append(AxisChoice(f"r{dim}", inputs, (ROW,), extent))
         return (*choices, grad_choice(node))
 
@@ -159,9 +159,9 @@ class LossRule(Rule):
         """Probabilities where the loss wants them."""
         if not any(name in op_name(node) for name in ("binary_cross_entropy.", "kl_div")):
             return None
-        made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in operand_shapes(node)]
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in operand_shapes(node)]
         kinds = [operand.meta["type"].dtype for operand in tensor_operands(node)]
-        return [(0.1 + 0.8 * torch.sigmoid(x)).to(dtype) for x, dtype in zip(made, kinds)]
+        return [(0.1 + 0.8 * torch.sigmoid(x)).to(dtype) for x, dtype in zip(values, kinds)]
 
 
 register("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default")(ReduceRule(sums=True))

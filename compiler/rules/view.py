@@ -1,7 +1,7 @@
-"""Ops that move or repeat elements: views, joins, indexing, creation.
+"""Rules of ops that move or repeat elements: views, concatenation, padding, repetition, creation.
 
-Most are told by *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of which
-may be cut. For ops that are pure stride changes the tracks are read off the strides of a run on the meta device.
+Most rules follow from *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of
+which may be cut. For ops that are pure stride changes the tracks are read off the strides of a run on the meta device.
 ``reshape`` has a dim-factor map instead: dims fall into groups of equal product, and of each group only the major
 factor may be cut, as only then are the blocks contiguous on both sides.
 """
@@ -29,7 +29,7 @@ __all__ = ["DimsRule", "ReshapeRule", "StrideRule", "Track", "local_output_shape
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One dim through an op: which dim it is of each operand (None: the operand is used whole) and of each output."""
+    """One dim through an op: its number in each operand (None: the operand is used whole) and in each output."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
@@ -48,7 +48,7 @@ def local_output_shape(node: Node, labels: Sequence[str], mesh_shape: Sequence[i
 
 
 class DimsRule(Rule):
-    """An op told by its tracks.
+    """A rule that follows from the tracks of an op.
 
     tracks: the tracks of a node. linear: the operands through which addends pass ("partial"), None for all, () for
     no such choice. saves: the operands that autograd keeps. high: a node → exclusive upper bound of random integer
@@ -79,7 +79,7 @@ class DimsRule(Rule):
             results = tuple(shard(dim) for dim in track.outputs)
             choices.append(AxisChoice(f"d{number}", inputs, results, track.extent))
         linear = range(len(operands)) if self.linear is None else self.linear
-        # an all_reduce of a bool or an index is nobody's wish
+        # partial bools and indices are not offered: a sum is not defined for them
         if operands and linear and all(operands[k].is_float for k in linear):
             inputs = tuple(ROW if k in linear else WHOLE for k in range(len(operands)))
             choices.append(AxisChoice("partial", inputs, (ROW,) * len(outputs), 1, splits_work=False))
@@ -96,14 +96,15 @@ class DimsRule(Rule):
         """Integers below ``high``, floats normal; nothing special without ``high``."""
         if self.high is None:
             return None
-        made = []
+        values = []
         for operand in tensor_operands(node):
             kind = operand.meta["type"]
             if kind.is_float:
-                made.append(torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype))
+                values.append(torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype))
             else:
-                made.append(torch.randint(0, max(1, self.high(node)), kind.shape, generator=generator).to(kind.dtype))
-        return made
+                high = max(1, self.high(node))
+                values.append(torch.randint(0, high, kind.shape, generator=generator).to(kind.dtype))
+        return values
 
 
 class StrideRule(DimsRule):
@@ -120,16 +121,16 @@ class StrideRule(DimsRule):
         strides = [base ** (len(shape) - i) for i in range(len(shape))]
         x = torch.empty_strided(shape, strides, device="meta")
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: x)
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
-        outputs = [made] if isinstance(made, torch.Tensor) else list(made)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
         tracks = []
         for dim, (extent, stride) in enumerate(zip(shape, strides)):
-            found = [
+            same_stride = [
                 [d for d in range(y.dim()) if y.stride(d) == stride and y.shape[d] == extent and extent > 1]
                 for y in outputs
             ]
-            if all(found) and found:
-                tracks.append(Track((dim,), tuple(dims[0] for dims in found), extent))
+            if all(same_stride) and same_stride:
+                tracks.append(Track((dim,), tuple(dims[0] for dims in same_stride), extent))
         if len(outputs) == 1:
             y = outputs[0]
             repeats = [d for d in range(y.dim()) if y.stride(d) == 0 and y.shape[d] > 1]
@@ -149,7 +150,7 @@ class StrideRule(DimsRule):
 
 
 class ReshapeRule(DimsRule):
-    """view, reshape, flatten, unflatten: the dim-factor map."""
+    """The rule of view, reshape, flatten and unflatten, by the dim-factor map."""
 
     def __init__(self) -> None:
         super().__init__(self.factor_tracks, cost_kind="view")
@@ -165,7 +166,7 @@ class ReshapeRule(DimsRule):
         i = j = 0
         while i < len(left) and j < len(right):
             (dim_in, a), (dim_out, b) = left[i], right[j]
-            extent = gcd(a, b)
+            extent = gcd(a, b)  # the major dims of both sides are cut alike by a divisor of both alone
             i, j = i + 1, j + 1
             while a != b:
                 if a < b:
@@ -289,7 +290,7 @@ class _RepeatInterleaveRule(DimsRule):
 
 
 class _NewTensorRule(Rule):
-    """new_ones and others that take only dtype and device of their operand: it may lie in any way."""
+    """The rule of new_ones and others that read only dtype and device of their operand, whose placement is free."""
 
     cost_kind = "free"
 
