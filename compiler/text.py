@@ -62,8 +62,10 @@ def table(
 
 
 def stack_tables(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int) -> list[str]:
-    """``table``; where it is wider than ``width``, several of about as many columns each, one under the other, all with
-    the first column."""
+    """A ``table``, or where that is wider than ``width`` several, one under the other, of about as many columns each.
+
+    Each of them repeats the first column.
+    """
     columns = len(head) - 1
     parts: list[list[str]] = []
     for count in range(1, columns + 1):
@@ -79,7 +81,7 @@ def stack_tables(head: Sequence[str], rows: Sequence[Sequence[str]], align: str,
 
 
 def group_runs(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
-    """Neighbours of equal key, together."""
+    """Group neighbours of equal key: (key, items) of each run."""
     return [(value, list(run)) for value, run in groupby(items, key=key)]
 
 

@@ -322,7 +322,7 @@ class _Walk:
         return self._accepts_fill(target, argument(node, "ignore_index"))
 
     def _accepts_fill(self, node: Node, value: float) -> bool:
-        """True if the tail of a tensor may have this value: it is an input, possibly reshaped, without another value."""
+        """True if the tail of a tensor may have this value: it is an input, perhaps reshaped, without another value."""
         while node.op == "call_function" and op_name(node) in _VALUE_PRESERVING_OPS:
             node = tensor_operands(node)[0]
         if node.op != "placeholder" or int(value) != value:

@@ -1,4 +1,4 @@
-"""Whose line it was: source lines for graph nodes, and errors that name the user's line and the change to make."""
+"""Source lines of graph nodes, and capture errors that name the user's line and the change to make."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUE = (
     r"|_local_scalar_dense|\.item\(\)"
 )
 
-#: (how the error reads, how the line of code reads, what is wrong, what to change); the first that fits counts
+#: (pattern of the error, pattern of the line of code, cause, change to make); the first row that matches counts
 _ADVICE: tuple[tuple[str, str, str, str], ...] = (
     (
         r"\.numpy\(\)|__array__|numpy",
@@ -67,7 +67,7 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
 
 
 def short_path(path: str) -> str:
-    """The path as a reader wants it: from the site-packages root, or relative to the working directory, or as it is."""
+    """A short form of the path: from the site-packages root, or relative to the working directory, or as it is."""
     _, marker, tail = path.rpartition("site-packages" + os.sep)
     if marker:
         return tail
@@ -76,7 +76,7 @@ def short_path(path: str) -> str:
 
 
 def _rank(path: str) -> int:
-    """0: nobody's (torch, this package, generated code); 1: transformers; 2: the user's."""
+    """The rank of a file: 0 for torch, this package and generated code, 1 for transformers, 2 for the user's code."""
     if (
         path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep))
         or f"{os.sep}torch{os.sep}" in path
@@ -105,18 +105,18 @@ def _frame_of(stack_trace: str) -> tuple[str, int] | None:
 
 def line_of(stack_trace: str | None) -> str:
     """``"file.py:12"`` for the ``stack_trace`` of an exported node; "" if no frame is the user's."""
-    found = _frame_of(stack_trace or "")
-    return f"{short_path(found[0])}:{found[1]}" if found else ""
+    frame = _frame_of(stack_trace or "")
+    return f"{short_path(frame[0])}:{frame[1]}" if frame else ""
 
 
 def node_error(stack_trace: str | None, text: str) -> CaptureError:
-    """The CaptureError for an exported node that a graph cannot have; ``text`` says what it is, for the advice."""
+    """The CaptureError for an exported node that a graph cannot have; ``text`` describes it and selects the advice."""
     where = _frame_of(stack_trace or "")
     return _error(where, text)
 
 
 def current_line_error(cause: str, change: str) -> CaptureError:
-    """The CaptureError for what the model's code is doing right now: its line, this cause, and what to change."""
+    """The CaptureError for the line of the model's code that is running now: the line, this cause, and the change."""
     where = _deepest_user_frame([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
     code = linecache.getline(*where).strip() if where else ""
     place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
@@ -124,7 +124,7 @@ def current_line_error(cause: str, change: str) -> CaptureError:
 
 
 def capture_error(error: BaseException) -> CaptureError:
-    """The CaptureError for what ``torch.export`` raised: the line of the model, its code, the cause and the change."""
+    """The CaptureError for an error of ``torch.export``: the line of the model, its code, the cause and the change."""
     if isinstance(error, CaptureError):
         return error
     chain: list[BaseException] = []

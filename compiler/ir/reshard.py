@@ -1,4 +1,5 @@
-"""From one spec to another as collective steps, their bytes, and the autograd function that runs them.
+"""Reshards: the conversion from one spec to another as collective steps, their bytes, and the autograd function that
+runs them.
 
 On one axis:    R→S slice · R→P mask (zero but on the first) · S→P pad with zeros · S→R all_gather · P→R all_reduce ·
                 P→S reduce_scatter · S→S' all_to_all. The first three move no data.
@@ -9,10 +10,10 @@ A reshard between a producer's pair and a consumer's runs value → value in the
 conjugate, consumer cotangent → producer cotangent in the backward. (torch's functional all_reduce has the wrong
 conjugate for a replicated consumer, so all conjugates are ours.)
 
-How one rank's block of a tensor falls into the smaller blocks of a finer spec, and many of them into one message.
-
-On the wire a bundle of tensors whose small blocks have k₁, k₂, … elements is a tensor [d, Σ kᵢ] for a group of d ranks:
-row j is for (or from) rank j of the group and holds one block of each, so one collective serves all of them.
+``Cut`` divides one rank's block of a tensor into the smaller blocks of a finer spec, as parameter sharding does. Many
+tensors share one message: a bundle of tensors whose small blocks have k₁, k₂, … elements is sent as a tensor
+[d, Σ kᵢ] for a group of d ranks. Row j is for (or from) rank j of the group and holds one block of each, so one
+collective serves all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: the kinds of steps that send nothing
 LOCAL_STEPS = frozenset({"slice", "mask", "pad"})
 
 

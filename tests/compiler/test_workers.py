@@ -124,7 +124,7 @@ def test_a_child_outlives_an_interrupt() -> None:
     one = ForkedTask(work, True)
     time.sleep(0.1)
     os.kill(one._child, signal.SIGINT)
-    answer = one._received()
+    answer = one._receive()
     assert answer
 
 

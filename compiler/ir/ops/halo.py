@@ -1,4 +1,5 @@
-"""Windows that slide over a dim that is cut: every block takes the rows that its windows reach from its neighbours.
+"""Halo exchange for windows that slide over a cut dim: every block gets the rows that its windows reach from its
+neighbours.
 
 Block i of a dim, with ``before`` rows of block i - 1 above it and ``after`` rows of block i + 1 below it, holds every
 window of its outputs, so the op runs on it without padding along that dim (Dryden et al., arXiv:1903.06681):
@@ -69,11 +70,11 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dim, before, rows, after, axes = ctx.cut
-        above, own, below = grads[0].split([before, rows, after], dim)
+        above, block, below = grads[0].split([before, rows, after], dim)
         head, tail = _exchange_halos(
             above.contiguous() if before else None, below.contiguous() if after else None, axes, ctx.comm
         )
-        out = own.clone(memory_format=torch.contiguous_format)
+        out = block.clone(memory_format=torch.contiguous_format)
         if tail is not None:  # of the rows that went to the block behind
             out.narrow(dim, rows - before, before).add_(tail)
         if head is not None:
