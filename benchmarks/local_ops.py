@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops import local_ops
 from reporting.results import Record, save_records
 
@@ -68,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     print(f"{'op':32}{'ours':>10}{'torch':>10}{'of minima':>12}{'of medians':>12}")
-    with use(Context(OneDevice())):  # type: ignore[arg-type]
+    with use_context(Context(OneDevice())):  # type: ignore[arg-type]
         for name, (leaf, ours, theirs) in cases().items():
             pairs = [(seconds(ours, leaf), seconds(theirs, leaf)) for _ in range(options.rounds)]
             mine, other = ([pair[k] for pair in pairs] for k in (0, 1))

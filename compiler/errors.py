@@ -1,4 +1,4 @@
-"""Exceptions of the compiler::
+"""The exceptions of the compiler::
 
 ValueError
 ├── CaptureError         frontend: the model cannot be captured
@@ -12,7 +12,7 @@ Exception                (caught inside of the compiler)
 ├── UnsoundError         frontend: blocks that cannot be copied after all
 ├── HiddenError          frontend: something read a tensor of a hidden block
 ├── TooWide              intra_op: a problem with too large a treewidth for elimination
-└── FailedError          verification: what a device ran into
+└── FailedError          verification: an error on one device
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ class InfeasibleError(ValueError):
 
 
 class OverfullError(InfeasibleError):
-    """A plan whose tables fitted, but whose stages do not. beside: (logical shape, level, bytes) of each stage that
-    holds more than its tables said. leaner: ``limits_bytes`` with which they may fit; nothing where chunks share a
-    stage."""
+    """A plan fits by its cost tables, but its stages do not fit in memory.
+
+    beside: (logical shape, level, bytes) of each stage that holds more than its tables said. leaner: ``limits_bytes``
+    with which the stages may fit; empty where chunks share a stage.
+    """
 
     def __init__(
         self, text: str, beside: Sequence[tuple[tuple[int, ...], int, float]], leaner: Sequence[float] = ()
@@ -74,7 +76,7 @@ class OverfullError(InfeasibleError):
 
 
 class FailedError(Exception):
-    """What a device ran into at a node, or (None) in the backward of a chunk."""
+    """An error of one device at a node, or (None) in the backward of a chunk."""
 
     def __init__(self, node: str | None, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -8,24 +8,24 @@ from itertools import groupby
 from typing import TypeVar
 
 __all__ = [
-    "bar",
+    "bar_text",
     "bytes_text",
     "count_text",
+    "group_runs",
     "magnitude_text",
     "rate_text",
-    "runs",
     "seconds_text",
     "span_text",
-    "stacked",
+    "stack_tables",
     "table",
-    "wrapped",
+    "wrap_lines",
 ]
 
 T = TypeVar("T")
 K = TypeVar("K")
 
 
-def wrapped(text: str, width: int, first: str, rest: str | None = None) -> list[str]:
+def wrap_lines(text: str, width: int, first: str, rest: str | None = None) -> list[str]:
     """``text`` as lines of at most ``width`` columns behind the indents ``first`` and ``rest`` (default: the same)."""
     indent = first if rest is None else rest
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False)
@@ -61,9 +61,11 @@ def table(
     return lines
 
 
-def stacked(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int) -> list[str]:
-    """``table``; where it is wider than ``width``, several of about as many columns each, one under the other, all with
-    the first column."""
+def stack_tables(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, width: int) -> list[str]:
+    """A ``table``, or where that is wider than ``width`` several, one under the other, of about as many columns each.
+
+    Each of them repeats the first column.
+    """
     columns = len(head) - 1
     parts: list[list[str]] = []
     for count in range(1, columns + 1):
@@ -78,8 +80,8 @@ def stacked(head: Sequence[str], rows: Sequence[Sequence[str]], align: str, widt
     return [line for number, part in enumerate(parts) for line in ([""] if number else []) + part]
 
 
-def runs(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
-    """Neighbours of equal key, together."""
+def group_runs(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
+    """Group neighbours of equal key: (key, items) of each run."""
     return [(value, list(run)) for value, run in groupby(items, key=key)]
 
 
@@ -94,7 +96,7 @@ def span_text(numbers: Iterable[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
 
 
-def bar(fraction: float, cells: int = 6) -> str:
+def bar_text(fraction: float, cells: int = 6) -> str:
     """``0.5`` → "███░░░"; above 1 it is full."""
     full = min(cells, max(0, round(fraction * cells)))
     return "█" * full + "░" * (cells - full)

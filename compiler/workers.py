@@ -1,8 +1,8 @@
-"""Work in a forked copy of this process while this one goes on: a second core for Python.
+"""Parallel work in forked copies of this process, so that Python uses more than one core.
 
-A fork has all that was found so far, so only the answer travels, through a pipe. It is safe where no other thread holds
-what the work needs and no accelerator is open: the command line's planning, but not just any program, which is why
-nobody forks without being asked (``workers`` of ``plan``).
+A fork has all data of its parent, so only the answer travels, through a pipe. A fork is safe if no other thread holds a
+lock that the work needs and no accelerator is open. That holds for planning on the command line, but not for every
+program, so nothing forks unless the caller asks for it (``workers`` of ``plan``).
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["ForkedTask", "all_of", "usable_cores"]
+__all__ = ["ForkedTask", "run_all", "usable_cores"]
 
-BEHIND = 10  # of ``nice``: a tenth of the share
+LOW_PRIORITY = 10  # of ``nice``: a tenth of the share
 
 T = TypeVar("T")
 
 
 class ForkedTask(Generic[T]):
-    """The answer of ``work()``, which must not depend on who asks: made by a child if ``apart``, else here and now.
+    """The answer of ``work()``: computed by a child process if ``apart``, else at once in this one.
 
-    The child prints nothing and outlives Ctrl-C; what it changes but does not return is lost. later: whether its answer
-    is wanted later than what goes on here, so that this process comes first where cores are few.
+    The child prints nothing and ignores Ctrl-C; its changes to data are lost, only its answer comes back. later: True
+    if the answer is needed after the work of this process, which then comes first where cores are few.
     """
 
     def __init__(self, work: Callable[[], T], apart: bool, later: bool = False) -> None:
         self._work, self._later, self._child, self._answers = work, later, 0, -1
-        self._said: list[bytes] = []
-        self._found: list[T] = []
+        self._received: list[bytes] = []
+        self._answer: list[T] = []  # empty until it is known
         if not (apart and self._fork()):
-            self._found.append(work())
+            self._answer.append(work())
 
     def result(self) -> T:
         """The answer, or what ``work`` raised. Where the child died without one, the work is done here."""
-        if not self._found:
-            answer = self._received()
-            self._found.append(pickle.loads(answer) if answer else self._work())
-        return self._found[0]
+        if not self._answer:
+            pickled = self._receive()
+            self._answer.append(pickle.loads(pickled) if pickled else self._work())
+        return self._answer[0]
 
     def drop(self) -> None:
-        """End the child, if there is one: nobody wants its answer."""
+        """Kill the child, if there is one: its answer is not needed any more."""
         if self._child:
             os.kill(self._child, signal.SIGKILL)
-            self._over()
+            self._reap()
 
     def _fork(self) -> bool:
-        """Whether there is a child."""
+        """Start the child; True if there is one."""
         self._answers, into = os.pipe()
         try:
             self._child = os.fork()
@@ -65,7 +65,7 @@ class ForkedTask(Generic[T]):
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             torch.set_num_threads(1)  # OpenMP waits forever for the parent's threads, which are not here
-            os.nice(BEHIND if self._later else 0)
+            os.nice(LOW_PRIORITY if self._later else 0)
             os.close(self._answers)
             with os.fdopen(into, "wb") as pipe:
                 pipe.write(pickle.dumps(self._work(), protocol=pickle.HIGHEST_PROTOCOL))
@@ -73,22 +73,22 @@ class ForkedTask(Generic[T]):
         finally:
             os._exit(status)  # whatever happened: the parent's handlers and buffers are not the child's
 
-    def _received(self) -> bytes:
-        """All that the child says; nothing where it failed. Whoever is interrupted here may come again."""
+    def _receive(self) -> bytes:
+        """The bytes that the child wrote; none if it failed. A second call goes on where an interrupted one ended."""
         while chunk := os.read(self._answers, 2**20):
-            self._said.append(chunk)
-        return b"" if self._over() else b"".join(self._said)
+            self._received.append(chunk)
+        return b"" if self._reap() else b"".join(self._received)
 
-    def _over(self) -> int:
-        """Close the pipe; the status with which the child ended."""
+    def _reap(self) -> int:
+        """Close the pipe and wait for the child; returns its exit status."""
         os.close(self._answers)
         _, status = os.waitpid(self._child, 0)
         self._child = 0
         return status
 
 
-def all_of(works: Sequence[Callable[[], T]]) -> list[T]:
-    """What all of these give, the first of them made here while a child each makes the others."""
+def run_all(works: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of all of these: this process computes the first one, and a child each of the others."""
     others: list[ForkedTask[T]] = []
     try:
         for work in works[1:]:
@@ -101,5 +101,5 @@ def all_of(works: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def usable_cores() -> int:
-    """Processes that may plan at once: 1 where forks are not safe."""
+    """The number of processes that may plan at once: 1 where forks are not available."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and hasattr(os, "fork") else 1

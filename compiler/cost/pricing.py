@@ -24,7 +24,7 @@ from ...costmodel.compute import TWO_SIDED, Price, measured_backward, op_price
 from ...costmodel.hardware import Device
 from ...costmodel.memory import parameter_bytes
 from ..ir.graph import TensorType, tensor_operands, types_of
-from ..ir.reshard import FREE, step_bytes, steps_between
+from ..ir.reshard import LOCAL_STEPS, step_bytes, steps_between
 from ..ir.spec import P, Pair, Spec, local_shape
 from ..plan.plan import BUCKET_BYTES
 from ..rules import MeshChoice, rule_for
@@ -232,7 +232,7 @@ class MeshPricer:
             return float("inf")
         seconds = 0.0
         for step, size in step_bytes(source, steps, kind.shape, kind.dtype.itemsize, self.mesh_shape):
-            if step.kind in FREE:  # a slice or a pad is a copy
+            if step.kind in LOCAL_STEPS:  # a slice or a pad is a copy
                 copied = kind.nbytes / self.num_devices
                 seconds += copied / self.device.memory_bytes_per_s
             else:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..frontend.layers import differentiable
-from ..frontend.strides import DimOrder, NodeLayout, OneDevice, made, note_layouts
-from ..ir.comm import Context, use
+from ..frontend.layers import differentiable_nodes
+from ..frontend.strides import DimOrder, NodeLayout, OneDevice, copy_with_layout, note_layouts
+from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
 from ..ir.probe import OpInstance, Probe
 from ..ir.spec import local_shape
@@ -50,8 +50,8 @@ _TILE = 4096  # random values that a float operand repeats
 def signature_of(node: Node, labels: Sequence[str], mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
     """The signature of ``node`` as one device of a mesh runs it under these labels, one per axis; "" if it is free.
 
-    needs_grad: names of the nodes through which gradients flow (``layers.differentiable``). ValueError for labels that
-    the op's rule does not offer.
+    needs_grad: names of the nodes through which gradients flow (``layers.differentiable_nodes``). ValueError for labels
+    that the op's rule does not offer.
     """
     return signature(node, pairs_choice(node, labels, mesh_shape), mesh_shape, needs_grad)
 
@@ -137,7 +137,7 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
     batch extent."""
     small = graph.with_batch(plan.microbatch_size)
     note_layouts(small)
-    grad = differentiable(small)
+    grad = differentiable_nodes(small)
     nodes = small.by_name()
     found: dict[str, Probe] = {}
     sums: set[tuple[tuple[int, ...], torch.dtype]] = set()
@@ -199,7 +199,7 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
         context = Context(OneDevice(mesh_shape))
 
         def bound() -> Any:
-            with use(context):
+            with use_context(context):
                 return target(*placed, **named)
 
         plain = isinstance(target, torch._ops.OpOverload)
@@ -210,7 +210,7 @@ def _probe(text: str, node: Node, choice: MeshChoice, mesh_shape: Sequence[int],
                 return torch.ones_like(y, memory_format=torch.contiguous_format, requires_grad=False)
             if not layout.flows[k]:
                 return None
-            return made(torch.ones(y.shape, dtype=y.dtype, device=y.device), layout.cotangents[k])
+            return copy_with_layout(torch.ones(y.shape, dtype=y.dtype, device=y.device), layout.cotangents[k])
 
         return OpInstance(call, tensors, cotangent)
 
@@ -238,13 +238,13 @@ class _Operands:
         """Operands in new memory, without gradient; copies of an earlier call's while those are in use."""
         known = [x.detach() for reference in self.alive if (x := reference()) is not None]
         if len(known) == len(self.kinds):
-            return [made(x.to(device), lie) for x, lie in zip(known, lies)]
+            return [copy_with_layout(x.to(device), lie) for x, lie in zip(known, lies)]
         generator = torch.Generator().manual_seed(0)
         tensors = rule_for(self.node).example_operands(self.node, generator)
         if tensors is None:
             tensors = [_filled(kind, generator) for kind in self.kinds]
         tensors = [self._spread(x, generator).to(device) for x in tensors]
-        tensors = [made(x, lie) if lie else x.contiguous() for x, lie in zip(tensors, lies)]
+        tensors = [copy_with_layout(x, lie) if lie else x.contiguous() for x, lie in zip(tensors, lies)]
         self.alive = [weakref.ref(x) for x in tensors]
         return tensors
 

@@ -1,1 +1,1 @@
-"""From a PyTorch model to a graph of layers."""
+"""The frontend: it turns a PyTorch model into a graph, and the graph into layers."""

@@ -1,13 +1,13 @@
-"""All that the Python of a block can depend on besides its arguments, as comparable values.
+"""The state of a block as a comparable value: everything but its arguments that its Python code can depend on.
 
-Running a block is running Python code: what it does follows from the code, the module it runs on, its arguments and the
-state of the process. ``describe`` turns the module into a value: equal values mean equal classes (so equal code), equal
-attributes, equal shapes, dtypes and flags of tensors, equally tied, all the way down. ``Audit`` reads the bytecode of
-every function that the classes can reach and refuses what could carry state from one call to the next: assignments to
-globals, to enclosing scopes and to objects other than ``self``, and reads of global containers, tensors and unknown
-objects; every other global that is read is noted, so that it can be seen to be the same one later. The code of
-``TRUSTED`` packages is not read: it keeps its state in modules and arguments. What cannot be compared is an
-``UnprovableError``.
+A block's result follows from its code, the module that it runs on, its arguments and the state of the process.
+``describe`` turns the module into a value. Equal values mean equal classes (so equal code), equal attributes, and
+tensors of equal shapes, dtypes and flags, tied in the same way, in all submodules. ``Audit`` reads the bytecode of
+every function that the classes can reach. It refuses code that could carry state from one call to the next: assignments
+to globals, to enclosing scopes and to objects other than ``self``, and reads of global containers, tensors and unknown
+objects. It notes every other global that the code reads, so that a later call can check that the global is the same.
+The code of ``TRUSTED`` packages is not read: it keeps its state in modules and arguments. A module that cannot be
+compared raises ``UnprovableError``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,30 @@ TRUSTED = frozenset(
     {"torch", "transformers", "builtins", "_operator", "math", "operator", "functools", "typing", "itertools", "enum"}
     | {"warnings", "logging", "abc", "contextlib", "dataclasses", "types", "collections"}
 )
-_REFUSED = frozenset({"exec", "eval", "globals", "vars", "locals", "setattr", "delattr", "open", "input", "__import__"})
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
-_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
-_OWN = frozenset(vars(nn.Module())) - {"training"}  # nn.Module's bookkeeping, none of which forward reads
+_REFUSED_BUILTINS = frozenset(
+    {"exec", "eval", "globals", "vars", "locals", "setattr", "delattr", "open", "input", "__import__"}
+)
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented))
+_TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_HOOK_ATTRIBUTES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_compiled_call_impl",
+)
+_MODULE_BOOKKEEPING = frozenset(vars(nn.Module())) - {
+    "training"
+}  # nn.Module's bookkeeping, none of which forward reads
 
 
 def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | None = None) -> Any:
-    """A hashable value that is equal for values that no code can tell apart; UnprovableError if that is not known.
+    """A hashable value, equal for values that no code can tell apart; UnprovableError if that cannot be decided.
 
     seen: order of the objects met before. code: collects the functions and classes in ``value``, for ``Audit``.
     """
     kind = type(value)
-    if kind in _PLAIN or kind in _TORCH:
+    if kind in _PLAIN_TYPES or kind in _TORCH_TYPES:
         return kind, repr(value) if kind in (float, complex) else value
     seen, code = {} if seen is None else seen, [] if code is None else code
     if kind is FunctionType or kind is BuiltinFunctionType or isinstance(value, type | ModuleType | enum.Enum):
@@ -61,7 +71,7 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
         return kind, tuple([(canonical(k, seen, code), canonical(item, seen, code)) for k, item in value.items()])
     if kind in (set, frozenset):
         return kind, frozenset([canonical(item, None, code) for item in value])
-    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__") or _root(kind) == "torch":
+    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__") or _root_package(kind) == "torch":
         raise UnprovableError(f"a {kind.__name__}")
     if any(getattr(base, "__slots__", ()) for base in kind.__mro__) or isinstance(value, dict | list | set | tuple):
         raise UnprovableError(f"a {kind.__name__}")
@@ -70,8 +80,11 @@ def canonical(value: Any, seen: dict[int, int] | None = None, code: list[Any] | 
 
 
 class BlockState:
-    """What ``describe`` found: ``core``, the values of the attributes that were left out of it, by (path, name), and
-    the classes and functions among the attributes."""
+    """The state of a block, by ``describe``.
+
+    core: everything that must be equal. watched: by (path, name), the attributes that may differ if the code does not
+    read them. code: the classes and functions among the attributes.
+    """
 
     def __init__(self, core: Any, watched: dict[tuple[str, str], Any], code: list[Any]) -> None:
         self.core, self.watched, self.code = core, watched, code
@@ -88,8 +101,8 @@ Tensors = tuple[dict[str, Any], dict[str, Any]]  # the parameters and buffers of
 def describe(
     members: list[tuple[str, nn.Module]], left_out: Mapping[type, frozenset[str]], tensors_of: Mapping[int, Tensors]
 ) -> BlockState:
-    """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out:
-    attributes to keep apart, by class; tensors_of: by the id of a module's ``vars``.
+    """The state of a block. members: its modules (itself first) by path below it, each once per path; left_out: by
+    class, the attributes that go into ``watched``; tensors_of: the tensors of each module, by the id of its ``vars``.
 
     UnprovableError where a module has hooks or its own ``forward``, or an attribute that cannot be compared.
     """
@@ -100,7 +113,7 @@ def describe(
     code: list[Any] = []
     for path, module in members:
         table, kind = vars(module), type(module)
-        if "forward" in table or any(table.get(name) for name in _HOOKS):
+        if "forward" in table or any(table.get(name) for name in _HOOK_ATTRIBUTES):
             raise UnprovableError(f"hooks of a {kind.__name__}")
         core.append((path, kind, module.training, tensors.setdefault(id(module), len(tensors))))
         for held in tensors_of[id(table)]:
@@ -110,7 +123,7 @@ def describe(
         for name, value in table.items():
             if name in apart:
                 watched[path, name] = (type(value), value)
-            elif name not in _OWN:
+            elif name not in _MODULE_BOOKKEEPING:
                 core.append((name, canonical(value, seen, code)))
         code.append(kind)
     return BlockState(core, watched, code)
@@ -121,7 +134,7 @@ def _tensor(tensor: torch.Tensor, known: dict[int, int]) -> Any:
     return order, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _root(value: Any) -> str:
+def _root_package(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
 
 
@@ -129,41 +142,44 @@ def _root(value: Any) -> str:
 
 
 class Audit:
-    """Reads code once per class; ``reads`` grows by (namespace, name, value) for every global that it finds. instead:
-    functions that stand for others for the moment."""
+    """A reader of bytecode that refuses code with state of its own. It reads each class once.
+
+    reads: (namespace, name, value) of every global that the code reads. instead: the original of each function that is
+    replaced during a capture, to be read in its place.
+    """
 
     def __init__(self) -> None:
         self.instead: dict[Any, Any] = {}
         self.reads: list[tuple[Mapping[str, Any], str, Any]] = []
         self.verdicts: dict[int, str] = {}
         self.done: set[int] = set()
-        self.kept: list[Any] = []
+        self.visited: list[Any] = []  # keeps the values alive, so that no other one gets their id
 
     def require(self, code: list[Any]) -> None:
         """UnprovableError unless none of these classes and functions can carry state between calls, but for attributes
         of ``self``."""
-        for one in code:
-            if id(one) not in self.verdicts:
-                self.verdicts[id(one)] = ""
+        for item in code:
+            if id(item) not in self.verdicts:
+                self.verdicts[id(item)] = ""
                 try:
-                    self._value(one)
+                    self._value(item)
                 except UnprovableError as refused:
-                    self.verdicts[id(one)] = str(refused)
-            if self.verdicts[id(one)]:
-                raise UnprovableError(self.verdicts[id(one)])
+                    self.verdicts[id(item)] = str(refused)
+            if self.verdicts[id(item)]:
+                raise UnprovableError(self.verdicts[id(item)])
 
     def unchanged(self) -> bool:
-        """Whether all globals that were read are still bound to the same values."""
+        """True if all globals that the code reads are still bound to the same values."""
         return all(space.get(name, self) is value for space, name, value in self.reads)
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _root(base) in TRUSTED or not self._first(base):
+            if _root_package(base) in TRUSTED or not self._first(base):
                 continue
             for name, value in vars(base).items():
                 if isinstance(value, property):
-                    for one in (value.fget, value.fset, value.fdel):
-                        self._value(one)
+                    for accessor in (value.fget, value.fset, value.fdel):
+                        self._value(accessor)
                 elif isinstance(value, staticmethod | classmethod):
                     self._value(value.__func__)
                 elif isinstance(value, FunctionType):
@@ -175,7 +191,7 @@ class Audit:
         if id(value) in self.done:
             return False
         self.done.add(id(value))
-        self.kept.append(value)
+        self.visited.append(value)
         return True
 
     def _read(self, space: Mapping[str, Any] | MappingProxyType[str, Any], name: str) -> Any:
@@ -187,7 +203,7 @@ class Audit:
     def _value(self, value: Any) -> None:
         """UnprovableError if reading ``value`` from outside of a block could give something else at another time."""
         kind = type(value)
-        if kind in _PLAIN or kind in _TORCH or isinstance(value, enum.Enum | ModuleType):
+        if kind in _PLAIN_TYPES or kind in _TORCH_TYPES or isinstance(value, enum.Enum | ModuleType):
             return
         if kind is tuple:
             for item in value:
@@ -195,7 +211,7 @@ class Audit:
         elif kind is FunctionType:
             self._function(value)
         elif isinstance(value, type):
-            if _root(value) not in TRUSTED:
+            if _root_package(value) not in TRUSTED:
                 self._class(value)
         elif kind is functools.partial:
             self._value((value.func, *value.args, *value.keywords.values()))
@@ -212,10 +228,10 @@ class Audit:
             named = owner is None or isinstance(owner, ModuleType | type)
             home = value.__module__ or getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
             return named and str(home).partition(".")[0] in TRUSTED
-        return _root(type(value)) in TRUSTED and _root(type(value)) != "builtins"
+        return _root_package(type(value)) in TRUSTED and _root_package(type(value)) != "builtins"
 
     def _function(self, function: Any) -> None:
-        if _root(function) in TRUSTED and function.__globals__.get("__name__", "").partition(".")[0] in TRUSTED:
+        if _root_package(function) in TRUSTED and function.__globals__.get("__name__", "").partition(".")[0] in TRUSTED:
             return
         if not self._first(function):
             return
@@ -226,12 +242,12 @@ class Audit:
                 self._value(cell.cell_contents)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._value(default)
-        for one in _codes(code):
-            self._code(one, function.__globals__, free)
+        for nested in _codes(code):
+            self._code(nested, function.__globals__, free)
 
     def _code(self, code: CodeType, space: Mapping[str, Any], outer: set[str]) -> None:
         instructions = list(dis.get_instructions(code))
-        own = code.co_varnames[0] if code.co_argcount else ""
+        first_argument = code.co_varnames[0] if code.co_argcount else ""
         for index, step in enumerate(instructions):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
                 raise UnprovableError(f"{step.opname} in {code.co_qualname}")
@@ -239,14 +255,15 @@ class Audit:
                 raise UnprovableError(f"nonlocal {step.argval} in {code.co_qualname}")
             if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
                 before = instructions[index - 1]
-                if before.opname != "LOAD_FAST" or before.argval != own or own != "self":
+                on_self = before.opname == "LOAD_FAST" and before.argval == first_argument == "self"
+                if not on_self:
                     raise UnprovableError(f"an assignment to .{step.argval} in {code.co_qualname}")
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self._global(str(step.argval), space, instructions[index + 1 :])
 
     def _global(self, name: str, space: Mapping[str, Any], after: list[Any]) -> None:
         if name not in space:
-            if name in _REFUSED or not hasattr(builtins, name):
+            if name in _REFUSED_BUILTINS or not hasattr(builtins, name):
                 raise UnprovableError(f"the name {name}")
             return
         value = self._read(space, name)

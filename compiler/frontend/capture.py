@@ -1,14 +1,14 @@
-"""From a PyTorch model to a Graph: the only room that knows ``torch.export``.
+"""Capture of a PyTorch model as a Graph: the only module that knows ``torch.export``.
 
 The steps, in order (``capture``):
 
-1. ``swapped``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
-   settings that only matter for generation or that hide the experts from us are set aside; all of it is undone
-   afterwards, whatever happens;
+1. ``fake_parameters``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
+   settings that only matter for generation or that hide the experts are set aside; all of it is undone afterwards,
+   whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
 3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
 4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
-5. ``decomposed`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+5. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
 6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
 7. ``rewrites.rewrite``: the passes over that graph.
 
@@ -36,12 +36,12 @@ from ..ir.custom_function import FUNCTION_OP
 from ..ir.graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
 from ..ir.ops.experts import experts
 from .custom_backward import CustomBackwards, refuse_hooks
-from .decompose import decomposed
+from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
-from .fake_model import Names, model_settings, modes, quiet, swapped, tensor_names
+from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
-from .source_errors import blame, line_of, refusal
+from .source_errors import capture_error, line_of, node_error
 
 __all__ = ["CaptureError", "capture", "experts", "loss_of"]
 
@@ -91,8 +91,8 @@ def capture(
             fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
         )
         wrapper = _Wrapper(model, loss_fn, wants_loss)
-        stack.enter_context(quiet())
-        stack.enter_context(modes(model, training))
+        stack.enter_context(silence_torch())
+        stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
         if wants_loss:
             refuse_hooks(model)
@@ -105,23 +105,24 @@ def capture(
                 if hide:
                     blocks.hide()
                 try:
-                    with swapped(model, fake_mode):
+                    with fake_parameters(model, fake_mode):
                         wrapper.blocks = [blocks]
                         program = torch.export.export(
                             wrapper, (inputs.args, inputs.kwargs, inputs.targets), strict=False
                         )
                         _inline_regions(program.graph_module, detach=training)
-                        program = decomposed(program)
+                        program = decompose_program(program)
                 except Exception as error:
                     if not blocks.hidden:
-                        raise blame(error) from error
-                    hide = False
+                        raise capture_error(error) from error
+                    hide = False  # the error may come from tensors that were hidden: try once more with all of them
                     continue
             try:
                 graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks, backwards).graph()
                 break
-            except UnsoundError as found:
-                banned = (banned or frozenset()) | {found.kind}
+            except UnsoundError as unsound:
+                # these blocks are not copies after all: export again and trace each of them
+                banned = (banned or frozenset()) | {unsound.kind}
     graph = rewrite(graph)
     graph.check()
     return graph
@@ -184,7 +185,7 @@ def loss_of(output: Any, targets: tuple[Any, ...], loss_fn: Any) -> Any:
 
 
 def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
-    """``no_grad`` regions inline, their results detached (decomposition would inline them and let gradients
+    """Inline ``no_grad`` regions and detach their results (decomposition would inline them and let gradients
     through)."""
     regions = torch.ops.higher_order.wrap_with_set_grad_enabled
     graph = module.graph
@@ -215,7 +216,7 @@ def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
 
 
 class _Translator:
-    """One exported program → Graph, before any rewrite."""
+    """The translation of one exported program into a Graph, before any rewrite."""
 
     def __init__(
         self,
@@ -236,15 +237,15 @@ class _Translator:
         self.env: dict[Node, Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, Node] = {}  # parameters and buffers by their first name
-        self.known: dict[Node, tuple[Any, str, str]] = {}  # type, module and line of exported nodes
+        self.descriptions: dict[Node, tuple[Any, str, str]] = {}  # type, module and line of exported nodes
         self.templates: dict[int, BlockTemplate] = {}
         self.updates: list[tuple[str, Node]] = []  # buffers that the copied blocks change
 
     def graph(self) -> Graph:
         self._placeholders()
         order = list(self.program.graph.nodes)
-        (made,) = order[-1].args
-        live = live_nodes([node for node in made if isinstance(node, Node)])
+        (results,) = order[-1].args
+        live = live_nodes([node for node in results if isinstance(node, Node)])
         for node in order:
             if node.op in ("placeholder", "output") or (node.target is not BLOCK and node not in live):
                 continue
@@ -252,11 +253,11 @@ class _Translator:
                 self._block(node, order, live)
             elif node not in self.env:
                 self._op(node)
-        results = self._results()
-        self.fx.output(tuple(node for _, _, node in results))
+        named_results = self._results()
+        self.fx.output(tuple(node for _, _, node in named_results))
         return Graph(
             self.fx,
-            tuple(Result(kind, name, node.name) for kind, name, node in results),
+            tuple(Result(kind, name, node.name) for kind, name, node in named_results),
             self.extent,
             self.constants,
             None if self.wants_loss else self.program.call_spec.out_spec,
@@ -280,7 +281,7 @@ class _Translator:
                 )
         for kind, table in (("parameter", self.names.parameters), ("buffer", self.names.buffers)):
             for name, aliases in table.items():
-                found = [specs[alias] for alias in aliases if alias in specs]
+                exported = [specs[alias] for alias in aliases if alias in specs]
                 persistent = kind == "parameter" or not self.names.transient.issuperset(aliases)
                 tensor = self.names.tensors[name]
                 grad = kind == "parameter" and tensor.requires_grad
@@ -289,7 +290,7 @@ class _Translator:
                     "type": _type_of(tensor),
                     "source": Source(kind, name, tuple(aliases[1:]), None, grad, persistent),
                 }
-                for spec in found:
+                for spec in exported:
                     self.env[self.nodes[spec.arg.name]] = new
         for spec in constants:
             self._constant(spec)
@@ -322,23 +323,25 @@ class _Translator:
         assert node.meta["source"].name == name
 
     def _op(self, node: Node) -> None:
-        types, module, line = self._known(node)
+        types, module, line = self._describe(node)
         self.env[node] = self._emit(node, self.env, types, module, line)
 
-    def _known(self, node: Node) -> tuple[Any, str, str]:
+    def _describe(self, node: Node) -> tuple[Any, str, str]:
         """(type, module, line) of an exported op; CaptureError if no graph has such an op."""
-        if node not in self.known:
+        if node not in self.descriptions:
             trace = node.meta.get("stack_trace")
             if node.op != "call_function" or not (
                 node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
             ):
-                raise refusal(trace, f"a graph is made of tensor ops, but got {node.target}")
+                raise node_error(trace, f"a graph is made of tensor ops, but got {node.target}")
             types = _types_or_none(node.meta.get("val"))
             if types is None:
                 number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-                raise refusal(trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values")
-            self.known[node] = types, _module_of(node), line_of(trace)
-        return self.known[node]
+                raise node_error(
+                    trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values"
+                )
+            self.descriptions[node] = types, _module_of(node), line_of(trace)
+        return self.descriptions[node]
 
     def _emit(self, node: Node, env: Mapping[Node, Node], types: Any, module: str, line: str) -> Node:
         """A copy of an exported op with its operands as ``env`` has them; named after its op, whatever its name was."""
@@ -361,7 +364,7 @@ class _Translator:
         return new
 
     def _block(self, node: Node, order: list[Node], live: set[Node]) -> None:
-        """The results of a traced block are what it computed; those of an equal one a copy of its nodes."""
+        """Translate a block op: a traced block stands for what it computed, an equal one gets a copy of its nodes."""
         operands: Any = node.args
         inputs, outputs, number = operands
         record, path = self.blocks.calls[number]
@@ -378,27 +381,28 @@ class _Translator:
             raise UnsoundError(record.kind, "the block that was traced is not in the program")
         template = self.templates[record.number]
         env = {old: self.env[new] for old, new in zip(template.inputs, inputs, strict=True)}
-        env |= {old: self._own(record, f"{path}.{below}") for old, below in template.tensors.items()}
-        first, here = _module_of(template.block), _module_of(node)
+        env |= {old: self._tensor_of_copy(record, f"{path}.{below}") for old, below in template.tensors.items()}
+        traced_module, module_here = _module_of(template.block), _module_of(node)
         call_lines = line_of(template.block.meta.get("stack_trace")), line_of(node.meta.get("stack_trace"))
         for inside in template.needed([*used.values()]):
-            types, module, line = self._known(inside)
-            module, line = here + module[len(first) :], call_lines[1] if line == call_lines[0] else line
+            types, module, line = self._describe(inside)
+            module = module_here + module[len(traced_module) :]
+            line = call_lines[1] if line == call_lines[0] else line
             env[inside] = self._emit(inside, env, types, module, line)
         self.env.update({user: env[template.outputs[index]] for user, index in used.items()})
         for below, changed in template.updates.items():
             self._update(record, f"{path}.{below}", env[changed])
 
-    def _own(self, record: TracedBlock, name: str) -> Node:
+    def _tensor_of_copy(self, record: TracedBlock, name: str) -> Node:
         """The parameter or buffer of a copied block."""
-        found = self.tensors[self.names.first[name]]
+        tensor = self.tensors[self.names.first[name]]
         changed = {name for _, name in self._updated()}
-        if found.meta["source"].kind == "buffer" and found.meta["source"].name in changed:
+        if tensor.meta["source"].kind == "buffer" and tensor.meta["source"].name in changed:
             raise UnsoundError(record.kind, f"{name} is changed outside of the block")
-        return found
+        return tensor
 
     def _update(self, record: TracedBlock, name: str, value: Node) -> None:
-        """A copied block changes a buffer of its own, which nobody else may touch."""
+        """Record that a copied block changes a buffer of its own, which nothing else may use."""
         first = self.names.first[name]
         exported = [old for old, new in self.env.items() if new is self.tensors[first]]
         if first in dict(self.updates) or any(old.users for old in exported):

@@ -1,13 +1,13 @@
-"""Backwards that are not the derivative of the forward: they are kept where a graph can keep them, else refused.
+"""Backwards that the user wrote: they become ops of the graph where that is possible, else capture refuses them.
 
-``torch.export`` records a model's forward. Planning and training then differentiate what was recorded, so a backward
-that the user wrote would be replaced without a word. While ``CustomBackwards`` is active:
+``torch.export`` records a model's forward. Planning and training then differentiate the recorded ops, so a backward
+that the user wrote would silently be replaced. While ``CustomBackwards`` is active:
 
 - A call of a ``torch.autograd.Function`` becomes one op (``custom_function``) that runs the user's forward and
-  backward. Every subclass that exists is led to ``_record`` by its ``forward``, since the name ``apply`` may have been
-  bound before; classes that the forward itself defines are found by ``Function.apply``.
-- ``torch.utils.checkpoint(use_reentrant=True)`` runs its function as it is: what to recompute is the plan's decision.
-- ``x.data`` is ``x.detach()``, which it is for gradients.
+  backward. The ``forward`` of every existing subclass is replaced by one that calls ``_record``, since user code may
+  have bound ``apply`` before; ``Function.apply`` finds classes that the model's forward defines.
+- ``torch.utils.checkpoint(use_reentrant=True)`` runs its function as it is: the plan decides what to recompute.
+- ``x.data`` is ``x.detach()``, which has the same gradients.
 - Hooks on tensors, and derivatives that the forward itself takes, are refused by the line that asks for them.
 
 ``refuse_hooks`` refuses what a model carries: backward hooks on its parameters and modules.
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..errors import CaptureError
 from ..ir.custom_function import FUNCTION_OP, CustomFunction, forget_types, set_types
-from .source_errors import refusal_here
+from .source_errors import current_line_error
 
 __all__ = ["CustomBackwards", "refuse_hooks"]
 
@@ -64,7 +64,10 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 class CustomBackwards:
-    """Context for one export. calls: number of the op → what it calls. training: whether gradients matter."""
+    """The context of one export, in which custom backwards are recorded or refused.
+
+    training: True if gradients matter; else nothing is changed. calls: the target of each recorded op, by its number.
+    """
 
     def __init__(self, training: bool) -> None:
         self.training = training
@@ -72,7 +75,7 @@ class CustomBackwards:
         self.arguments: dict[int, list[Any]] = {}  # as given; tensors are the op's operands, in order
         self.undo: list[tuple[Any, str, Any]] = []
         self.seen: set[type] = set()
-        self.running = False  # a Function itself, to learn what it returns
+        self.running = False  # True while a Function runs on fakes, to learn the types of its outputs
 
     def __enter__(self) -> CustomBackwards:
         if not self.training:
@@ -116,7 +119,7 @@ class CustomBackwards:
         def refused(*args: Any, **kwargs: Any) -> Any:
             if self.running:
                 return original(*args, **kwargs)
-            raise refusal_here(what, advice)
+            raise current_line_error(what, advice)
 
         return refused
 
@@ -132,7 +135,7 @@ class CustomBackwards:
     # ---- Functions
 
     def _lead(self, kind: type[Function]) -> None:
-        """Calls of ``kind`` go to ``_record`` from now on."""
+        """Replace ``kind.forward`` so that calls go to ``_record`` from now on."""
         ours = __name__.partition(".")[0]
         if kind in self.seen or kind.__module__.partition(".")[0] in ("torch", ours):
             return
@@ -150,10 +153,12 @@ class CustomBackwards:
         self._set(kind, "forward", staticmethod(led))
 
     def _record(self, kind: type[Function], context: Any, args: list[Any]) -> Any:
-        """One op in the program for a call, of which the outputs are returned as the Function returns them."""
+        """Record a call as one op of the program; return the op's outputs in the structure of the Function's result."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         if not tensors:
-            raise refusal_here(f"{kind.__qualname__}: a Function without tensors", "pass it the tensors that it reads")
+            raise current_line_error(
+                f"{kind.__qualname__}: a Function without tensors", "pass it the tensors that it reads"
+            )
         returned, outputs = self._run(kind, args)
         objects = {i: x for i, x in enumerate(args) if not isinstance(x, Tensor) and not _is_literal(x)}
         number = next(_NUMBERS)
@@ -164,14 +169,14 @@ class CustomBackwards:
         fixed = [x for x, like in zip(results, outputs, strict=True) if not like.requires_grad]
         if context is not None and fixed:
             context.mark_non_differentiable(*fixed)
-        made = iter(results)
+        op_outputs = iter(results)
         if isinstance(returned, Tensor):
-            return next(made)
-        return tuple(next(made) if isinstance(x, Tensor) else x for x in returned)
+            return next(op_outputs)
+        return tuple(next(op_outputs) if isinstance(x, Tensor) else x for x in returned)
 
     def _run(self, kind: type[Function], args: list[Any]) -> tuple[Any, list[Tensor]]:
-        """What the Function returns for arguments like these, and the tensors in it; CaptureError if it does what one
-        op cannot."""
+        """Run the Function and its backward on fakes of these arguments: its return value, and the tensors in it.
+        CaptureError if it does something that one op cannot represent."""
         name = kind.__qualname__
         self.running = True
         try:
@@ -180,7 +185,7 @@ class CustomBackwards:
                 with mode:
                     fakes = [_like(x) if isinstance(x, Tensor) else x for x in args]
                 versions = [x._version for x in fakes if isinstance(x, Tensor)]
-                with mode, _Watch(name, mode):
+                with mode, _FunctionAudit(name, mode):
                     returned: Any = kind.apply(*fakes)
                     several = returned if isinstance(returned, tuple | list) else (returned,)
                     outputs = [x for x in several if isinstance(x, Tensor)]
@@ -192,15 +197,19 @@ class CustomBackwards:
         finally:
             self.running = False
         if any(not isinstance(x, Tensor | type(None)) for x in several):
-            raise refusal_here(f"{name}: a Function that returns something else than tensors", "return tensors or None")
+            raise current_line_error(
+                f"{name}: a Function that returns something else than tensors", "return tensors or None"
+            )
         if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
-            raise refusal_here(f"{name}: a Function that changes its argument in place", "let it work on a clone()")
+            raise current_line_error(
+                f"{name}: a Function that changes its argument in place", "let it work on a clone()"
+            )
         return returned, outputs
 
 
-class _Watch(TorchDispatchMode):
-    """Refuses random ops, which draw other numbers where tensors are split, and reads of the model's tensors that are
-    no arguments, which training would not update."""
+class _FunctionAudit(TorchDispatchMode):
+    """A dispatch mode that refuses two kinds of ops inside a Function: random ones, which would draw other numbers
+    where tensors are split, and reads of the model's tensors that are no arguments, which training would not update."""
 
     def __init__(self, name: str, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -208,14 +217,14 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise refusal_here(
+            raise current_line_error(
                 f"{self.name}: a Function that draws random numbers ({func})",
                 "draw them outside of forward and pass them in",
             )
         for x in pytree.tree_leaves((args, kwargs)):
             of_the_model = isinstance(x, nn.Parameter) or (isinstance(x, FakeTensor) and x.fake_mode is not self.mode)
             if of_the_model:
-                raise refusal_here(
+                raise current_line_error(
                     f"{self.name}: a Function that reads a tensor of the model which is not its argument",
                     "pass it that tensor",
                 )
@@ -223,7 +232,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _run_checkpointed(kind: type, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What ``CheckpointFunction.apply`` computes, without its backward: the plan says what is computed again."""
+    """Run a checkpointed function without the checkpoint: the plan decides what is computed again."""
     return function(*args)
 
 

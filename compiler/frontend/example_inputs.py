@@ -1,4 +1,4 @@
-"""Example inputs as fake tensors at the capture extent, and which dim of each is the batch."""
+"""Example inputs as fake tensors at the capture extent, and the batch dim of each."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = ["Inputs", "batch_dims_of", "batch_extent", "fake_inputs", "flat_input
 
 @dataclass(frozen=True)
 class Inputs:
-    """Fake inputs, and per flat leaf (args, kwargs, targets) its source name and batch dim."""
+    """Fake inputs, and the source name and the batch dim of each."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Any, ...]
+    #: one per flat leaf of args, kwargs and targets, in this order
     names: tuple[str, ...]
+    #: one per flat leaf; None if it has no batch dim
     batch_dims: tuple[int | None, ...]
 
 
@@ -64,7 +66,7 @@ def flat_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[An
 def batch_dims_of(
     inputs: Mapping[str, Any], overrides: Mapping[str, int | None] | Sequence[int | None] | None
 ) -> dict[str, int | None]:
-    """Source name → which dim of that input is the batch (None: none), for ``flat_inputs`` and ``batch_dims`` of
+    """Source name → the batch dim of that input (None: it has none), for ``flat_inputs`` and ``batch_dims`` of
     ``capture``; ValueError if they do not fit."""
     return dict(zip(inputs, _batch_dims(tuple(inputs), tuple(inputs.values()), overrides), strict=True))
 

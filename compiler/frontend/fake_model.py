@@ -1,4 +1,4 @@
-"""The user's model for the time of an export: fake tensors for its weights, its modes and settings, all put back
+"""Temporary changes to the user's model during an export: fake weights, training mode and settings, all undone
 afterwards."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "model_settings", "modes", "quiet", "swapped", "tensor_names"]
+__all__ = ["Names", "fake_parameters", "model_settings", "silence_torch", "tensor_names", "training_mode"]
 
 
 @contextmanager
-def modes(model: nn.Module, training: bool) -> Iterator[None]:
-    """The whole model in this mode, unless its root already is."""
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the whole model in this mode, unless its root already is; restore every module's mode afterwards."""
     before = [(module, module.training) for module in model.modules()]
     try:
         if model.training != training:
@@ -37,10 +37,10 @@ def modes(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """No log lines, graph dumps and deprecation notices of torch's own: what goes wrong is in the error.
+def silence_torch() -> Iterator[None]:
+    """Suppress torch's own log lines, graph dumps and deprecation notices: the exception says what goes wrong.
 
-    What the model's code writes to stderr comes out at the end of a capture that succeeds.
+    Text that the model's code writes to stderr is printed at the end of a capture that succeeds.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -56,9 +56,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
-    """Hugging Face settings for a capture: no generation cache, recompute left to the plan, experts as one op.
+    """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op.
 
-    Some forwards write to their configuration; all of it is as before afterwards.
+    The whole configuration is restored afterwards, since some forwards write to it.
     """
     wanted = {"use_cache": False}
     if register_experts():
@@ -82,13 +82,17 @@ def model_settings(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Names:
-    """Qualified names of the model's tensors, grouped by identity: first name → all names, first first. first: name →
-    first name; tensors: by first name; transient: names of buffers that no state dict has."""
+    """Qualified names of the model's tensors, grouped by identity: a tied tensor has several."""
 
+    #: first name → all names, the first one first
     parameters: dict[str, list[str]]
+    #: first name → all names, the first one first
     buffers: dict[str, list[str]]
+    #: any name → first name
     first: dict[str, str]
+    #: tensors by first name
     tensors: dict[str, torch.Tensor]
+    #: names of buffers that are in no state dict
     transient: frozenset[str]
 
 
@@ -113,8 +117,8 @@ def tensor_names(model: nn.Module) -> Names:
 
 
 @contextmanager
-def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Every parameter and buffer replaced by a fake CPU tensor, one per tensor; put back at the end."""
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Replace every parameter and buffer by a fake CPU tensor, one per tensor; put the originals back at the end."""
     undo: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, torch.Tensor] = {}
 
@@ -135,9 +139,8 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
                 for key, old in list(held.items()):
                     if old is not None:
                         swap(held, key, fake(old))
-        for module in (
-            model.modules()
-        ):  # plain attributes that are a parameter or a buffer under another name (RNNs keep such lists)
+        # plain attributes may be a parameter or a buffer under another name (RNNs keep such lists)
+        for module in model.modules():
             for key, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and id(value) in fakes:
                     swap(vars(module), key, fakes[id(value)])
@@ -151,7 +154,10 @@ def swapped(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _refuse_unregistered(module: nn.Module, known: Mapping[int, torch.Tensor]) -> None:
-    """Export takes a parameter in a plain container for a constant, and it would silently not be trained."""
+    """Raise CaptureError for a trainable parameter in a plain attribute or container.
+
+    An export would take it for a constant, and it would silently not be trained.
+    """
     ours = {id(fake) for fake in known.values()}
     for key, value in vars(module).items():
         if key in ("_parameters", "_buffers", "_modules"):

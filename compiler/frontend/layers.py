@@ -1,20 +1,16 @@
-"""Where a graph may be cut: its ops clustered into layers, and equal layers into classes.
+"""Clustering of a graph's ops into layers, between which a pipeline may be cut, and of equal layers into classes.
 
 1. *Floating* ops (derived from inputs, constants and unchanged buffers alone: masks, positions, rotary tables) belong
-   to no layer; every
-   stage that needs them computes them itself, so that they never cross a cut. *Static* ones do not even depend on an
-   input.
-2. All other ops stand in program order. At each position some tensors are alive (made before, used after). Cuts go to
-   the local minima
-   of the bytes alive: inside a transformer block an intermediate lives beside the residual stream, between blocks only
-   the stream does.
-3. Segments without heavy work (matmul, attention, convolution, embedding, routing) join a neighbour, and if there are
-   more than
-   ``max_layers``, adjacent ones are merged so that FLOPs stay balanced (Alpa, OSDI'22, section 5.2: little crosses,
-   compute is even).
-4. A layer's *class* is a hash of its structure up to renaming: op, literals, types, how its operands connect, and which
-   tensors cross
-   its borders. Layers of one class are priced and solved once.
+   to no layer. Every stage that needs them computes them itself, so that they never cross a cut. *Static* ops are
+   floating ops that do not even depend on an input.
+2. All other ops are in program order. At each position some tensors are alive (made before, used after). Cuts go to the
+   local minima of the bytes alive: inside a transformer block an intermediate is alive with the residual stream,
+   between blocks the stream alone is.
+3. Segments without a heavy op (matmul, attention, convolution, embedding, routing) join a neighbour. If there are more
+   than ``max_layers``, adjacent ones are merged so that FLOPs stay balanced (Alpa, OSDI'22, section 5.2: little
+   crosses, compute is even).
+4. A layer's *class* is a hash of its structure up to renaming: ops, literals, types, the connections of operands, and
+   the tensors that cross its borders. Layers of one class are priced and solved once.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from ..ir.graph import PRIME, Graph, Source, op_name, output_of, types_of
 from ..rules import rule_for
 from ..rules.prune import Pruner
 
-__all__ = ["Layer", "Layering", "cluster_layers", "differentiable"]
+__all__ = ["Layer", "Layering", "cluster_layers", "differentiable_nodes"]
 
 HEAVY = frozenset({"matmul", "attention", "convolution", "embedding", "routing"})
 
@@ -50,42 +46,45 @@ class Layer:
 
 @dataclass(frozen=True)
 class Layering:
-    """The layers of a graph and what crosses between them.
-
-    crossing[i]: tensors (node names) alive between layer i-1 and layer i; [0] and [-1] are empty. floating: ops in
-    program order.
-    """
+    """The layers of a graph and the tensors that cross between them."""
 
     layers: tuple[Layer, ...]
+    #: at [i] the tensors (node names) alive between layer i-1 and layer i; [0] and [-1] are empty
     crossing: tuple[tuple[str, ...], ...]
+    #: the floating ops, in program order
     floating: tuple[str, ...]
+    #: the floating ops that depend on no input
     static: frozenset[str]
+    #: the nodes through which gradients flow (``differentiable_nodes``)
     needs_grad: frozenset[str]
-    pruner: Pruner  # and a cache of what it keeps
-    batch_dims: Mapping[str, tuple[int | None, ...]]  # node → which dim of each output scales with the batch
-    batch: int  # the extent at which FLOPs are given
+    #: the filter of strategies, which caches its results
+    pruner: Pruner
+    #: node → for each output the dim that scales with the batch, or None
+    batch_dims: Mapping[str, tuple[int | None, ...]]
+    #: the batch extent at which FLOPs are given
+    batch: int
 
     @cached_property
     def layer_of(self) -> dict[str, int]:
-        """Op → the layer that it is in; floating and static ops are in none."""
+        """The layer of each op; floating ops, static ones among them, are in none."""
         return {name: index for index, layer in enumerate(self.layers) for name in layer.ops}
 
     def shared_weights(self, graph: Graph) -> list[tuple[Node, list[int]]]:
         """The parameters that several layers read, and these layers."""
-        using = [(node, self._using(node)) for node in graph.placeholders("parameter")]
-        return [(node, layers) for node, layers in using if len(layers) > 1]
+        readers = [(node, self._layers_reading(node)) for node in graph.placeholders("parameter")]
+        return [(node, layers) for node, layers in readers if len(layers) > 1]
 
-    def _using(self, node: Node) -> list[int]:
-        """The layers that read a placeholder, itself or what floating ops make of it."""
-        found, seen, stack = set[int](), set[Node](), [node]
+    def _layers_reading(self, node: Node) -> list[int]:
+        """The layers that read a placeholder, directly or through floating ops."""
+        layers, seen, stack = set[int](), set[Node](), [node]
         while stack:
             for user in stack.pop().users:
                 if user.name in self.layer_of:
-                    found.add(self.layer_of[user.name])
+                    layers.add(self.layer_of[user.name])
                 elif user not in seen:
                     seen.add(user)
                     stack.append(user)
-        return sorted(found)
+        return sorted(layers)
 
     @property
     def total_flops(self) -> float:
@@ -117,14 +116,14 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         raise ValueError(
             "a model to parallelize computes something from its parameters, but this one's graph uses none of them"
         )
-    alive = _alive(graph, fixed, floating)
+    alive = _alive_tensors(graph, fixed, floating)
     capture = graph.origin or graph
     nbytes = {n.name: sum(t.nbytes for t in types_of(n)) for n in capture}
     cost = [sum(nbytes.get(name, inf) for name in names) for names in alive]
     flops = [0.0 if op_name(node) == "getitem" else rule_for(node).flops(node) for node in fixed]
     heavy = [_is_heavy(node) for node in fixed]
-    cuts = _balance(_minima(cost, heavy), flops, max_layers)
-    names = _names(fixed, cuts)
+    cuts = _merge_light_segments(_cut_positions(cost, heavy), flops, max_layers)
+    names = _layer_names(fixed, cuts)
     layers = []
     crossing = [tuple(alive[c]) for c in cuts]
     for index, (first, end) in enumerate(pairwise(cuts)):
@@ -138,14 +137,14 @@ def cluster_layers(graph: Graph, max_layers: int = 128, sequence: bool = False) 
         order,
         static,
         needs_grad,
-        Pruner(_small(capture), sequence),
+        Pruner(_at_small_batch(capture), sequence),
         _batch_dims(capture),
         graph.batch,
     )
 
 
-def _small(capture: Graph) -> Graph:
-    """The graph at a small batch extent: which dims are live does not depend on it."""
+def _at_small_batch(capture: Graph) -> Graph:
+    """The graph at a small batch extent, which is enough for the pruner: live dims do not depend on the batch."""
     for batch in (8, 64, 1024):
         try:
             return capture.with_batch(batch)
@@ -154,7 +153,7 @@ def _small(capture: Graph) -> Graph:
     return capture
 
 
-def differentiable(graph: Graph) -> frozenset[str]:
+def differentiable_nodes(graph: Graph) -> frozenset[str]:
     """The nodes through which a gradient flows from the loss to some parameter, those parameters included. Found once
     for all batch extents of a graph."""
     first = graph.origin or graph
@@ -203,7 +202,7 @@ def _blocks_gradient(node: Node) -> bool:
     return index != 0 and op_name(producer) == "meshwright.batch_norm"
 
 
-def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
+def _alive_tensors(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> list[list[str]]:
     """For each position 0…len(fixed): the tensors made before it by fixed ops and used at or after it, in program
     order."""
     position = {node.name: index for index, node in enumerate(fixed)}
@@ -218,10 +217,9 @@ def _alive(graph: Graph, fixed: Sequence[Node], floating: frozenset[str]) -> lis
     out: list[list[str]] = [[] for _ in range(len(fixed) + 1)]
     for node in fixed:
         if isinstance(node.meta["type"], tuple):
+            # an op of several outputs is never cut from its getitems: the empty name costs infinitely much
             for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
-                out[p].append(
-                    ""
-                )  # an op of several outputs is never cut from its getitems: this name costs infinitely much
+                out[p].append("")
             continue
         for p in range(position[node.name] + 1, last.get(node.name, -1) + 1):
             out[p].append(node.name)
@@ -232,40 +230,43 @@ def _is_heavy(node: Node) -> bool:
     return op_name(node) != "getitem" and rule_for(node).cost_kind in HEAVY
 
 
-def _minima(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
-    """Positions [0, …, n] to cut: in each gap between two heavy ops the cheapest place (the first of equals), where
-    that is no dearer than in the gaps before and after, and less than twice as dear as at the cuts next to it (a
-    position bias looked up in the middle of an attention makes a shallow minimum there)."""
-    at = [p for p, is_heavy in enumerate(heavy) if is_heavy]
-    gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in pairwise(at)]
+def _cut_positions(cost: Sequence[float], heavy: Sequence[bool]) -> list[int]:
+    """The positions [0, …, n] of cuts at the local minima of ``cost``.
+
+    A cut goes to the cheapest position between two heavy ops (the first of equals), if that is no dearer than in the
+    gaps before and after, and less than twice as dear as at the neighbouring cuts (a position bias that is looked up in
+    the middle of an attention makes a shallow minimum there).
+    """
+    heavy_positions = [p for p, is_heavy in enumerate(heavy) if is_heavy]
+    gaps = [min(range(a + 1, b + 1), key=cost.__getitem__) for a, b in pairwise(heavy_positions)]
     price = [inf, *(cost[p] for p in gaps), inf]
-    kept = [p for k, p in enumerate(gaps, 1) if price[k] <= min(price[k - 1], price[k + 1]) and price[k] < inf]
+    cuts = [p for k, p in enumerate(gaps, 1) if price[k] <= min(price[k - 1], price[k + 1]) and price[k] < inf]
     while True:
-        price = [0.0, *(cost[p] for p in kept), 0.0]
-        steep = [p for k, p in enumerate(kept, 1) if price[k] >= 2 * max(price[k - 1], price[k + 1]) > 0]
+        price = [0.0, *(cost[p] for p in cuts), 0.0]
+        steep = [p for k, p in enumerate(cuts, 1) if price[k] >= 2 * max(price[k - 1], price[k + 1]) > 0]
         if not steep:
-            return [0, *kept, len(heavy)]
-        kept.remove(max(steep, key=cost.__getitem__))
+            return [0, *cuts, len(heavy)]
+        cuts.remove(max(steep, key=cost.__getitem__))
 
 
-def _balance(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
+def _merge_light_segments(cuts: list[int], flops: Sequence[float], max_layers: int) -> list[int]:
     """Drop cuts, always those between the lightest neighbours, until at most ``max_layers`` segments remain. Pairs of
     equal weight are merged together, so that repeated blocks stay alike."""
     cuts = list(cuts)
     while len(cuts) - 1 > max_layers:
         weight = [sum(flops[a:b]) for a, b in pairwise(cuts)]
         pairs = [left + right for left, right in pairwise(weight)]
-        most, kept, joined = min(pairs) * (1 + 1e-9), [cuts[0]], False
+        limit, remaining, joined = min(pairs) * (1 + 1e-9), [cuts[0]], False
         for cut, pair in zip(cuts[1:], [*pairs, inf]):
-            joined = pair <= most and not joined
+            joined = pair <= limit and not joined
             if not joined:
-                kept.append(cut)
-        cuts = kept
+                remaining.append(cut)
+        cuts = remaining
     return cuts
 
 
-def _names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
-    """The module path that most of a segment's heavy ops share, made unique."""
+def _layer_names(fixed: Sequence[Node], cuts: Sequence[int]) -> list[str]:
+    """The name of each segment: the module path that its heavy ops share, made unique."""
     names: list[str] = []
     for first, end in pairwise(cuts):
         paths = [n.meta.get("module", "").split(".") for n in fixed[first:end] if _is_heavy(n)]
@@ -329,7 +330,7 @@ def _class_key(
 
 
 def _batch_dims(graph: Graph) -> dict[str, tuple[int | None, ...]]:
-    """At the capture extent only the batch and what it was merged into is a multiple of the prime."""
+    """The dim of each output that scales with the batch. At the capture extent it is the one divisible by the prime."""
     return {
         node.name: tuple(next((d for d, e in enumerate(t.shape) if e and e % PRIME == 0), None) for t in types_of(node))
         for node in graph

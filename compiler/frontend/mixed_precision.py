@@ -1,4 +1,4 @@
-"""Mixed precision: the graph of a model as it is computed in a 16-bit type.
+"""Mixed precision: a pass that turns the graph of a model into that of its computation in a 16-bit type.
 
     parameters  of float32 become of the 16-bit type, and with them what ops make of them; casts to float32 there too
     the rest    stays as it is: scalars (the rate of a decay), integers, float64, and what inputs, buffers and constants
@@ -11,8 +11,8 @@
     optimizer   float32 master weights and states: 2 + 4 + 4 + states bytes per element (``costmodel.memory``)
 
 Everything else follows from the types of the graph: rates of matmuls and attention, bytes that ops and messages move,
-bytes that are kept. A model that computes in 16 bits already (no parameter is of float32) is left as it is. The graph
-keeps the fingerprint of the model that was captured, so a plan says which model it is for, and in ``Plan.precision``
+bytes saved for backward. A model that computes in 16 bits already (no parameter is of float32) is left as it is. The
+graph keeps the fingerprint of the model that was captured, so a plan says which model it is for, and in ``Plan.precision``
 how it is computed. Norms, softmax and other reductions read and write 16 bits, with PyTorch's float32 sums inside.
 Sums of activations over devices (tensor parallelism) are of 16 bits.
 """
@@ -40,17 +40,17 @@ _STATISTICS = ("aten.batch_norm.default", "aten._native_batch_norm_legit_no_trai
 
 
 def check_precision(asked: str) -> tuple[str, ...]:
-    """The precisions to plan for: one, or "model" and "bf16" for "auto". Raises ValueError for what is unknown."""
-    known = ("model", *PRECISIONS, "auto")
-    if asked not in known:
-        raise ValueError(f"precision is one of {', '.join(known)}, but got {asked!r}; use one of these")
+    """The precisions to plan for: one, or "model" and "bf16" for "auto". Raises ValueError for an unknown one."""
+    choices = ("model", *PRECISIONS, "auto")
+    if asked not in choices:
+        raise ValueError(f"precision is one of {', '.join(choices)}, but got {asked!r}; use one of these")
     return ("model", "bf16") if asked == "auto" else (asked,)
 
 
 def in_precision(graph: Graph, precision: str) -> Graph:
-    """The graph as it is computed in this precision, at the same batch extent; ``graph`` itself for "model" and for a
-    model without parameters of float32. Raises ValueError for a precision that is unknown or that another one
-    precedes."""
+    """The graph of the computation in this precision, at the same batch extent; ``graph`` itself for "model" and for a
+    model without parameters of float32. Raises ValueError for an unknown precision, and for a graph that is already in
+    another one."""
     if precision == graph.precision:
         return graph
     if precision not in PRECISIONS or graph.precision != "model":
@@ -62,23 +62,23 @@ def in_precision(graph: Graph, precision: str) -> Graph:
         return in_precision(graph.origin, precision).with_batch(graph.batch)
     if not any(node.meta["type"].dtype == torch.float32 for node in graph.placeholders("parameter")):
         return graph
-    return _converted(graph, precision)
+    return _convert(graph, precision)
 
 
-def _converted(graph: Graph, precision: str) -> Graph:
-    made = _Conversion(precision)
+def _convert(graph: Graph, precision: str) -> Graph:
+    conversion = _Conversion(precision)
     for node in graph:
-        made.add(node)
-    results = [made.result(result, graph.by_name()[result.node]) for result in graph.results]
-    made.fx.output(tuple(node for _, node in results))
+        conversion.add(node)
+    results = [conversion.result(result, graph.by_name()[result.node]) for result in graph.results]
+    conversion.fx.output(tuple(node for _, node in results))
     return Graph(
-        made.fx, tuple(result for result, _ in results), graph.batch, graph.constants, graph.output_spec,
+        conversion.fx, tuple(result for result, _ in results), graph.batch, graph.constants, graph.output_spec,
         graph.training, precision=precision, captured=graph.fingerprint(),
     )  # fmt: skip
 
 
 class _Conversion:
-    """Copies nodes, in order, into a graph of this precision."""
+    """The conversion of a graph: it copies nodes, in order, into a graph of this precision."""
 
     def __init__(self, precision: str) -> None:
         self.precision, self.dtype, self.fx = precision, PRECISIONS[precision], torch.fx.Graph()
@@ -86,19 +86,19 @@ class _Conversion:
         self.casts: dict[tuple[Node, torch.dtype], Node] = {}
 
     def add(self, node: Node) -> None:
-        """The node, with casts of its operands before it."""
+        """Copy the node, with casts of its operands before it."""
         if node.op == "placeholder":
-            made = self.fx.node_copy(node)
+            copy = self.fx.node_copy(node)
             if node.meta["source"].kind == "parameter":
-                made.meta["type"] = computed_type(node.meta["type"], self.precision)
+                copy.meta["type"] = computed_type(node.meta["type"], self.precision)
         elif op_name(node) == "getitem":
-            made = self.fx.node_copy(node, self.env.__getitem__)
-            made.meta["type"] = types_of(made.args[0])[made.args[1]]  # type: ignore[arg-type, index]
+            copy = self.fx.node_copy(node, self.env.__getitem__)
+            copy.meta["type"] = types_of(copy.args[0])[copy.args[1]]  # type: ignore[arg-type, index]
         else:
-            made = self._op(node)
-        if made.name != node.name:
-            made.name = node.name
-        self.env[node] = made
+            copy = self._op(node)
+        if copy.name != node.name:
+            copy.name = node.name
+        self.env[node] = copy
 
     def _op(self, node: Node) -> Node:
         operands, kinds = [self.env[operand] for operand in tensor_operands(node)], types_of(node)
@@ -120,13 +120,13 @@ class _Conversion:
             several = isinstance(node.meta["type"], tuple)
             made.meta["type"] = (self._typed(first), *rest) if several else self._typed(first)
             if made.meta["type"] != node.meta["type"]:  # a cast says which type it makes
-                made.args, made.kwargs = _cast(made.args, self.dtype), _cast(made.kwargs, self.dtype)
+                made.args, made.kwargs = _replace_dtype(made.args, self.dtype), _replace_dtype(made.kwargs, self.dtype)
             if op_name(node).split(".")[1] in _FILLS:
-                made.args, made.kwargs = _within(made.args, self.dtype), _within(made.kwargs, self.dtype)
+                made.args, made.kwargs = _clamp_fills(made.args, self.dtype), _clamp_fills(made.kwargs, self.dtype)
         return made
 
     def result(self, result: Result, node: Node) -> tuple[Result, Node]:
-        """A result of the model; buffers keep their type."""
+        """A result of the model in the converted graph; buffers keep their type."""
         made, kind = self.env[node], node.meta["type"]
         if result.kind == "buffer" and self._is_half(made) and kind.dtype == torch.float32:
             made = self._as(made, torch.float32, node)
@@ -153,16 +153,16 @@ def _is_wide(kind: TensorType, scalar: bool = False) -> bool:
     return kind.dtype == torch.float32 and bool(kind.shape) != scalar
 
 
-def _cast(arguments: Any, dtype: torch.dtype) -> Any:
+def _replace_dtype(arguments: Any, dtype: torch.dtype) -> Any:
     return map_aggregate(arguments, lambda value: dtype if value is torch.float32 else value)
 
 
-def _within(arguments: Any, dtype: torch.dtype) -> Any:
-    """Finite numbers that ``dtype`` does not have become its largest: PyTorch refuses to write others."""
-    most = torch.finfo(dtype).max
+def _clamp_fills(arguments: Any, dtype: torch.dtype) -> Any:
+    """Replace finite numbers beyond the range of ``dtype`` by its largest one: PyTorch refuses to write others."""
+    largest = torch.finfo(dtype).max
 
     def bounded(value: Any) -> Any:
-        too_large = isinstance(value, float | int) and not isinstance(value, bool) and most < abs(value) < math.inf
-        return math.copysign(most, value) if too_large else value
+        too_large = isinstance(value, float | int) and not isinstance(value, bool) and largest < abs(value) < math.inf
+        return math.copysign(largest, value) if too_large else value
 
     return map_aggregate(arguments, bounded)

@@ -1,14 +1,15 @@
-"""Equal blocks are traced once: the second and later ones appear in the export as one op each, and are copied in.
+"""Tracing of repeated blocks: of equal blocks the export traces the first one, and the others are copies of it.
 
 ``torch.export`` takes milliseconds per op, so a model of 100 equal blocks is traced as one. While ``Blocks`` is active,
-the ``forward`` of every class of which the model has repeated instances leads to ``_run``:
+the ``forward`` of every class of which the model has repeated instances calls ``_run``:
 
-- The first call of a kind runs as it is. Its inputs and outputs are then tied into one ``meshwright::block`` op, so
-  that its nodes can be found in the exported program: those between the op's ``outputs`` and ``inputs``.
+- The first call of a kind runs as it is. Its inputs and outputs then become operands of one ``meshwright::block`` op,
+  so that its nodes can be found in the exported program: those between the op's ``outputs`` and ``inputs``.
 - A later call that is *equal* makes one ``meshwright::block`` op without outputs, whose results have the types of the
-  first call's. ``Copier`` puts the first call's nodes in its place, parameters and buffers substituted by path.
+  first call's. The translation of the program (``capture``) puts the first call's nodes in its place, with parameters
+  and buffers substituted by path.
 
-Why the copy is what a trace would have made. A trace is a function of the code that runs, of the module and arguments
+Correctness: the copy is the same as a trace. A trace is a function of the code that runs, of the module and arguments
 that it runs on, and of the state of the process. Two calls are taken for equal only if (1) the classes of all modules,
 their attributes, the shapes, strides, dtypes, flags and ties of their tensors are equal (``block_state.describe``,
 before both calls, and unchanged after the first); an attribute that differs, such as a layer's index, may do so if the
@@ -17,9 +18,9 @@ constants, types, strides, aliases and identities; (3) gradient mode, autocast, 
 equal; (4) the code can neither keep state outside of the module nor read a global that has changed
 (``block_state.Audit``); (5) the first call returned nothing but tensors of its own, its arguments and constants, and
 left its arguments as they were; (6) its nodes use only its inputs, its own parameters and buffers and each other: no
-constants, nothing from outside; (7) buffers that it changes are touched by nobody else. (1) to (5) are seen when the
-call happens, and otherwise it is traced. (6) and (7) are seen in the exported program: ``UnsoundError`` then names the
-blocks, and the capture is repeated without them.
+constants, nothing from outside; (7) buffers that it changes are touched by nobody else. (1) to (5) are checked when
+the call happens; a call that fails is traced. (6) and (7) are checked in the exported program: ``UnsoundError`` then
+names the blocks, and the capture is repeated without them.
 """
 
 from __future__ import annotations
@@ -58,44 +59,58 @@ BLOCK = torch.ops.meshwright.block.default
 
 @dataclass
 class _Candidate:
-    """A module that has equals, by the look of it. members: it and its submodules, by path below it."""
+    """A module that seems to have equals: other modules with the same classes and shapes."""
 
     module: nn.Module
     path: str
+    #: number of the group of modules that seem equal
     kind: int
+    #: the module itself and its submodules, by path below it
     members: list[tuple[str, nn.Module]]
 
 
 @dataclass
 class _Call:
-    """One call, as far as it can be compared."""
+    """The comparable description of one call."""
 
     state: BlockState
+    #: the state of the process (``_process_state``)
     mode: Any
+    #: the structure of the arguments
     spec: Any
+    #: a comparable value per flat argument
     leaves: list[Any]
+    #: the distinct tensors among the arguments
     inputs: list[torch.Tensor]
+    #: version counters of ``inputs``, which show changes in place
     versions: list[int]
 
 
 @dataclass
 class TracedBlock:
-    """The first call of its kind. outputs: per leaf of what it returned ("input", i), ("made", i) or ("is", value)."""
+    """The first call of its kind, of which equal calls become copies."""
 
     number: int
     kind: int
     path: str
     call: _Call
+    #: (path, name) of the watched attributes that the call read
     reads: set[tuple[str, str]] = field(default_factory=set)
+    #: the structure of the returned value
     spec: Any = None
+    #: per leaf of the returned value ("input", i), ("made", i) or ("is", value)
     outputs: list[tuple[str, Any]] = field(default_factory=list)
+    #: for each new tensor that was returned, True if it requires a gradient
     grads: list[bool] = field(default_factory=list)
+    #: True once the call is known to compute its outputs and nothing else
     usable: bool = False
 
 
 class Blocks:
-    """Context for one export of ``model``. banned: kinds to trace each by itself (None: all). calls: number of the op →
-    (record, path)."""
+    """The context of one export of ``model``, in which equal blocks are traced once.
+
+    banned: the kinds of which every block is traced by itself (None: all). calls: number of the op → (record, path).
+    """
 
     def __init__(self, model: nn.Module, banned: frozenset[int] | None = frozenset()) -> None:
         self.candidates: dict[int, _Candidate] = {}
@@ -110,7 +125,7 @@ class Blocks:
         self.hidden: dict[int, tuple[nn.Module, Tensors]] = {}
         self.armed = False
         self.model = model
-        groups = [] if banned is None else _repeated(model)
+        groups = [] if banned is None else _repeated_modules(model)
         for kind, group in enumerate(groups):
             if banned is not None and kind not in banned:
                 for candidate in group:
@@ -124,11 +139,11 @@ class Blocks:
 
     def __enter__(self) -> Blocks:
         for kind in {type(candidate.module) for candidate in self.candidates.values()}:
-            self._set(kind, "forward", self._leading(kind.forward))
+            self._set(kind, "forward", self._replacement(kind.forward))
         self.audit.instead = {vars(kind)[name]: vars(kind)[name].__wrapped__ for kind, name, _ in self.undo}
         for kind, names in self.left_out.items():
             for name in names:
-                self._set(kind, name, _Watched(self, name))
+                self._set(kind, name, _WatchedAttribute(self, name))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,10 +171,10 @@ class Blocks:
             elif all(paths[id(module)] == 1 for _, module in candidate.members):
                 for _, module in candidate.members:
                     self.hidden[id(vars(module))] = module, (module._parameters, module._buffers)
-                    vars(module)["_parameters"], vars(module)["_buffers"] = _Hidden(self), _Hidden(self)
+                    vars(module)["_parameters"], vars(module)["_buffers"] = _HiddenTensors(self), _HiddenTensors(self)
 
     def arm(self) -> None:
-        """``forward`` begins: from now on all tensors stay what they are."""
+        """Record the model's tensors when ``forward`` begins; a call whose tensors have changed since is traced."""
         for candidate in self.candidates.values():
             for _, module in candidate.members:
                 if id(vars(module)) not in self.hidden:
@@ -171,7 +186,7 @@ class Blocks:
         setattr(kind, name, value)
 
     def _leave_out(self, group: list[_Candidate]) -> None:
-        """Whole numbers that differ from block to block: their reads are watched."""
+        """Find the integers that differ from block to block, such as a layer's index: their reads are watched."""
         for copies in zip(*(candidate.members for candidate in group), strict=True):
             first = copies[0][1]
             for name, value in vars(first).items():
@@ -180,20 +195,20 @@ class Blocks:
                     self.left_out[type(first)] = self.left_out.get(type(first), frozenset()) | {name}
 
     def note_read(self, module: Any, name: str) -> None:
-        """``module.name`` was read, and it may differ from block to block."""
+        """Note that the current call read ``module.name``, which may differ from block to block."""
         if self.current is not None:
             record, paths = self.current
             record.reads.update((path, name) for path in paths.get(id(module.__dict__), ()))
 
-    def _leading(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def led(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _replacement(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             candidate = self.candidates.get(id(module.__dict__))
             if candidate is None or self.current is not None:
                 return forward(module, *args, **kwargs)
             return self._run(candidate, lambda: self._forward(module, forward, args, kwargs), args, kwargs)
 
-        led.__wrapped__ = forward  # type: ignore[attr-defined]
-        return led
+        run.__wrapped__ = forward  # type: ignore[attr-defined]
+        return run
 
     def _forward(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if id(module.__dict__) in self.hidden:
@@ -206,7 +221,7 @@ class Blocks:
         except UnprovableError:
             return forward()
         for record in self.records[candidate.kind]:
-            if record.usable and _equal(record, call) and self.audit.unchanged():
+            if record.usable and _is_equal_call(record, call) and self.audit.unchanged():
                 return self._copy(record, call, candidate, forward)
         record = TracedBlock(next(_NUMBERS), candidate.kind, candidate.path, call)
         paths: dict[int, list[str]] = defaultdict(list)
@@ -218,26 +233,26 @@ class Blocks:
         finally:
             self.current = None
         try:
-            return self._close(record, candidate, returned, args, kwargs)
+            return self._finish_trace(record, candidate, returned, args, kwargs)
         except UnprovableError:
             return returned
 
     def _call(self, candidate: _Candidate, args: Any, kwargs: Any) -> _Call:
         for _, module in candidate.members:
             table = vars(module)
-            now = table["_parameters"], table["_buffers"]
-            if id(table) not in self.hidden and not _identical(now, self.present.get(id(table))):
+            tensors = table["_parameters"], table["_buffers"]
+            if id(table) not in self.hidden and not _same_tensors(tensors, self.present.get(id(table))):
                 raise UnprovableError("another tensor than at first")
         state = describe(candidate.members, self.left_out, self.original)
         self.audit.require(state.code)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        described, inputs = _described(leaves)
+        described, inputs = _describe_leaves(leaves)
         if not inputs:
             raise UnprovableError("no inputs")
         return _Call(state, _process_state(), spec, described, inputs, [tensor._version for tensor in inputs])
 
-    def _close(self, record: TracedBlock, candidate: _Candidate, returned: Any, args: Any, kwargs: Any) -> Any:
-        """Tie the first call's inputs and outputs together; UnprovableError if it did more than compute its outputs."""
+    def _finish_trace(self, record: TracedBlock, candidate: _Candidate, returned: Any, args: Any, kwargs: Any) -> Any:
+        """Make the block op of a first call; UnprovableError if the call did more than compute its outputs."""
         call = record.call
         after = self._call(candidate, args, kwargs)
         same_inputs = [*map(id, after.inputs)] == [*map(id, call.inputs)]
@@ -271,13 +286,13 @@ class Blocks:
             raise UnprovableError("an output that needs no gradient")
         record.usable = True
         self.records[candidate.kind].append(record)
-        return _rebuilt(record, call, results)
+        return _rebuild_outputs(record, call, results)
 
     def _copy(self, record: TracedBlock, call: _Call, candidate: _Candidate, forward: Callable[[], Any]) -> Any:
         number = next(_NUMBERS)
         _TYPES[number] = _TYPES[record.number]
         results = self._op(record, call, number, candidate.path, [])
-        return forward() if results is None else _rebuilt(record, call, results)
+        return forward() if results is None else _rebuild_outputs(record, call, results)
 
     def _op(self, record: TracedBlock, call: _Call, number: int, path: str, made: list[torch.Tensor]) -> Any:
         self.calls[number] = record, path
@@ -285,8 +300,8 @@ class Blocks:
         return results if [t.requires_grad for t in results] == record.grads else None
 
 
-class _Hidden(dict[str, Any]):
-    """Stands for the tensors of a module, and has none; nobody may look while ``forward`` runs."""
+class _HiddenTensors(dict[str, Any]):
+    """An empty dict in place of the tensors of a hidden module; a read while ``forward`` runs raises HiddenError."""
 
     def __init__(self, blocks: Blocks) -> None:
         super().__init__()
@@ -322,8 +337,8 @@ class _Hidden(dict[str, Any]):
         return self._look("items")()
 
 
-class _Watched:
-    """A class attribute that stands before the instances' own of that name and reports its reads."""
+class _WatchedAttribute:
+    """A descriptor on the class that shadows the instances' attribute of that name and reports its reads."""
 
     def __init__(self, blocks: Blocks, name: str) -> None:
         self.blocks, self.name = blocks, name
@@ -341,12 +356,12 @@ class _Watched:
         del module.__dict__[self.name]
 
 
-def _rebuilt(record: TracedBlock, call: _Call, made: list[torch.Tensor]) -> Any:
-    found = {"input": lambda i: call.inputs[i], "made": lambda i: made[i], "is": lambda value: value}
-    return pytree.tree_unflatten([found[kind](value) for kind, value in record.outputs], record.spec)
+def _rebuild_outputs(record: TracedBlock, call: _Call, made: list[torch.Tensor]) -> Any:
+    leaf_of = {"input": lambda i: call.inputs[i], "made": lambda i: made[i], "is": lambda value: value}
+    return pytree.tree_unflatten([leaf_of[kind](value) for kind, value in record.outputs], record.spec)
 
 
-def _equal(record: TracedBlock, call: _Call) -> bool:
+def _is_equal_call(record: TracedBlock, call: _Call) -> bool:
     first = record.call
     return (
         (first.mode, first.spec, first.leaves, first.state.core) == (call.mode, call.spec, call.leaves, call.state.core)
@@ -355,7 +370,7 @@ def _equal(record: TracedBlock, call: _Call) -> bool:
     )
 
 
-def _described(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+def _describe_leaves(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     """(per leaf a comparable value, the distinct tensors); UnprovableError for leaves that are neither tensors nor
     constants."""
     inputs: list[torch.Tensor] = []
@@ -377,8 +392,8 @@ def _described(leaves: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     return described, inputs
 
 
-def _identical(now: Tensors, before: Tensors | None) -> bool:
-    """Whether the same names stand for the same tensors."""
+def _same_tensors(now: Tensors, before: Tensors | None) -> bool:
+    """True if the same names refer to the same tensors."""
     return before is not None and all(
         a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
         for a, b in zip(now, before, strict=True)
@@ -390,7 +405,7 @@ def _storage(tensor: torch.Tensor | None) -> Any:
 
 
 def _process_state() -> Any:
-    """What else a trace depends on."""
+    """The state of the process on which a trace depends: gradient mode, autocast, default dtype, function modes."""
     if nn.modules.module._has_any_global_hook():
         raise UnprovableError("a hook on all modules")
     return (
@@ -402,8 +417,8 @@ def _process_state() -> Any:
 # ---- which modules have equals
 
 
-def _repeated(model: nn.Module) -> list[list[_Candidate]]:
-    """The outermost modules with submodules that look like another one, by their look, in order of appearance."""
+def _repeated_modules(model: nn.Module) -> list[list[_Candidate]]:
+    """Groups of the outermost modules with submodules that seem equal by class and shapes, in order of appearance."""
     looks: dict[Any, int] = {}
     by_module: dict[int, int] = {}
 
@@ -445,15 +460,18 @@ def _repeated(model: nn.Module) -> list[list[_Candidate]]:
 
 @dataclass
 class BlockTemplate:
-    """One traced block. nodes: what its results need, in program order. tensors: its parameters and buffers, by
-    placeholder, as paths below the block; updates: path of a buffer below the block → the node with its new value."""
+    """The nodes of one traced block, to be copied."""
 
     record: TracedBlock
+    #: the block op
     block: Node
+    #: the nodes that its results need, in program order
     nodes: list[Node]
     inputs: list[Node]
     outputs: list[Node]
+    #: placeholder of a parameter or buffer of the block → its path below the block
     tensors: dict[Node, str]
+    #: path of a buffer below the block → the node with its new value
     updates: dict[str, Node]
     _needed: dict[frozenset[int], list[Node]] = field(default_factory=dict)
 
@@ -463,8 +481,8 @@ class BlockTemplate:
         if key not in self._needed:
             stop = {*self.inputs, *self.tensors}
             roots = [*(self.outputs[i] for i in key), *self.updates.values()]
-            found = set(_slice(roots, stop))
-            self._needed[key] = [node for node in self.nodes if node in found]
+            needed = set(_needed_nodes(roots, stop))
+            self._needed[key] = [node for node in self.nodes if node in needed]
         return self._needed[key]
 
 
@@ -480,24 +498,24 @@ def template_of(
     parameters and buffers."""
     inputs: Any = block.args[0]
     outputs: Any = block.args[1]
-    path, inside = record.path + ".", _stack(block)
-    own = {name.removeprefix(path): node for name, node in updates.items() if name.startswith(path)}
+    path, inside = record.path + ".", _module_stack(block)
+    own_updates = {name.removeprefix(path): node for name, node in updates.items() if name.startswith(path)}
     tensors: dict[Node, str] = {}
-    if any(_stack(node)[: len(inside)] == inside for node in inputs if node.op != "placeholder"):
+    if any(_module_stack(node)[: len(inside)] == inside for node in inputs if node.op != "placeholder"):
         raise UnsoundError(record.kind, "an input that the block changed")
-    found = set(_slice([*outputs, *own.values()], set(inputs)))
-    for node in found:
+    needed = set(_needed_nodes([*outputs, *own_updates.values()], set(inputs)))
+    for node in needed:
         if node.op == "placeholder":
             below = [name.removeprefix(path) for name in names.get(node, ()) if name.startswith(path)]
             if not below:
                 raise UnsoundError(record.kind, f"{node.name} is not the block's own")
             tensors[node] = below[0]
-        elif _stack(node)[: len(inside)] != inside or node.target is BLOCK:
+        elif _module_stack(node)[: len(inside)] != inside or node.target is BLOCK:
             raise UnsoundError(record.kind, f"{node.name} is not made in the block")
     if any(name.startswith(path) for node in inputs for name in names.get(node, ())):
         raise UnsoundError(record.kind, "an input that is the block's own parameter")
-    nodes = [node for node in order if node in found and node not in tensors]
-    return BlockTemplate(record, block, nodes, list(inputs), list(outputs), tensors, own)
+    nodes = [node for node in order if node in needed and node not in tensors]
+    return BlockTemplate(record, block, nodes, list(inputs), list(outputs), tensors, own_updates)
 
 
 def live_nodes(results: list[Node]) -> set[Node]:
@@ -519,7 +537,7 @@ def live_nodes(results: list[Node]) -> set[Node]:
     return live
 
 
-def _slice(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
+def _needed_nodes(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
     """``roots`` and what they need, without the nodes of ``stop``."""
     seen: set[Node] = set(stop)
     stack = [node for node in roots if node not in seen]
@@ -531,6 +549,6 @@ def _slice(roots: list[Node], stop: Collection[Node]) -> Iterator[Node]:
             stack += node.all_input_nodes
 
 
-def _stack(node: Node) -> list[Any]:
+def _module_stack(node: Node) -> list[Any]:
     """The modules that the node was made in, outermost first."""
     return list((node.meta.get("nn_module_stack") or {}).items())

@@ -1,8 +1,8 @@
-"""The passes over a freshly captured graph: what no plan needs goes away, what plans cut differently becomes an op of
-ours.
+"""The rewrite passes over a freshly captured graph: they drop ops that no plan needs, and replace ops that would not
+give the same result when cut by ops of this package.
 
 Each pass takes the graph and changes it in place; ``PASSES`` is their order. New nodes get their types by running the
-op on meta tensors, and the module and line of the node they stand for.
+op on meta tensors, and the module and line of the node that they replace.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ aten = torch.ops.aten
 
 def rewrite(graph: Graph) -> Graph:
     """``graph`` after all ``PASSES`` (changed in place), its results pointing at the nodes that now make them."""
-    for one in PASSES:
-        one(graph)
-    (made,) = next(node for node in graph.fx.nodes if node.op == "output").args
+    for apply_pass in PASSES:
+        apply_pass(graph)
+    (outputs,) = next(node for node in graph.fx.nodes if node.op == "output").args
     return replace(
-        graph, results=tuple(replace(r, node=node.name) for r, node in zip(graph.results, made, strict=True))
+        graph, results=tuple(replace(r, node=node.name) for r, node in zip(graph.results, outputs, strict=True))
     )
 
 
 # ---- making nodes
 
 
-class _At:
-    """Makes ops in front of ``node`` that inherit its module and line; calling it gives the new node."""
+class _Insertion:
+    """A factory of ops in front of ``node``, which get its module and line; a call returns the new node."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
         self.fx, self.node = graph.fx, node
@@ -49,7 +49,7 @@ class _At:
         with self.fx.inserting_before(self.node):
             new = self.fx.call_function(target, args, kwargs)
         new.meta = {
-            "type": type or _infer(target, args, kwargs),
+            "type": type or _infer_type(target, args, kwargs),
             "module": self.node.meta["module"],
             "line": self.node.meta["line"],
         }
@@ -60,7 +60,7 @@ class _At:
         return [self(operator.getitem, producer, i, type=t) for i, t in enumerate(types_of(producer))]
 
 
-def _infer(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
+def _infer_type(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
     def meta(node: Node) -> torch.Tensor:
         kind = node.meta["type"]
         return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
@@ -97,14 +97,14 @@ def _outputs(node: Node) -> dict[int, Node]:
 
 
 def drop_unused(graph: Graph) -> None:
-    """Ops that no result needs. (Every op is functional, so nothing else can need them.)"""
+    """Drop ops that no result needs. (Every op is functional, so nothing else can need them.)"""
     for node in reversed(list(graph.fx.nodes)):
         if node.op == "call_function" and not node.users:
             graph.fx.erase_node(node)
 
 
 def drop_copies(graph: Graph) -> None:
-    """Copies that change neither values nor dtype: clone, alias, contiguous, lift, casts to the same dtype. Views
+    """Drop copies that change neither values nor dtype: clone, alias, contiguous, lift, casts to the same dtype. Views
     then need ``reshape``."""
     same = (
         aten.clone.default,
@@ -121,20 +121,22 @@ def drop_copies(graph: Graph) -> None:
 
 
 def spell_out_broadcasts(graph: Graph) -> None:
-    """``broadcast_tensors`` (the losses begin with it) as one expand per tensor that changes."""
+    """Replace ``broadcast_tensors`` (the losses begin with it) by one expand per tensor that changes."""
     for node in _find(graph, aten.broadcast_tensors.default):
         operands: Any = node.args[0]
         for index, getitem in _outputs(node).items():
             kind, source = getitem.meta["type"], operands[index]
             same = source.meta["type"] == kind
             _replace(
-                graph, getitem, source if same else _At(graph, node)(aten.expand.default, source, list(kind.shape))
+                graph,
+                getitem,
+                source if same else _Insertion(graph, node)(aten.expand.default, source, list(kind.shape)),
             )
         graph.fx.erase_node(node)
 
 
 def drop_idle_ops(graph: Graph) -> None:
-    """Views to the same shape, expands to the same shape, detach of what has no gradient anyway."""
+    """Drop views and expands to the same shape, and detaches of tensors that have no gradient anyway."""
     for node in _find(graph, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default):
         source = node.args[0]
         assert isinstance(source, Node)
@@ -151,18 +153,22 @@ def _may_have_gradient(node: Node) -> bool:
     seen: set[Node] = set()
     stack = [node]
     while stack:
-        here = stack.pop()
-        if here in seen or here.target is aten.detach.default or not any(t.is_float for t in types_of(here)):
+        ancestor = stack.pop()
+        if (
+            ancestor in seen
+            or ancestor.target is aten.detach.default
+            or not any(t.is_float for t in types_of(ancestor))
+        ):
             continue
-        seen.add(here)
-        if here.op == "placeholder" and here.meta["source"].requires_grad:
+        seen.add(ancestor)
+        if ancestor.op == "placeholder" and ancestor.meta["source"].requires_grad:
             return True
-        stack += here.all_input_nodes
+        stack += ancestor.all_input_nodes
     return False
 
 
 def normalize_arguments(graph: Graph) -> None:
-    """One spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without
+    """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without
     operands."""
     for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
         node.target = aten.view.default
@@ -179,8 +185,8 @@ def normalize_arguments(graph: Graph) -> None:
 
 
 def expand_attention_dropout(graph: Graph) -> None:
-    """Attention with dropout as matmul, mask, softmax, dropout, matmul: the fused op would draw from a generator of
-    its own."""
+    """Replace attention with dropout by matmul, mask, softmax, dropout, matmul: the fused op would draw from a
+    generator of its own."""
     for node in _find(graph, aten.scaled_dot_product_attention.default):
         arguments = _arguments(node)
         if not arguments["dropout_p"]:
@@ -190,7 +196,7 @@ def expand_attention_dropout(graph: Graph) -> None:
                 f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; "
                 "pass 0.0 in eval"
             )
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
         *_, length, width = query.meta["type"].shape
         if arguments["enable_gqa"]:
@@ -198,9 +204,8 @@ def expand_attention_dropout(graph: Graph) -> None:
         total = key.meta["type"].shape[-2]
         scale = arguments["scale"] if arguments["scale"] is not None else 1 / math.sqrt(width)
         scores = at(aten.matmul.default, at(aten.mul.Tensor, query, scale), at(aten.transpose.int, key, -2, -1))
-        lowest = torch.finfo(
-            scores.meta["type"].dtype
-        ).min  # not -inf: a row that is masked throughout must not become NaN
+        # not -inf: a row that is masked throughout must not become NaN
+        lowest = torch.finfo(scores.meta["type"].dtype).min
         if arguments["is_causal"]:
             rows = at(aten.unsqueeze.default, at(aten.arange.default, length, device=torch.device("cpu")), 1)
             hidden = at(aten.lt.Tensor, rows, at(aten.arange.default, total, device=torch.device("cpu")))
@@ -214,7 +219,7 @@ def expand_attention_dropout(graph: Graph) -> None:
         _replace(graph, node, at(aten.matmul.default, dropped, value, type=node.meta["type"]))
 
 
-def _repeat_heads(at: _At, x: Node, heads: int) -> Node:
+def _repeat_heads(at: _Insertion, x: Node, heads: int) -> Node:
     """[..., K, S, D] → [..., heads, S, D], each head ``heads // K`` times in a row."""
     *lead, groups, length, width = x.meta["type"].shape
     if groups == heads:
@@ -224,7 +229,7 @@ def _repeat_heads(at: _At, x: Node, heads: int) -> Node:
 
 
 def number_dropouts(graph: Graph) -> None:
-    """Dropout as ``local_ops.dropout`` with a running number; gone where p is 0 or the module is not in training."""
+    """Replace dropout by ``local_ops.dropout`` with a running number; drop it if p is 0 or in eval mode."""
     index = 0
     for node in _find(graph, aten.native_dropout.default, aten.dropout.default):
         operands: Any = (*node.args, True)
@@ -239,7 +244,7 @@ def number_dropouts(graph: Graph) -> None:
         if train is False or p == 0:
             new = x
         else:
-            new = _At(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
+            new = _Insertion(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
             index += 1
         outputs[0].replace_all_uses_with(new)
         for dead in [*outputs.values(), node] if not single else [node]:
@@ -247,7 +252,7 @@ def number_dropouts(graph: Graph) -> None:
 
 
 def refuse_generators(graph: Graph) -> None:
-    """Every other random op draws from PyTorch's generator, whose numbers depend on how the tensor is cut."""
+    """Refuse every other random op: PyTorch's generator gives numbers that depend on the cut of the tensor."""
     for node in graph.fx.nodes:
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
@@ -261,8 +266,8 @@ def refuse_generators(graph: Graph) -> None:
 
 
 def split_cross_entropy(graph: Graph) -> None:
-    """Cross entropy over class indices as sum and count, so that parts of a batch add up; with class weights it stays
-    as it is."""
+    """Replace cross entropy over class indices by its sum and count, so that parts of a batch add up; with class weights
+    it stays as it is."""
     for node in _find(graph, aten.cross_entropy_loss.default):
         arguments = _arguments(node)
         logits, target = arguments["self"], arguments["target"]
@@ -270,7 +275,7 @@ def split_cross_entropy(graph: Graph) -> None:
         mean, total = arguments["reduction"] == 1, arguments["reduction"] == 2
         if arguments["weight"] is not None or target.meta["type"].is_float or rank < 2 or not (mean or total):
             continue
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         if rank > 2:  # [N, C, d...] → [N, d..., C]
             logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
             logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
@@ -289,16 +294,15 @@ def split_cross_entropy(graph: Graph) -> None:
             loss = at(aten.div.Tensor, loss, count)
         else:
             graph.fx.erase_node(count)
-        if kind.dtype != number.dtype and any(
-            user.op != "output" for user in node.users
-        ):  # the loss itself stays in fp32
+        # the loss itself stays in fp32
+        if kind.dtype != number.dtype and any(user.op != "output" for user in node.users):
             loss = at(aten._to_copy.default, loss, dtype=kind.dtype)
         _replace(graph, node, loss)
 
 
 def keep_loss_dims(graph: Graph) -> None:
-    """Cross entropy over [..., C] as the model had it before it merged the leading dims into one, of which only the
-    first could be cut; the sum is the same."""
+    """Undo the reshape that merges the leading dims of cross entropy's operands: of a merged dim only the first
+    factor could be cut. The sum is the same."""
     for node in _find(graph, local_ops.cross_entropy):
         operands = tensor_operands(node)[:2]
         merged = [operand.meta["type"].shape for operand in operands]
@@ -309,7 +313,7 @@ def keep_loss_dims(graph: Graph) -> None:
 
 
 def _before_views(node: Node) -> Node:
-    """What a chain of reshapes began with."""
+    """The tensor with which a chain of reshapes began."""
     while node.op == "call_function" and node.target in (
         aten.view.default,
         aten._unsafe_view.default,
@@ -320,16 +324,16 @@ def _before_views(node: Node) -> Node:
 
 
 def split_batch_norm(graph: Graph) -> None:
-    """Training batch norm as ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
+    """Replace training batch norm by ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
     norm stays."""
     for node in _find(graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
         arguments, outputs = _arguments(node), _outputs(node)
         if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):
             continue
-        at = _At(graph, node)
+        at = _Insertion(graph, node)
         x, momentum = arguments["input"], arguments["momentum"]
         stats = TensorType((x.meta["type"].shape[1],), types_of(node)[1].dtype)
-        made = at(
+        normalized = at(
             local_ops.batch_norm,
             x,
             arguments["weight"],
@@ -337,25 +341,25 @@ def split_batch_norm(graph: Graph) -> None:
             arguments["eps"],
             type=(x.meta["type"], stats, stats),
         )
-        y, mean, var = at.items(made)
+        y, mean, var = at.items(normalized)
         outputs[0].replace_all_uses_with(y)
         for index, old, new in ((3, arguments.get("running_mean"), mean), (4, arguments.get("running_var"), var)):
             if index in outputs:
-                kept, added = at(aten.mul.Tensor, old, 1 - momentum), at(aten.mul.Tensor, new, momentum)
-                outputs[index].replace_all_uses_with(at(aten.add.Tensor, kept, added))
+                decayed, addend = at(aten.mul.Tensor, old, 1 - momentum), at(aten.mul.Tensor, new, momentum)
+                outputs[index].replace_all_uses_with(at(aten.add.Tensor, decayed, addend))
         for dead in (*outputs.values(), node):
             graph.fx.erase_node(dead)
 
 
 def localize_experts(graph: Graph) -> None:
-    """``meshwright::experts`` as ``local_ops.experts``; ``gated`` is given only where it is False."""
+    """Replace ``meshwright::experts`` by ``local_ops.experts``; ``gated`` is given only where it is False."""
     for node in _find(graph, torch.ops.meshwright.experts.default):
         *args, gated = (*node.args, True)[:7]
         kwargs = {} if node.kwargs.get("gated", gated) else {"gated": False}
-        _replace(graph, node, _At(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
+        _replace(graph, node, _Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
 
 
-#: in this order
+#: the passes, in the order in which they run
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
     drop_copies,

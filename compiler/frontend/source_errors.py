@@ -1,4 +1,4 @@
-"""Whose line it was: source lines for graph nodes, and errors that name the user's line and the change to make."""
+"""Source lines of graph nodes, and capture errors that name the user's line and the change to make."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 
 from ..errors import CaptureError
 
-__all__ = ["blame", "line_of", "refusal", "refusal_here", "short_path"]
+__all__ = ["capture_error", "current_line_error", "line_of", "node_error", "short_path"]
 
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the compiler
+_COMPILER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the compiler
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
-_WRAPPER = os.path.join(_HERE, "frontend", "capture.py")
+_WRAPPER = os.path.join(_COMPILER, "frontend", "capture.py")
 
 _VALUE = (
     r"GuardOnDataDependent|data-dependent|DataDependentOutput|Could not guard|Could not extract"
     r"|_local_scalar_dense|\.item\(\)"
 )
 
-#: (how the error reads, how the line of code reads, what is wrong, what to change); the first that fits counts
+#: (pattern of the error, pattern of the line of code, cause, change to make); the first row that matches counts
 _ADVICE: tuple[tuple[str, str, str, str], ...] = (
     (
         r"\.numpy\(\)|__array__|numpy",
@@ -67,7 +67,7 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
 
 
 def short_path(path: str) -> str:
-    """The path as a reader wants it: from the site-packages root, or relative to the working directory, or as it is."""
+    """A short form of the path: from the site-packages root, or relative to the working directory, or as it is."""
     _, marker, tail = path.rpartition("site-packages" + os.sep)
     if marker:
         return tail
@@ -76,9 +76,9 @@ def short_path(path: str) -> str:
 
 
 def _rank(path: str) -> int:
-    """0: nobody's (torch, this package, generated code); 1: transformers; 2: the user's."""
+    """The rank of a file: 0 for torch, this package and generated code, 1 for transformers, 2 for the user's code."""
     if (
-        path.startswith(("<", _TORCH + os.sep, _HERE + os.sep))
+        path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep))
         or f"{os.sep}torch{os.sep}" in path
         or "importlib" in path
     ):
@@ -86,7 +86,7 @@ def _rank(path: str) -> int:
     return 1 if f"{os.sep}transformers{os.sep}" in path else 2
 
 
-def _deepest(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
+def _deepest_user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
     """The deepest frame of the user's below the wrapper, else the deepest in transformers."""
     start = max((i for i, (path, _) in enumerate(frames) if path == _WRAPPER), default=-1)
     best: tuple[str, int] | None = None
@@ -100,31 +100,31 @@ def _deepest(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
 
 @lru_cache(maxsize=65536)
 def _frame_of(stack_trace: str) -> tuple[str, int] | None:
-    return _deepest([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
+    return _deepest_user_frame([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
 
 
 def line_of(stack_trace: str | None) -> str:
     """``"file.py:12"`` for the ``stack_trace`` of an exported node; "" if no frame is the user's."""
-    found = _frame_of(stack_trace or "")
-    return f"{short_path(found[0])}:{found[1]}" if found else ""
+    frame = _frame_of(stack_trace or "")
+    return f"{short_path(frame[0])}:{frame[1]}" if frame else ""
 
 
-def refusal(stack_trace: str | None, text: str) -> CaptureError:
-    """The CaptureError for an exported node that a graph cannot have; ``text`` says what it is, for the advice."""
+def node_error(stack_trace: str | None, text: str) -> CaptureError:
+    """The CaptureError for an exported node that a graph cannot have; ``text`` describes it and selects the advice."""
     where = _frame_of(stack_trace or "")
     return _error(where, text)
 
 
-def refusal_here(cause: str, change: str) -> CaptureError:
-    """The CaptureError for what the model's code is doing right now: its line, this cause, and what to change."""
-    where = _deepest([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
+def current_line_error(cause: str, change: str) -> CaptureError:
+    """The CaptureError for the line of the model's code that is running now: the line, this cause, and the change."""
+    where = _deepest_user_frame([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
     code = linecache.getline(*where).strip() if where else ""
     place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
     return CaptureError(f"{place}cannot be captured: {cause}; {change}")
 
 
-def blame(error: BaseException) -> CaptureError:
-    """The CaptureError for what ``torch.export`` raised: the line of the model, its code, the cause and the change."""
+def capture_error(error: BaseException) -> CaptureError:
+    """The CaptureError for an error of ``torch.export``: the line of the model, its code, the cause and the change."""
     if isinstance(error, CaptureError):
         return error
     chain: list[BaseException] = []
@@ -138,7 +138,7 @@ def blame(error: BaseException) -> CaptureError:
     for link in chain:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(link.__traceback__)]
         if any(path == _WRAPPER for path, _ in frames):
-            where = where or _deepest(frames)
+            where = where or _deepest_user_frame(frames)
     return _error(where, "\n".join(f"{type(link).__name__}: {link}" for link in chain))
 
 

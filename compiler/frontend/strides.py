@@ -1,8 +1,8 @@
-"""How tensors lie in memory when the graph runs on one device: which views copy, which operands are strided.
+"""Strides of tensors on one device: the memory layout of every op's outputs and cotangents, and the views that copy.
 
-Found by running the graph once, forward and backward, on fake tensors; a kernel's seconds depend on it (attention on
-transposed heads, a product with slices of one wide projection), and so does whether a reshape moves bytes at all.
-Noted on every op node as ``meta["layout"]``; without it everything counts as contiguous.
+A kernel's seconds depend on strides (attention on transposed heads, a product with slices of one wide projection), and
+so does whether a reshape moves any bytes. ``note_layouts`` runs the graph once, forward and backward, on fake tensors,
+and stores the result on every op node as ``meta["layout"]``. A node without it counts as contiguous.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from ..ir.comm import Context, Here, use
+from ..ir.comm import CompletedArrival, Context, use_context
 from ..ir.graph import Graph, op_name, types_of
 from ..ir.ops import local_ops
 from ..rules import rule_for
 
-__all__ = ["DimOrder", "NodeLayout", "OneDevice", "layout_of", "made", "note_layouts"]
+__all__ = ["DimOrder", "NodeLayout", "OneDevice", "copy_with_layout", "layout_of", "note_layouts"]
 
 
 @dataclass(frozen=True, slots=True)
 class DimOrder:
-    """A tensor's dims in the order of memory, the widest step first, with each step as a multiple of what packed dims
-    need (1: packed). Dims that neither list names have one element or repeat one (step 0)."""
+    """The memory layout of a tensor by its strides."""
 
+    #: the dims with a stride, the widest first; dims of one element are left out
     order: tuple[int, ...]
+    #: for each of them its stride as a multiple of that of a packed tensor (1: packed)
     gaps: tuple[float, ...]
+    #: the dims that repeat one element (stride 0)
     repeated: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -41,13 +43,17 @@ class DimOrder:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """How an op's outputs and their cotangents lie (None: contiguous), which outputs get a cotangent, and whether the
-    forward and the backward of a view move its bytes."""
+    """The memory layouts of an op's outputs and of their cotangents."""
 
+    #: per output; None: contiguous
     outputs: tuple[DimOrder | None, ...]
+    #: per output; None: contiguous
     cotangents: tuple[DimOrder | None, ...]
+    #: per output, True if it gets a cotangent
     flows: tuple[bool, ...]
+    #: True if the forward of a view moves its bytes
     copies_forward: bool
+    #: True if the backward of a view moves its bytes
     copies_backward: bool
 
 
@@ -90,26 +96,26 @@ class OneDevice:
     def exchange(
         self, before: Tensor | None, after: Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What is sent comes back from the other side."""
+        """A copy of each argument, as if the neighbour on the other side had sent it."""
         return (None if after is None else after.clone()), (None if before is None else before.clone())
 
     def start_send(self, x: Tensor, axis: int, to: int, source: int) -> Callable[[], Tensor]:
-        """What is sent comes back."""
+        """A copy of ``x``, as if the other device had sent it."""
         return x.contiguous().clone
 
-    def start_sum(self, x: Tensor, axes: Sequence[int]) -> Here:
+    def start_sum(self, x: Tensor, axes: Sequence[int]) -> CompletedArrival:
         """``x`` itself."""
-        return Here(x)
+        return CompletedArrival(x)
 
-    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
+    def start_all_gather(self, x: Tensor, axes: tuple[int, ...], code: str = "none") -> CompletedArrival:
         """``x`` repeated."""
-        return Here(x.expand(prod(map(self.size, axes)), -1).contiguous())
+        return CompletedArrival(x.expand(prod(map(self.size, axes)), -1).contiguous())
 
     def start_reduce_scatter(
         self, x: Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
-    ) -> Here:
+    ) -> CompletedArrival:
         """This device's row."""
-        return Here(x[0])
+        return CompletedArrival(x[0])
 
 
 # ---- layouts as values
@@ -129,8 +135,8 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> DimOrder | None:
     return DimOrder(tuple(order), tuple(round(gap, 4) for gap in reversed(gaps)), repeated)
 
 
-def made(values: Tensor, layout: DimOrder | None) -> Tensor:
-    """A copy of ``values`` in new memory that lies as ``layout`` says."""
+def copy_with_layout(values: Tensor, layout: DimOrder | None) -> Tensor:
+    """A copy of ``values`` in new memory with this layout."""
     if layout is None:
         return values.clone(memory_format=torch.contiguous_format)
     shape, strides, packed = list(values.shape), [0] * values.dim(), 1.0
@@ -171,27 +177,27 @@ def _run(graph: Graph, ops: Sequence[Node]) -> list[NodeLayout]:
     strides: dict[tuple[str, int], tuple[int, ...]] = {}
     storages: dict[Node, tuple[Any, ...]] = {}
     copied_back: set[str] = set()
-    with mode, use(Context(OneDevice())), torch.enable_grad():
+    with mode, use_context(Context(OneDevice())), torch.enable_grad():
         try:
             for node in graph:
                 if node.op == "placeholder":
                     kind, source = node.meta["type"], node.meta["source"]
                     value = torch.empty(kind.shape, dtype=kind.dtype)
                     values[node] = value.requires_grad_(kind.is_float and source.requires_grad)
-                    _watch(node, 0, values[node], cotangents)
+                    _record_cotangent(node, 0, values[node], cotangents)
                     storages[node] = (value.untyped_storage()._cdata,)
                     continue
                 args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-                values[node] = made_ = _target(node)(*args, **kwargs)
+                values[node] = result = _target(node)(*args, **kwargs)
                 if op_name(node) == "getitem":
-                    storages[node] = (made_.untyped_storage()._cdata,)
+                    storages[node] = (result.untyped_storage()._cdata,)
                     continue
-                outputs = [made_] if isinstance(made_, Tensor) else list(made_)
+                outputs = [result] if isinstance(result, Tensor) else list(result)
                 storages[node] = tuple(x.untyped_storage()._cdata for x in outputs if x is not None)
                 for k, x in enumerate(outputs):
                     if x is not None:
                         strides[node.name, k] = x.stride()
-                        _watch(node, k, x, cotangents)
+                        _record_cotangent(node, k, x, cotangents)
             roots = [values[graph.node(r.node)] for r in graph.results]
             roots = [x for x in roots if isinstance(x, Tensor) and x.requires_grad]
             if roots:
@@ -200,12 +206,12 @@ def _run(graph: Graph, ops: Sequence[Node]) -> list[NodeLayout]:
                 if rule_for(node).cost_kind in ("view", "free") and _copies_back(node, values, cotangents):
                     copied_back.add(node.name)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            pass  # what was found until here stands
+            pass  # the layouts found so far are used; later nodes count as contiguous
     return [_layout(node, strides, cotangents, storages, node.name in copied_back) for node in ops]
 
 
 def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tuple[str, int], Tensor]) -> bool:
-    """Whether the backward of a view makes a new tensor: tried on this op alone, whoever else uses its operand."""
+    """True if the backward of a view makes a new tensor. This op runs alone, as its operand may have other users."""
     arriving = {k: g for (name, k), g in cotangents.items() if name == node.name}
     if not arriving:
         return False
@@ -226,7 +232,7 @@ def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tup
     return any(g is not None and g.untyped_storage()._cdata not in passed for g in grads)
 
 
-def _watch(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tensor]) -> None:
+def _record_cotangent(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tensor]) -> None:
     if x.requires_grad:
 
         def hook(grad: Tensor) -> None:
@@ -238,11 +244,13 @@ def _watch(node: Node, k: int, x: Tensor, cotangents: dict[tuple[str, int], Tens
 def _target(node: Node) -> Callable[..., Any]:
     if node.target is torch.ops.aten.view.default:  # as in ``lower``
         return torch.ops.aten.reshape.default
-    return _routed if node.target is local_ops.experts else node.target  # type: ignore[return-value]
+    return _experts_stand_in if node.target is local_ops.experts else node.target  # type: ignore[return-value]
 
 
-def _routed(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any) -> Tensor:
-    """In place of experts, whose row counts depend on data."""
+def _experts_stand_in(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Stand in for experts, whose row counts depend on data: the same type, and a gradient for every operand."""
     return x.clone() + (weight.sum() + gate_up.sum() + down.sum())
 
 
@@ -261,6 +269,6 @@ def _layout(
     grads = [cotangents.get((node.name, k)) for k in range(len(kinds))]
     before = {address for operand in node.all_input_nodes for address in storages.get(operand, ())}
     copies_forward = bool(storages.get(node)) and not before.issuperset(storages[node])
-    lies = tuple(None if g is None else layout_of(g.shape, g.stride()) for g in grads)
+    grad_layouts = tuple(None if g is None else layout_of(g.shape, g.stride()) for g in grads)
     flows = tuple(g is not None for g in grads) if any(g is not None for g in grads) else (True,) * len(kinds)
-    return NodeLayout(outputs, lies, flows, copies_forward, copies_backward)
+    return NodeLayout(outputs, grad_layouts, flows, copies_forward, copies_backward)

@@ -39,7 +39,7 @@ from ..cost.pricing import MeshPricer
 from ..cost.saved_tensors import saved_bytes, saved_tensors
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
-from ..ir.ops.loss import ONCE, leaving, lone_losses
+from ..ir.ops.loss import DEFERRED_SUM_FACTOR, deferrable_losses, exit_pair
 from ..ir.spec import P, Pair, R, S, Spec, parse_pair, replicated
 from ..plan.independent_axes import converts_over, lies_loosely, sends_over
 from ..plan.plan import ParameterSharding
@@ -229,7 +229,7 @@ class _Builder:
         self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
         self.nodes = graph.by_name()
-        self.members, self.late = {node.name for node in ops}, lone_losses(graph)
+        self.members, self.late = {node.name for node in ops}, deferrable_losses(graph)
         self.reads = LayerReads(ops, layering.layer_of, self.grad)
         self.saved = saved_tensors(ops, self.grad)
         self.plain = saved_tensors([op for op in ops if self._keeps(op.name)], self.grad) if recompute else self.saved
@@ -404,9 +404,13 @@ class _Builder:
     def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """given: the pairs in which it may be made."""
         whole = replicated(len(self.mesh))
-        pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
+        pairs = list(dict.fromkeys(map(exit_pair, given))) if name in self.late else [whole]
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
-        seconds = np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs]) / self.m * ONCE
+        seconds = (
+            np.array([self.pricer.convert(pair.value, whole.value, kind) for pair in pairs])
+            / self.m
+            * DEFERRED_SUM_FACTOR
+        )
         return self._add(name, "result", tuple(pairs), seconds, zero, zero), pairs
 
     def _add_placeholder(self, node: Node, wanted: list[Pair]) -> tuple[int, list[Pair]]:
@@ -494,7 +498,7 @@ class _Builder:
                 free = is_placeholder and all(v.kind == "R" or v == w for v, w in zip(source.value, target.value))
                 ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
                 seconds[s, t] = (2 if again else 1) * ahead + back
-                late = name in self.late and leaving(source).value != target.value
+                late = name in self.late and exit_pair(source).value != target.value
                 if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.loose_axes):
                     seconds[s, t] = np.inf
                 if copied and source.value != target.value and np.isfinite(seconds[s, t]):

@@ -29,7 +29,7 @@ from ..cost.pricing import MeshPricer, partial_axes
 from ..errors import TooWide
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, tensor_operands, types_of
-from ..ir.reshard import FREE, steps_between
+from ..ir.reshard import LOCAL_STEPS, steps_between
 from ..ir.spec import Pair, Spec
 from ..plan.plan import Chunk, GradientReduction, ParameterSharding, Stage, StagePrediction
 from ..plan.recompute import NOTHING, Recompute
@@ -177,7 +177,7 @@ def describe_stage(
                 steps.append(("backward", steps_between(want.cotangent, pair.cotangent)))
             for phase, path in steps:
                 for step in path:
-                    if step.kind not in FREE:
+                    if step.kind not in LOCAL_STEPS:
                         collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
     for one in price.gathers:
         collectives["forward all_gather"] += 1

@@ -39,7 +39,7 @@ from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, residen
 from ..cost.pricing import MeshPricer, gradient_type, partial_axes
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, TensorType, output_of, tensor_operands
-from ..ir.reshard import FREE, steps_between
+from ..ir.reshard import LOCAL_STEPS, steps_between
 from ..ir.spec import Pair, without_partials
 from ..plan.plan import GradientReduction, ParameterSharding
 from ..plan.recompute import NOTHING, Recompute
@@ -237,7 +237,9 @@ class _Pricing:
                 steps = [*steps_between(pair.value, want.value)]
                 steps += steps_between(want.cotangent, pair.cotangent) if needs else ()
                 found = {
-                    self.pricer.axes[s.axis].source(s.kind.removesuffix("_max")) for s in steps if s.kind not in FREE
+                    self.pricer.axes[s.axis].source(s.kind.removesuffix("_max"))
+                    for s in steps
+                    if s.kind not in LOCAL_STEPS
                 }
                 for source in found or {"analytic"}:
                     self.sources[source] += self.m * (ahead + again + back) / max(1, len(found))

@@ -1,1 +1,1 @@
-"""What all of the compiler trades in: graphs, specs, local programs, reshards, and the protocol of collectives."""
+"""The intermediate representation: graphs, specs, local programs, reshards, and the protocol of collectives."""

@@ -1,7 +1,7 @@
-"""What a local program needs from whoever runs it: its place on the mesh, collectives, and the counters of random ops.
+"""The context of a local program: collectives, the device's place on the mesh, and the counters of random ops.
 
 The compiler emits programs against these protocols; ``runtime/`` implements them over torch.distributed, and
-``LockstepGroup`` in ``rules/lockstep.py`` over threads of one process. Nothing here starts a process group.
+``LockstepGroup`` in ``verification/lockstep.py`` over threads of one process. Nothing here starts a process group.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Arrival", "Comm", "Context", "GathersAhead", "Here", "current", "use"]
+__all__ = ["Arrival", "Comm", "CompletedArrival", "Context", "GatherPrefetch", "current_context", "use_context"]
 
 
 class Arrival(Protocol):
-    """A collective on its way."""
+    """A collective that is in flight."""
 
     def wait(self) -> torch.Tensor:
-        """Its result. To be asked for once."""
+        """Wait for the result and return it. May be called once."""
         ...
 
 
 @dataclass(frozen=True)
-class Here:
-    """A collective that is over when it starts."""
+class CompletedArrival:
+    """A collective that is complete when it starts."""
 
     x: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """Its result."""
+        """Return the result."""
         return self.x
 
 
@@ -76,8 +76,8 @@ class Comm(Protocol):
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sends ``before`` to the device before this one along the axis and ``after`` to the one behind it, and returns
-        what these two sent here, from the one before first.
+        """Send ``before`` to the device before this one along the axis and ``after`` to the one behind it; return the
+        tensors that these two sent here, first that from the device before.
 
         Each of the two is None on all devices or has one shape on all of an axis; what is None or empty costs nothing.
         From beyond the ends come zeros, or, if ``cyclic``, what is at the other end.
@@ -85,76 +85,79 @@ class Comm(Protocol):
         ...
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """Begin to send ``x`` to the device at coordinate ``to`` of the axis; returns what waits for what the one at
-        ``source`` sends here, of the same shape.
+        """Begin to send ``x`` to the device at coordinate ``to`` of the axis. The returned function waits for the tensor
+        of the same shape that the device at ``source`` sends here.
 
-        Every device of the axis sends once and is sent to once. Until then nobody may write to ``x``.
+        Every device of the axis sends once and receives once. Until then ``x`` must not be written.
         """
         ...
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
-        """Begin to sum ``x`` over the axes, on every device. Until it is there nobody may read or write ``x``."""
+        """Begin to sum ``x`` over the axes, on every device. Until the sum arrives ``x`` must not be read or written."""
         ...
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:
         """Begin to gather the rows ``x`` [n] of the joint ``axes``: [devices of the axes, n], row-major in their
-        coordinates. Until it is there nobody may write to ``x``. code: one of ``codecs.CARRIERS``, in which rows
-        travel; all devices get the same."""
+        coordinates. Until they arrive ``x`` must not be written. code: one of ``codecs.CARRIERS``, by which rows are
+        encoded; all devices get the same values."""
         ...
 
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
     ) -> Arrival:
-        """Begin to sum ``x`` [devices of the joint ``axes``, n] over them: this device's row [n]. Until it is there
-        nobody may write to ``x``. code: one of ``codecs.CARRIERS``, in which each row travels once; draw: of its random
-        numbers."""
+        """Begin to sum ``x`` [devices of the joint ``axes``, n] over them: this device's row [n]. Until it
+        arrives ``x`` must not be written. code: one of ``codecs.CARRIERS``, by which each row is encoded once; draw:
+        the counters of the codec's random numbers."""
         ...
 
 
-class GathersAhead(Protocol):
+class GatherPrefetch(Protocol):
     """See ``weight_gathers.Ahead``."""
 
     def arrival(self, number: int) -> Arrival:
-        """A gather that is asked for now."""
+        """The gather of this number, started now if it is not in flight yet."""
         ...
 
     def follow(self, number: int) -> None:
-        """It is there."""
+        """Note that this gather has arrived, and start the next one."""
         ...
 
 
 @dataclass
 class Context:
-    """Bound while a local program runs. Random ops are a function of (seed, step, microbatch, op, global index).
+    """The state that is bound while a local program runs (``use_context``).
 
-    repeating: entered by a backward around what it runs once more; unscale: what gradients are multiplied with where
-    they become those of fp32 weights, one over the scale of the loss; ahead: who starts gathers of weights, if not
-    those who ask for them; code: in which weights in blocks are gathered and their gradients scattered."""
+    Random numbers are a function of (seed, step, microbatch, op, global index).
+    """
 
     comm: Comm
     seed: int = 0
     step: int = 0
     microbatch: int = 0
+    #: the factor of gradients where they become those of fp32 weights: one over the scale of the loss
     unscale: float = 1.0
+    #: a context manager that the backward enters around ops that it recomputes
     repeating: Callable[[], AbstractContextManager[None]] = nullcontext
-    ahead: GathersAhead | None = None
+    #: the prefetcher of weight gathers; None: each gather starts when an op needs it
+    ahead: GatherPrefetch | None = None
+    #: the codec by which sharded weights are gathered and their gradients scattered
     code: str = "none"
 
 
 _CURRENT: ContextVar[Context] = ContextVar("meshwright_context")
 
 
-def current() -> Context:
+def current_context() -> Context:
     """The bound context; an op that needs it in the backward must keep it from the forward (autograd has threads of its
     own)."""
     try:
         return _CURRENT.get()
     except LookupError:
-        raise RuntimeError("a local program runs only inside `comm.use(...)`, but none is bound") from None
+        raise RuntimeError("a local program runs only inside `comm.use_context(...)`, but none is bound") from None
 
 
 @contextmanager
-def use(context: Context) -> Iterator[Context]:
+def use_context(context: Context) -> Iterator[Context]:
     """Bind ``context`` for the block."""
     token = _CURRENT.set(context)
     try:

@@ -69,7 +69,7 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        """Whether gradients can flow through a tensor of this type."""
+        """True if gradients can flow through a tensor of this type."""
         return self.dtype.is_floating_point
 
     def __str__(self) -> str:
@@ -78,12 +78,12 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a placeholder's tensor comes from.
+    """The origin of a placeholder's tensor.
 
     kind: "input" (name: "args.0", "kwargs.labels", "targets.0", with keys appended for nested containers), "parameter"
     or "buffer" (name: the first qualified name in the model, aliases: the other names of the same tensor), or
-    "constant" (a tensor that the model's code made; its value is in ``Graph.constants``). batch_dim: which dim of an
-    input is the batch, None if it has none.
+    "constant" (a tensor that the model's code made; its value is in ``Graph.constants``). batch_dim: the batch dim
+    of an input, None if it has none.
     """
 
     kind: str
@@ -110,13 +110,18 @@ class Graph:
 
     fx: torch.fx.Graph
     results: tuple[Result, ...]
+    #: the batch extent in types and arguments
     batch: int
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    output_spec: Any = None  # torch.utils._pytree.TreeSpec of the model's outputs, where there are "output" results
+    #: ``torch.utils._pytree.TreeSpec`` of the model's outputs, if there are "output" results
+    output_spec: Any = None
     training: bool = True
-    origin: Graph | None = None  # the graph at the capture extent, for one made by ``with_batch``
-    precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
-    captured: str = ""  # the fingerprint of the captured graph, where this one is in another precision
+    #: the graph at the capture extent, for one made by ``with_batch``
+    origin: Graph | None = None
+    #: the precision of the computation; "model": the dtypes that the model itself has
+    precision: str = "model"
+    #: the fingerprint of the captured graph, if this one is in another precision
+    captured: str = ""
     _names: dict[str, Node] | None = field(default=None, init=False, repr=False)
     _ops: list[Node] | None = field(default=None, init=False, repr=False)
     _placeholders: dict[tuple[str, ...], list[Node]] = field(default_factory=dict, init=False, repr=False)
@@ -155,7 +160,7 @@ class Graph:
 
     @property
     def mixed(self) -> bool:
-        """Whether it is computed in 16 bits with fp32 master weights and sums of gradients (``mixed_precision``)."""
+        """True if it is computed in 16 bits with fp32 master weights and sums of gradients (``mixed_precision``)."""
         return self.precision != "model"
 
     def __len__(self) -> int:
@@ -208,7 +213,7 @@ class Graph:
     # ---- invariants
 
     def check(self) -> None:
-        """Assert what every pass may rely on."""
+        """Assert the invariants on which every pass relies."""
         seen: set[str] = set()
         for node in self:
             assert node.op in ("placeholder", "call_function"), f"{node.name}: {node.op}"
@@ -243,24 +248,27 @@ def copy_at(copy: torch.fx.Graph, node: Node, env: Mapping[Node, Node] | None, o
         return rescale(value, old, new) if kind is float else value
 
     if env is None:
-        made = copy.placeholder(node.name)
+        new_node = copy.placeholder(node.name)
     else:
         operands = env
-        made = copy.create_node(node.op, node.target, name=node.name)  # arguments given here are looked through first
-        made.args = tuple([scaled(value) for value in node.args])
+        # fx walks through arguments that are passed here, so they are set afterwards
+        new_node = copy.create_node(node.op, node.target, name=node.name)
+        new_node.args = tuple([scaled(value) for value in node.args])
         if node.kwargs:
-            made.kwargs = {key: scaled(value) for key, value in node.kwargs.items()}
-    if made.name != node.name:
-        made.name = node.name
-    made.meta = dict(node.meta)
+            new_node.kwargs = {key: scaled(value) for key, value in node.kwargs.items()}
+    if new_node.name != node.name:
+        new_node.name = node.name
+    new_node.meta = dict(node.meta)
     kind = node.meta["type"]
     several = isinstance(kind, tuple)
-    made.meta["type"] = tuple([_retyped(t, old, new) for t in kind]) if several else _retyped(kind, old, new)
-    return made
+    new_node.meta["type"] = (
+        tuple([_rescale_type(t, old, new) for t in kind]) if several else _rescale_type(kind, old, new)
+    )
+    return new_node
 
 
 @lru_cache(maxsize=1 << 16)
-def _retyped(kind: TensorType, old: int, new: int) -> TensorType:
+def _rescale_type(kind: TensorType, old: int, new: int) -> TensorType:
     shape = tuple([rescale(extent, old, new) for extent in kind.shape])
     return kind if shape == kind.shape else TensorType(shape, kind.dtype)
 
@@ -310,7 +318,7 @@ def _target_name(target: Any) -> str:
 
 
 def output_of(node: Node) -> tuple[Node, int]:
-    """(the op that makes this tensor, which of its outputs it is); a node that is no getitem is its own first."""
+    """(the op that makes this tensor, the index among its outputs); a node that is no getitem is its own first."""
     if node.op == "call_function" and node.target is operator.getitem:
         producer, index = node.args
         assert isinstance(producer, Node)
@@ -321,12 +329,12 @@ def output_of(node: Node) -> tuple[Node, int]:
 
 def tensor_operands(node: Node) -> list[Node]:
     """The nodes among args and kwargs in order of appearance, repeats kept (``mul(x, x)`` has two operands)."""
-    found: list[Node] = []
+    operands: list[Node] = []
     stack: list[Any] = [*node.kwargs.values()][::-1] + [*node.args][::-1]
     while stack:
         value = stack.pop()
         if isinstance(value, Node):
-            found.append(value)
+            operands.append(value)
         elif isinstance(value, list | tuple):
             stack += value[::-1]
-    return found
+    return operands

@@ -1,4 +1,4 @@
-"""One op that can be run by itself again and again, to be timed: its signature, and how to make its operands."""
+"""A probe: one op that runs by itself, repeatedly, to be timed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["OpInstance", "Probe"]
 
 @dataclass(frozen=True)
 class Probe:
-    """One signature and how to run it. ``make(device, weights=True)`` gives a fresh Instance with operands in memory of
-    its own; with ``weights=False`` its backward leaves the parameters' gradients out. nbytes: of operands, outputs and
-    cotangents of one instance."""
+    """The signature of an op, and a factory of runnable instances of it."""
 
     signature: str
+    #: ``make(device, weights=True)`` gives a new instance with operands in memory of its own; with ``weights=False``
+    #: its backward leaves the parameters' gradients out
     make: Callable[..., OpInstance]
+    #: bytes of operands, outputs and cotangents of one instance
     nbytes: int = 0
 
 
@@ -34,7 +35,7 @@ class OpInstance:
         cotangents: Callable[[int, Tensor], Tensor | None],
     ) -> None:
         self.operands = tuple(operands)
-        self._call, self._made = call, cotangents
+        self._call, self._make_cotangent = call, cotangents
         self._leaves = [x for x in self.operands if x.requires_grad]
         self._roots: list[Tensor] = []
         self._outputs: Any = None
@@ -52,8 +53,9 @@ class OpInstance:
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         if self._cotangents is None:
-            made_ = [(k, self._made(k, y)) for k, y in enumerate(outputs) if y is not None and y.requires_grad]
-            self._cotangents = [(k, g) for k, g in made_ if g is not None]
+            tracked = [(k, y) for k, y in enumerate(outputs) if y is not None and y.requires_grad]
+            grads = [(k, self._make_cotangent(k, y)) for k, y in tracked]
+            self._cotangents = [(k, g) for k, g in grads if g is not None]
         roots = [outputs[k] for k, _ in self._cotangents]
         del outputs
         if roots:

@@ -1,5 +1,5 @@
-"""The lowered program of one chunk: a local fx module with its calling convention. Every device of the stage runs the
-same one.
+"""The lowered program of one virtual stage (chunk): a local fx module with its calling convention. Every device of the
+stage runs the same one.
 
 ``module(*slots) -> tuple(exits)``. The module is differentiable by eager autograd: reshards and communicating ops carry
 their own conjugates. It reads its coordinates and collectives from ``comm.current()``.
@@ -57,7 +57,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Segment:
-    """Names of nodes that the backward runs again, but for the ``heavy`` of them, whose results are kept."""
+    """A recompute segment: nodes that the backward runs again, except the ``heavy`` ones, whose results are saved."""
 
     nodes: frozenset[str]
     heavy: frozenset[str] = frozenset()
@@ -65,12 +65,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class ChunkProgram:
-    """What ``lower`` makes of one chunk of a plan. Who runs it repeats the ``segments`` (``segments.repeating``)."""
+    """The program of one chunk of a plan, by ``lower``. Its runner recomputes the ``segments`` (``segments.repeating``)."""
 
     module: torch.fx.GraphModule
     slots: tuple[Slot, ...]
     exits: tuple[Exit, ...]
     mesh_shape: tuple[int, ...]
-    collectives: Mapping[str, int]  # "forward all_reduce", "backward all_gather", … → count per microbatch
+    #: "forward all_reduce", "backward all_gather", … → count per microbatch
+    collectives: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     segments: tuple[Segment, ...] = ()

@@ -1,4 +1,5 @@
-"""From one spec to another as collective steps, their bytes, and the autograd function that runs them.
+"""Reshards: the conversion from one spec to another as collective steps, their bytes, and the autograd function that
+runs them.
 
 On one axis:    R→S slice · R→P mask (zero but on the first) · S→P pad with zeros · S→R all_gather · P→R all_reduce ·
                 P→S reduce_scatter · S→S' all_to_all. The first three move no data.
@@ -9,10 +10,10 @@ A reshard between a producer's pair and a consumer's runs value → value in the
 conjugate, consumer cotangent → producer cotangent in the backward. (torch's functional all_reduce has the wrong
 conjugate for a replicated consumer, so all conjugates are ours.)
 
-How one rank's block of a tensor falls into the smaller blocks of a finer spec, and many of them into one message.
-
-On the wire a bundle of tensors whose small blocks have k₁, k₂, … elements is a tensor [d, Σ kᵢ] for a group of d ranks:
-row j is for (or from) rank j of the group and holds one block of each, so one collective serves all of them.
+``Cut`` divides one rank's block of a tensor into the smaller blocks of a finer spec, as parameter sharding does. Many
+tensors share one message: a bundle of tensors whose small blocks have k₁, k₂, … elements is sent as a tensor
+[d, Σ kᵢ] for a group of d ranks. Row j is for (or from) rank j of the group and holds one block of each, so one
+collective serves all of them.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .comm import Comm, current
+from .comm import Comm, current_context
 from .spec import Pair, Placement, R, Spec
 
 __all__ = [
-    "FREE", "Cut", "ReshardStep", "Steps", "apply_steps", "place", "reshard", "run_steps", "step_bytes", "steps_between",
+    "LOCAL_STEPS", "Cut", "ReshardStep", "Steps", "apply_steps", "place", "reshard", "run_steps", "step_bytes",
+    "steps_between",
 ]  # fmt: skip
 
 
-FREE = frozenset({"slice", "mask", "pad"})
+#: the kinds of steps that send nothing
+LOCAL_STEPS = frozenset({"slice", "mask", "pad"})
 
 
 class ReshardStep(NamedTuple):
@@ -53,7 +56,7 @@ class ReshardStep(NamedTuple):
         return f"{self.kind}@{self.axis}{dims}" + (f"->{self.dim2}" if self.dim2 >= 0 else "")
 
 
-def _single(axis: int, a: Placement, b: Placement) -> ReshardStep | None:
+def _step_on_axis(axis: int, a: Placement, b: Placement) -> ReshardStep | None:
     """The step from placement ``a`` to ``b`` on one axis; None if they are equal; ValueError if there is no such
     conversion."""
     if a == b:
@@ -91,7 +94,7 @@ def steps_between(source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
         return any(now[a].is_shard and now[a].dim == dim for a in order if a > axis)
 
     def move(axis: int, to: Placement) -> None:
-        step = _single(axis, now[axis], to)
+        step = _step_on_axis(axis, now[axis], to)
         if step is not None:
             steps.append(step)
             now[axis] = to
@@ -155,7 +158,7 @@ def step_bytes(
             elements //= size
         elif step.kind in ("all_gather", "pad"):
             elements *= size
-        out.append((step, 0 if step.kind in FREE else max(before, elements)))
+        out.append((step, 0 if step.kind in LOCAL_STEPS else max(before, elements)))
     return out
 
 
@@ -194,7 +197,7 @@ class _Reshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Steps, backward: Steps) -> torch.Tensor:
-        ctx.comm, ctx.steps = current().comm, backward
+        ctx.comm, ctx.steps = current_context().comm, backward
         out = apply_steps(x.detach(), forward, ctx.comm)
         return out.view_as(out) if out is x or out.data_ptr() == x.data_ptr() else out
 

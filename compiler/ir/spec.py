@@ -1,4 +1,4 @@
-"""Placements of a tensor on a logical mesh, and the pairs *(value, cotangent)* that the whole compiler trades in.
+"""Placements of a tensor on a logical mesh, and the pairs *(value, cotangent)* that describe a tensor in the whole compiler.
 
 Grammar::
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one mesh axis does to a tensor: ``kind`` is "S", "R", "P" or "Pmax"; ``dim`` counts only for "S"."""
+    """The placement of a tensor on one mesh axis: ``kind`` is "S", "R", "P" or "Pmax"; ``dim`` counts only for "S"."""
 
     kind: str
     dim: int = -1
@@ -53,12 +53,12 @@ class Placement:
 
     @property
     def is_shard(self) -> bool:
-        """Whether this placement cuts a dim."""
+        """True if this placement cuts a dim."""
         return self.kind == "S"
 
     @property
     def is_partial(self) -> bool:
-        """Whether this placement leaves a reduction to be done."""
+        """True if this placement leaves a reduction to be done."""
         return self.kind in ("P", "Pmax")
 
 

@@ -22,8 +22,8 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.codecs import carried_bytes
 from ...costmodel.compute import writes_scores
 from ..cost.pricing import gradient_type
-from ..frontend.layers import differentiable
-from ..ir.comm import Context, use
+from ..frontend.layers import differentiable_nodes
+from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, TensorType, op_name
 from ..ir.ops.weight_gathers import Gathers
 from ..ir.program import Exit, Slot
@@ -345,7 +345,7 @@ class ChunkRoom:
                 self._hook(template[position], slot.name, tracker, room, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
         code = self.plan.code("weights")
-        with use(Context(comm, repeating=tracker.repeating, code=code)), tracker:
+        with use_context(Context(comm, repeating=tracker.repeating, code=code)), tracker:
             for index in range(-bool(gathers.reads), count):  # one before, to learn in which order gathers come
                 last[0] = index in (-1, count - 1)
                 tracker.restart()
@@ -480,7 +480,7 @@ class ChunkKeys:
         self.graph, self.plan = graph, plan
         self.layers = PlanLayers(graph, plan)
         self.cluster = Cluster.from_json(json.dumps(plan.cluster))
-        self.grad = differentiable(graph)
+        self.grad = differentiable_nodes(graph)
         self.holders = parameter_stages(plan.stages)
         self.sent = Counter((one.source, one.source_chunk, one.node) for one in plan.transfers)
         for index, stage in enumerate(plan.stages if plan.num_chunks > 1 else ()):

@@ -32,7 +32,7 @@ from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
 from ..pipeline.virtual_stages import fewer
 from ..plan.plan import Plan
-from ..workers import all_of
+from ..workers import run_all
 from .chunk import Bytes, ChunkKeys, ChunkRoom, worst_of
 
 __all__ = ["footprints", "message_room", "stage_memory", "with_footprints"]
@@ -76,7 +76,7 @@ def footprints(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Excep
             keys[index] = [shared.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
             found[index] = error
-    for some in all_of([partial(_footprints, shared, part) for part in _dealt(keys, workers)]):
+    for some in run_all([partial(_footprints, shared, part) for part in _dealt(keys, workers)]):
         found |= some
     return [found[index] for index in range(len(plan.stages))]
 

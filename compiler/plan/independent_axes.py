@@ -25,7 +25,7 @@ from torch.fx import Node
 from ..ir.graph import TensorType
 from ..ir.ops.loss import start_count
 from ..ir.program import ChunkProgram
-from ..ir.reshard import FREE, run_steps, steps_between
+from ..ir.reshard import LOCAL_STEPS, run_steps, steps_between
 from ..ir.spec import Pair
 from ..rules import MeshChoice
 from .plan import Stage
@@ -71,7 +71,7 @@ def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
             yield f"op {name!r} needs the whole batch"
         for kind, at, *_ in _steps(node):
             # a mask would leave to the first replica what all add
-            if at != axis or (kind in FREE and kind != "mask"):
+            if at != axis or (kind in LOCAL_STEPS and kind != "mask"):
                 continue
             if kind != "all_reduce" or reach[node] != {"loss"} or node.meta.get("numel", 1) > LOSS_NUMBERS:
                 yield f"tensor {name!r} is resharded by {kind}"
@@ -128,7 +128,7 @@ def converts_over(source: Pair, target: Pair, kind: TensorType, grad: bool, axis
         except ValueError:
             return False
         for step in steps:
-            silent = step.kind in FREE and step.kind != "mask"  # a mask leaves to the first replica what all add
+            silent = step.kind in LOCAL_STEPS and step.kind != "mask"  # a mask leaves to the first replica what all add
             number = step.kind == "all_reduce" and kind.numel <= LOSS_NUMBERS
             if step.axis == axis and not silent and not number:
                 return True

@@ -20,12 +20,12 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from ..frontend.layers import differentiable
+from ..frontend.layers import differentiable_nodes
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands
-from ..ir.ops.loss import counted_by, early_count, leaving, lone_losses
+from ..ir.ops.loss import counting_loss, deferrable_losses, early_count, exit_pair
 from ..ir.ops.weight_gathers import gather_blocks
 from ..ir.program import ChunkProgram, Exit, Slot
-from ..ir.reshard import FREE, Cut, ReshardStep, run_steps, steps_between
+from ..ir.reshard import LOCAL_STEPS, Cut, ReshardStep, run_steps, steps_between
 from ..ir.spec import Pair, R
 from ..rules import pairs_choice, rule_for
 from .plan import Chunk, Plan
@@ -73,7 +73,7 @@ class _Lowering:
         self.blocks: dict[str, tuple[Node, Slot]] = {}  # parameters of which slots have blocks
         self.graph, self.part, self.mesh = graph, part, mesh_shape
         self.nodes = graph.by_name()
-        self.grad = differentiable(graph)
+        self.grad = differentiable_nodes(graph)
         self.out = torch.fx.Graph()
         self.here: dict[str, Node] = {}  # tensor → its node in the local program
         self.pair: dict[str, Pair] = {}  # tensor → the pair it is made in
@@ -92,9 +92,9 @@ class _Lowering:
         for node in ops:
             self._op(node)
         exits = [self._exit("send", name, name, Pair(spec, spec)) for name, spec in self.part.sends.items()]
-        late = lone_losses(self.graph)
+        late = deferrable_losses(self.graph)
         for kind, name, result in results:
-            target = leaving(self.pair[result]) if kind == "loss" and result in late else self.whole
+            target = exit_pair(self.pair[result]) if kind == "loss" and result in late else self.whole
             if kind == "buffer":
                 slot = next((s for s in slots if s.kind == "buffer" and s.name == name), None)
                 target = slot.pair if slot else self.whole
@@ -220,13 +220,13 @@ class _Lowering:
             self.converted[key].meta.update(tensor=name, pair=target, numel=self.nodes[name].meta["type"].numel)
             for phase, steps in (("forward", forward), ("backward", backward)):
                 for step in steps:
-                    if step.kind not in FREE:
+                    if step.kind not in LOCAL_STEPS:
                         self.collectives[f"{phase} {step.kind.removesuffix('_max')}"] += 1
         return self.converted[key]
 
     def _conversion(self, node: Node, forward: Sequence[ReshardStep], backward: Sequence[ReshardStep]) -> Node:
         """``run_steps`` on the local node of a tensor; the sum of a count of targets starts before there are logits."""
-        loss = counted_by(node)
+        loss = counting_loss(node)
         if loss is not None and all(step.kind == "all_reduce" for step in forward):
             return early_count(self.out, self.here[loss.name], forward)
         literal: list[Any] = [tuple(tuple(step) for step in steps) for steps in (forward, backward)]

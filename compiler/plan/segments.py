@@ -32,9 +32,9 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..frontend.layers import Layering
-from ..ir.comm import Context, current, use
+from ..ir.comm import Context, current_context, use_context
 from ..ir.program import Segment
-from ..ir.reshard import FREE, run_steps
+from ..ir.reshard import LOCAL_STEPS, run_steps
 from .plan import Chunk
 from .recompute import Recompute
 
@@ -85,7 +85,7 @@ def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recom
     if mode == "none":
         return True
     steps: Any = node.args[1]
-    sends = any(step[0] not in FREE for step in steps)
+    sends = any(step[0] not in LOCAL_STEPS for step in steps)
     return recompute.converts_again(maker.name) or (not sends and any(user.name in ops for user in node.users))
 
 
@@ -223,7 +223,7 @@ class Repeated(torch.nn.Module):
         if not torch.is_grad_enabled():
             made: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
             return made
-        run = _First(self.body, self.ops, self.kept, inputs, replace(current()))
+        run = _First(self.body, self.ops, self.kept, inputs, replace(current_context()))
         with saved_tensors_hooks(run.pack, run.unpack):
             made = self.body.forward(run, *inputs)
         return made
@@ -324,7 +324,12 @@ class _Again:
     def run(self) -> dict[Any, torch.Tensor]:
         """Everything that was dropped, by its place."""
         first = self.first
-        with use(first.context), first.context.repeating(), torch.enable_grad(), saved_tensors_hooks(self.pack, _never):
+        with (
+            use_context(first.context),
+            first.context.repeating(),
+            torch.enable_grad(),
+            saved_tensors_hooks(self.pack, _never),
+        ):
             first.body.forward(self, *first.inputs)
         assert self.count == first.count, f"a repeated part saved {first.count} tensors at first, now {self.count}"
         return self.found

@@ -22,17 +22,17 @@ from ..pipeline.simulate import Simulation, grid, legend
 from ..plan.plan import Plan
 from ..search.predict import simulate_plan
 from ..text import (
-    bar,
+    bar_text,
     bytes_text,
     count_text,
+    group_runs,
     magnitude_text,
     rate_text,
-    runs,
     seconds_text,
     span_text,
-    stacked,
+    stack_tables,
     table,
-    wrapped,
+    wrap_lines,
 )
 from .describe import (
     Group,
@@ -120,7 +120,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     cluster = _cluster(plan)
     devices = " + ".join(
         f"{sum(host.num_devices for host in run)} × {name}"
-        for name, run in runs(cluster.hosts, lambda host: host.device.name)
+        for name, run in group_runs(cluster.hosts, lambda host: host.device.name)
     )
     passes = plan.provenance.get("passes", {})
     slow = sorted(((s, name) for name, s in passes.items() if name not in ("total", "capture")), reverse=True)[:3]
@@ -159,7 +159,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in slow)
         before = f"; capture {seconds_text(passes['capture'])}" if "capture" in passes else ""
         facts.append(("search", f"{seconds_text(passes.get('total', 0.0))} ({parts}){before}"))
-    lines = [line for name, text in facts for line in wrapped(text, width, f"  {name.ljust(9)} ", " " * 12)]
+    lines = [line for name, text in facts for line in wrap_lines(text, width, f"  {name.ljust(9)} ", " " * 12)]
     return ["Plan", *lines]
 
 
@@ -183,9 +183,9 @@ def _stages(plan: Plan, graph: Graph | None, simulation: Simulation, width: int)
             ]
         )
     lines = table(head, rows, "<<<<>>><", width, shrink=3)
-    lines += wrapped("forward and backward are of one microbatch", width, "  ")
+    lines += wrap_lines("forward and backward are of one microbatch", width, "  ")
     if counts := _parameter_counts(plan, graph):
-        lines += wrapped("parameters: " + ", ".join(map(magnitude_text, counts)), width, "  ", "    ")
+        lines += wrap_lines("parameters: " + ", ".join(map(magnitude_text, counts)), width, "  ", "    ")
     return lines
 
 
@@ -196,7 +196,7 @@ def _span(plan: Plan, first: int, end: int) -> str:
 
 def _of_limit(used: float, limit: float, wide: bool) -> str:
     return (
-        f"{bar(used / limit)} {used / 2**30:.3g} of {bytes_text(limit)}"
+        f"{bar_text(used / limit)} {used / 2**30:.3g} of {bytes_text(limit)}"
         if wide
         else f"{used / 2**30:.3g}/{bytes_text(limit)}"
     )
@@ -233,7 +233,7 @@ def _layers(plan: Plan, graph: Graph | None, width: int) -> list[str]:
         if graph is None and mesh:
             for family, cuts in op_summary(plan.stages[begin]):
                 text = "; ".join(f"{what} ({count}×)" for what, count in cuts)
-                lines += wrapped(text, width, f"    {family} work: ", "      ")
+                lines += wrap_lines(text, width, f"    {family} work: ", "      ")
     return lines
 
 
@@ -272,7 +272,7 @@ def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
         return ["  one stage: every microbatch forward and backward in turn, then the update"]
     schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
     picture = grid(schedule, simulation, width - 2).splitlines()
-    return [*(f"  {line}" for line in picture), *wrapped(legend(schedule), width, "  ")]
+    return [*(f"  {line}" for line in picture), *wrap_lines(legend(schedule), width, "  ")]
 
 
 def _seconds(plan: Plan, width: int) -> list[str]:
@@ -321,7 +321,7 @@ def _by_stage(
     for key, run in groupby(enumerate(cells), key=lambda pair: pair[1]):
         numbers = [index for index, _ in run]
         merged.append([span_text(numbers), *key])
-    return stacked(["stage", *head], merged, "<" + ">" * len(head), width)
+    return stack_tables(["stage", *head], merged, "<" + ">" * len(head), width)
 
 
 def _collectives(plan: Plan, width: int) -> list[str]:
@@ -346,8 +346,8 @@ def _collectives(plan: Plan, width: int) -> list[str]:
             )
         )
     lines: list[str] = []
-    for text, run in runs(rows, lambda row: row[1]):
-        lines += wrapped(text, width, f"  stage {span_text([index for index, _ in run])}: ", "    ")
+    for text, run in group_runs(rows, lambda row: row[1]):
+        lines += wrap_lines(text, width, f"  stage {span_text([index for index, _ in run])}: ", "    ")
     return lines
 
 
@@ -374,7 +374,7 @@ def _alternatives(plan: Plan, width: int) -> list[str]:
 def _prices(plan: Plan, width: int) -> list[str]:
     lines: list[str] = []
     if text := _source_shares(plan):
-        lines += wrapped(text, width, "  ", "    ")
+        lines += wrap_lines(text, width, "  ", "    ")
     cluster = _cluster(plan)
     seen: set[str] = set()
     for host in cluster.hosts:
@@ -387,11 +387,11 @@ def _prices(plan: Plan, width: int) -> list[str]:
             text = f"measured: {', '.join(kinds)}, memory rate and launch; everything else: roofline from these rates"
         else:
             text = "nothing measured: roofline from data sheet constants"
-        lines += wrapped(text, width, f"  {device.name}: ", "    ")
+        lines += wrap_lines(text, width, f"  {device.name}: ", "    ")
     links = [host.link for host in cluster.hosts] + ([cluster.link] if len(cluster.hosts) > 1 else [])
     for link in dict.fromkeys(links):
         kind = "measured" if "measured" in link.source else "published and assumed constants"
-        lines += wrapped(
+        lines += wrap_lines(
             f"{kind}, {link.bytes_per_s / 1e9:.4g} GB/s, {link.alpha_s * 1e6:.3g} µs", width, f"  {link.name}: ", "    "
         )
     return lines
@@ -432,7 +432,7 @@ def _titled(title: str, lines: list[str]) -> list[str]:
 
 
 def _bullets(texts: Sequence[str], width: int) -> list[str]:
-    return [line for text in texts for line in wrapped(text, width, "  - ", "    ")]
+    return [line for text in texts for line in wrap_lines(text, width, "  - ", "    ")]
 
 
 def _cluster(plan: Plan) -> Cluster:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...costmodel.measured import RankTimes
-from ..text import bytes_text, count_text, seconds_text, table, wrapped
+from ..text import bytes_text, count_text, seconds_text, table, wrap_lines
 
 __all__ = ["THRESHOLD", "Report", "Term", "relative_error"]
 
@@ -128,9 +128,9 @@ class Report:
             *self._memory_lines(),
         ]
         for finding in self.findings():
-            lines += wrapped(finding, width, "  ")
+            lines += wrap_lines(finding, width, "  ")
         for note in self.notes:
-            lines += wrapped(note, width, "  ")
+            lines += wrap_lines(note, width, "  ")
         return "\n".join(lines)
 
     __str__ = text

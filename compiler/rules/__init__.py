@@ -1,12 +1,12 @@
-"""Rules by op name, and the choices on a whole mesh that follow from the choices on single axes.
+"""The sharding rules by op name, and the sharding strategies on a whole mesh that follow from those on single axes.
 
-A family registers its rules by being a module of this package::
+Every module of this package holds the rules of one family of ops and registers them on import::
 
     register("aten.mm.default")(EinsumRule("m k, k n -> m n"))
 
 ``rule_for(node)`` finds the rule: by name, else by ``torch.Tag.pointwise``, else the fallback ("whole" alone).
 
-A choice on a mesh is one label per axis (``mesh_choices``). It stands if
+A choice on a mesh is one label per axis (``mesh_choices``). It is valid if
 
 * the product of the sizes of all axes with one label divides that label's extent (if the label cuts anything),
 * every operand and output is cut evenly, cuts of one dim by several axes accumulating, and
@@ -39,25 +39,26 @@ _DEFAULTS: dict[str, Rule] = {}  # "pointwise" and "fallback", set by their fami
 
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
-    """One way to run an op on a mesh.
+    """One sharding strategy of an op on a mesh."""
 
-    labels: one per mesh axis. inputs, outputs: a Pair per operand (order of ``tensor_operands``) and per output tensor.
-    work_share: the fraction of the op's FLOPs that each device does. internal: (axis, collective) inside the local op.
-    gathers: the operands' value specs as the work sees them, where the op communicates before it computes, else None
-    (``reads`` gives them either way). executable: whether every axis' choice has a program.
-    """
-
+    #: one per mesh axis
     labels: tuple[str, ...]
+    #: a Pair per operand, in the order of ``tensor_operands``
     inputs: tuple[Pair, ...]
+    #: a Pair per output tensor
     outputs: tuple[Pair, ...]
+    #: the fraction of the op's FLOPs that each device does
     work_share: float
+    #: (axis, collective) of every message inside the local op
     internal: tuple[tuple[int, Internal], ...] = ()
+    #: the operands' value specs during the computation, where the op communicates first; else None (see ``reads``)
     gathers: tuple[Spec, ...] | None = None
+    #: True if the choice on every axis has a local program
     executable: bool = True
 
     @property
     def reads(self) -> tuple[Spec, ...]:
-        """The value spec of every operand as the work sees it."""
+        """The value spec of every operand during the computation, after the op's own communication."""
         return self.gathers or tuple(pair.value for pair in self.inputs)
 
     def __str__(self) -> str:
@@ -85,8 +86,7 @@ def registered() -> dict[str, Rule]:
 
 
 def rule_for(node: Node) -> Rule:
-    """The rule of a call_function node. A getitem has none: it is merged with its producer, whose rule speaks of
-    every output."""
+    """The rule of a call_function node. A getitem has none: the rule of its producer describes every output."""
     name = op_name(node)
     assert name != "getitem", f"{node.name}: ask the rule of its producer"
     if name in _RULES:
@@ -99,13 +99,13 @@ def rule_for(node: Node) -> Rule:
 
 
 def is_built_in(node: Node) -> bool:
-    """Whether the rule of a node came with this package."""
+    """True if the rule of a node came with this package."""
     name = op_name(node)
     return _RULES.get(name) is _BUILT_IN.get(name)
 
 
 def mesh_choices(node: Node, mesh_shape: Sequence[int], max_choices: int = 512) -> list[MeshChoice]:
-    """Every distinct way to run ``node`` on a mesh, "whole" on all axes first.
+    """Every distinct sharding strategy of ``node`` on a mesh, "whole" on all axes first.
 
     Choices of identical pairs, share and collectives are offered once. Axes of size 1 are "whole". Where there are
     more than ``max_choices``, those that use the fewest different labels and leave each device the least work are kept.
@@ -113,16 +113,16 @@ def mesh_choices(node: Node, mesh_shape: Sequence[int], max_choices: int = 512) 
     offered = rule_for(node).axis_choices(node)
     assert offered, f"{node.name}: a rule offers at least 'whole'"
     assert offered[0].label == "whole", f"{node.name}: a rule offers 'whole' first"
-    found: dict[tuple, MeshChoice] = {}
+    distinct: dict[tuple, MeshChoice] = {}
     for combination in itertools.product(*(offered if size > 1 else offered[:1] for size in mesh_shape)):
         if _refusal(node, combination, mesh_shape) is None:
             choice = _combine(node, combination, mesh_shape)
-            found.setdefault((choice.inputs, choice.outputs, choice.work_share, choice.internal), choice)
-    choices = list(found.values())
+            distinct.setdefault((choice.inputs, choice.outputs, choice.work_share, choice.internal), choice)
+    choices = list(distinct.values())
     if len(choices) > max_choices:
         ranked = sorted(choices[1:], key=lambda choice: (len(set(choice.labels)), choice.work_share))
-        kept = set(ranked[: max_choices - 1])
-        choices = choices[:1] + [choice for choice in choices[1:] if choice in kept]
+        best = set(ranked[: max_choices - 1])
+        choices = choices[:1] + [choice for choice in choices[1:] if choice in best]
     return choices
 
 
@@ -143,8 +143,9 @@ def pairs_choice(node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) -
 
 
 def _refusal(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> str | None:
-    """Why these choices do not stand together; None if they do."""
+    """The reason why these choices on single axes do not make one on the mesh; None if they do."""
     for choice in combination:
+        # every axis with one label cuts the same dim, so their sizes multiply
         together = prod(size for other, size in zip(combination, mesh_shape) if other.label == choice.label)
         cuts_any = any(value.is_shard for value, _ in (*choice.inputs, *choice.outputs))
         if cuts_any and choice.extent % together:
@@ -181,8 +182,8 @@ def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
 
     gathers = None
     if any(choice.reads is not None for choice in combination):
-        seen = [choice.reads or tuple(value for value, _ in choice.inputs) for choice in combination]
-        gathers = tuple(tuple(along[k] for along in seen) for k in range(len(operands)))
+        reads = [choice.reads or tuple(value for value, _ in choice.inputs) for choice in combination]
+        gathers = tuple(tuple(on_axis[k] for on_axis in reads) for k in range(len(operands)))
     return MeshChoice(
         labels=tuple(choice.label for choice in combination),
         inputs=tuple(pair("inputs", k, differentiable and kind.is_float) for k, kind in enumerate(operands)),
@@ -195,25 +196,24 @@ def _combine(node: Node, combination: Sequence[AxisChoice], mesh_shape: Sequence
 
 
 def _messages(combination: Sequence[AxisChoice], mesh_shape: Sequence[int]) -> Iterator[tuple[int, Internal]]:
-    """(axis, message) of every collective inside the op, as large as this mesh makes it."""
+    """(axis, message) of every collective inside the op, with its size on this mesh."""
     for axis, choice in enumerate(combination):
         if not choice.internal or mesh_shape[axis] == 1:
             continue
-        alike = [other for other, c in enumerate(combination) if c.label == choice.label]
+        same_label = [other for other, c in enumerate(combination) if c.label == choice.label]
         for message in choice.internal:
-            here = message.on_mesh([mesh_shape[other] for other in alike], alike.index(axis))
-            if here.count:
-                yield axis, here
+            sized = message.on_mesh([mesh_shape[other] for other in same_label], same_label.index(axis))
+            if sized.count:
+                yield axis, sized
 
 
 def _without_gradient(pair: Pair) -> Pair:
-    """The pair of a tensor that no gradient flows to: its cotangent lies like its value and never asks for a
-    reduction."""
+    """The pair of a tensor without a gradient: its cotangent is placed like its value and never needs a reduction."""
     return Pair(pair.value, tuple(p if p.is_shard else R for p in pair.value))
 
 
 def whole(node: Node) -> AxisChoice:
-    """The choice to replicate everything."""
+    """The choice that replicates everything."""
     outputs = tuple((R, R) for _ in types_of(node))
     return AxisChoice("whole", tuple((R, R) for _ in tensor_operands(node)), outputs, extent=1, splits_work=False)
 

@@ -45,8 +45,8 @@ class AttentionRule(Rule):
 
         def of_mask(dim: int) -> list[Part]:
             """The mask's own dim behind dim ``dim`` of q, None where it broadcasts."""
-            here = [dim - len(q) + len(shape) for shape in mask]
-            return [d if d >= 0 and shape[d] > 1 else None for d, shape in zip(here, mask)]
+            dims = [dim - len(q) + len(shape) for shape in mask]
+            return [d if d >= 0 and shape[d] > 1 else None for d, shape in zip(dims, mask)]
 
         for dim in range(len(q) - 2):
             is_heads = dim == len(q) - 3 and len(q) > 3
@@ -66,8 +66,11 @@ class AttentionRule(Rule):
 
     @staticmethod
     def _ring(node: Node, extent: int, mask: list[Part]) -> AxisChoice:
-        """Queries, keys and values cut; keys and values go round, in the backward they and their gradients; with a
-        causal mask halves of what belongs to queries change places."""
+        """The choice that cuts queries, keys and values along the sequence.
+
+        Keys and values go round the ring; in the backward their gradients go with them. With a causal mask devices
+        also swap halves of their queries, so that all have equal work (``ring_attention``).
+        """
         q, k, v, *_ = (operand.meta["type"] for operand in tensor_operands(node))
         dim, size, width = len(q.shape) - 2, q.dtype.itemsize, v.numel / k.numel
         block = partial(Internal, kind="send", like=("input", 1), itemsize=size, scale=1.0 + width)
@@ -89,8 +92,8 @@ class AttentionRule(Rule):
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """``ring_attention`` where some axis is a ring, or cuts groups."""
-        found = {"ring_axes": axes_of(labels, "ring"), "group_axes": axes_of(labels, "groups")}
-        axes = {key: wide for key, of in found.items() if (wide := tuple(a for a in of if mesh_shape[a] > 1))}
+        axes_by_name = {"ring_axes": axes_of(labels, "ring"), "group_axes": axes_of(labels, "groups")}
+        axes = {key: wide for key, of in axes_by_name.items() if (wide := tuple(a for a in of if mesh_shape[a] > 1))}
         if not axes:
             return super().localize(node, labels, mesh_shape)
         return ring_attention, node.args, {**node.kwargs, **axes}

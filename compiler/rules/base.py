@@ -1,8 +1,8 @@
-"""What a rule says of one op, and how the choices on single mesh axes combine into choices on a mesh.
+"""The interface of a sharding rule: the ways in which one op can use one mesh axis.
 
-A rule describes an op by named dims. For each named dim it may state that cutting it along one mesh axis gives
-placements for every operand and every output, value and cotangent (``AxisChoice``). From that follow all strategies on
-any mesh: a choice on a mesh is one label per axis. "whole" (everything replicated) is always among them.
+A rule describes an op by named dims. For a named dim it may offer to cut it along one mesh axis, and then gives the
+placement of every operand and every output, value and cotangent (``AxisChoice``). All strategies on any mesh follow: a
+choice on a mesh is one label per axis. "whole" (everything replicated) is always among them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ __all__ = ["FREE_GRAD", "ROW", "WHOLE", "AxisChoice", "AxisPair", "Internal", "R
 AxisPair = tuple[Placement, Placement]  # (value, cotangent) along one mesh axis
 
 WHOLE: AxisPair = (R, R)
-FREE_GRAD: AxisPair = (R, P)  # used whole, gives an addend of its gradient
-ROW: AxisPair = (P, R)  # an addend of the value, gets the whole gradient
+#: the tensor is used whole, and each device computes an addend of its gradient
+FREE_GRAD: AxisPair = (R, P)
+#: each device has an addend of the value and gets the whole gradient (as behind a row-parallel matmul)
+ROW: AxisPair = (P, R)
 
 
 def shard(dim: int) -> AxisPair:
@@ -34,36 +36,36 @@ def shard(dim: int) -> AxisPair:
 
 @dataclass(frozen=True, slots=True)
 class Internal:
-    """A collective inside an op's local implementation: its kind and phase, and the bytes it moves as those of a local
-    operand.
+    """A collective inside an op's local implementation.
 
-    phase: "forward" or "backward"; kind: "all_reduce", …; like: ("input", k) or ("output", k): the message has as many
-    elements as this device holds of that tensor, ``itemsize`` bytes each, times ``scale``.
-
-    growth says what else the scale is multiplied by, which only the mesh tells: "none"; "gathered": by the size of this
-    axis and of the minor ones with the same label (a message that is whole along the axis); "parts": by the sizes of
-    all axes with the label (a message that does not shrink when the dim is cut further, such as a halo). A
-    ``MeshChoice`` holds messages with growth "none" (``on_mesh``).
-
-    times says how many there are of it, which the mesh tells as well: "once"; "passes": as often as a ring over all
-    axes with the label passes its blocks on along this one; "home": once if they are not back at their owners' along
-    this axis then. A ``MeshChoice`` holds messages with times "once" and a ``count``.
-
-    gradient_of: the operand whose gradient a message of the backward carries; None if it serves those of all.
+    A rule does not know the mesh, so it states how the size and the number of its messages depend on one (``growth``,
+    ``times``). ``on_mesh`` resolves both: the messages of a ``MeshChoice`` have growth "none" and times "once".
     """
 
+    #: "forward" or "backward"
     phase: str
+    #: "all_reduce", "send", …
     kind: str
+    #: ("input", k) or ("output", k): the message has as many elements as this device holds of that tensor, …
     like: tuple[str, int]
+    #: … of this many bytes each, …
     itemsize: int = 4
+    #: … times this
     scale: float = 1.0
+    #: the factor that the mesh adds to the scale. "none"; "gathered": the size of this axis and of the minor ones with
+    #: the same label (a message that is whole along the axis); "parts": the sizes of all axes with the label (a message
+    #: that does not shrink when the dim is cut further, such as a halo)
     growth: str = "none"
+    #: the operand whose gradient a message of the backward carries; None if it serves the gradients of all
     gradient_of: int | None = None
+    #: the number of messages. "once"; "passes": as often as a ring over all axes with the label passes its blocks on
+    #: along this axis; "home": once, if the blocks are not back at their owners along this axis after these passes
     times: str = "once"
+    #: the number of messages on a given mesh
     count: int = 1
 
     def is_sent(self, node: Node, needs_grad: Collection[str]) -> bool:
-        """Whether it is needed where gradients flow through the nodes ``needs_grad`` only."""
+        """True if the message is sent where gradients flow through the nodes ``needs_grad`` only."""
         if self.phase == "forward":
             return True
         of = self.gradient_of
@@ -79,9 +81,12 @@ class Internal:
 
 
 def times_sent(times: str, majors: Any, size: Any) -> Any:
-    """How many messages ``Internal.times`` means on an axis of ``size`` with ``majors`` devices along the axes before
-    it that have the same label; elementwise for arrays. A ring goes round an axis before each pass along a major one:
-    majors · (size - 1) passes, which are -majors modulo size."""
+    """The number of messages that ``Internal.times`` means on an axis of ``size``, elementwise for arrays. majors: the
+    number of devices along the axes before it that have the same label.
+
+    A ring goes round an axis before each pass along a major one: majors · (size - 1) passes, which are -majors modulo
+    size. So its blocks are at home again where size divides majors.
+    """
     if times == "once":
         return majors // majors
     return majors * (size - 1) if times == "passes" else (majors % size != 0) * 1
@@ -89,25 +94,25 @@ def times_sent(times: str, majors: Any, size: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class AxisChoice:
-    """One way to use one mesh axis for an op.
+    """One way to use one mesh axis for an op: a sharding strategy on a single axis."""
 
-    label: the named dim that is cut ("batch", "out", …), "whole", or "grad" (whole values, partial cotangents passed
-    through). inputs, outputs: an AxisPair per operand (order of ``tensor_operands``) and per output tensor. extent:
-    what the product of all axes with this label must divide (the dim's own size, or its major factor for merged dims).
-    splits_work: whether each device does only its share of the FLOPs ("whole" and "grad" do not). reads: the operands'
-    placements as the work sees them, where the op communicates before it computes (None: as ``inputs`` lie).
-    executable: whether ``localize`` gives a program; a choice without one is priced and planned only. joins: other
-    labels that may cut a dim together with this one, for which any even blocks do (tokens).
-    """
-
+    #: the named dim that is cut ("batch", "out", …), "whole", or "grad" (values are whole, partial cotangents pass)
     label: str
+    #: an AxisPair per operand, in the order of ``tensor_operands``
     inputs: tuple[AxisPair, ...]
+    #: an AxisPair per output tensor
     outputs: tuple[AxisPair, ...]
+    #: the product of all axes with this label must divide it: the dim's own size, or its major factor for merged dims
     extent: int
+    #: True if each device does only its share of the FLOPs ("whole" and "grad" do not)
     splits_work: bool = True
+    #: the collectives inside the local op
     internal: tuple[Internal, ...] = ()
+    #: the operands' placements during the computation, where the op communicates first (None: those of ``inputs``)
     reads: tuple[Placement, ...] | None = None
+    #: True if ``localize`` gives a program; a choice without one is priced and planned only
     executable: bool = True
+    #: other labels that may cut a dim together with this one, as any even blocks will do (tokens)
     joins: tuple[str, ...] = ()
 
 
@@ -115,11 +120,11 @@ class Rule:
     """Base class of rules; one instance serves an op family. Subclasses override ``axis_choices`` and, where needed,
     the rest."""
 
-    #: how ``costmodel.compute`` prices the op: "matmul", "attention", "convolution", "normalization", "pointwise",
-    #: "embedding", "loss", "view", "free"
+    #: the kind by which ``costmodel.compute`` prices the op: "matmul", "attention", "convolution", "normalization",
+    #: "pointwise", "embedding", "loss", "view", "free"
     cost_kind = "pointwise"
 
-    #: whether this rule knows nothing of the op: it offers "whole" alone, and the plan says so aloud
+    #: True if this rule knows nothing of the op: it offers "whole" alone, and the plan notes it
     is_fallback = False
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
@@ -127,7 +132,7 @@ class Rule:
         raise NotImplementedError
 
     def is_unknown(self, node: Node) -> bool:
-        """True where nothing is known of this op, so that it is replicated and the plan says so."""
+        """True if no way to split this op is known, so that it is replicated and the plan notes it."""
         return self.is_fallback
 
     def flops(self, node: Node) -> float:

@@ -1,4 +1,4 @@
-"""What the rules written by hand share: a choice from the dims it cuts, and arguments by name."""
+"""Helpers that the rules share: an axis choice from the dims that it cuts, and an op's arguments by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Internal, shard
 
 __all__ = ["argument", "axes_of", "cut", "parameters", "parts", "random_float", "replace_arguments"]
 
-Part = int | AxisPair | None  # the dim that is cut, or a pair as it is, or used whole
+#: of one operand or output: the dim that is cut, a pair of placements, or None for the default of ``cut``
+Part = int | AxisPair | None
 
 
 def cut(
@@ -56,7 +57,7 @@ def _parameters(target: Any) -> dict[str, Any]:
 
 
 def parameters(node: Node) -> tuple[str, ...]:
-    """The names of its op's arguments."""
+    """The names of the arguments of the node's op."""
     return tuple(_parameters(node.target))
 
 
@@ -88,7 +89,7 @@ def axes_of(labels: Sequence[str], *wanted: str) -> tuple[int, ...]:
 
 
 def parts(labels: Sequence[str], mesh_shape: Sequence[int], *wanted: str) -> int:
-    """Into how many blocks these labels cut their dim."""
+    """The number of blocks into which these labels cut their dim."""
     product = 1
     for axis in axes_of(labels, *wanted):
         product *= mesh_shape[axis]

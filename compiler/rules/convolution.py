@@ -3,8 +3,8 @@
 A spatial dim of H rows may be cut where the blocks of input and output belong together, H = stride · rows of the
 output. Block i then needs ``before`` = padding rows of block i - 1 and ``after`` = span - stride - padding rows of
 block i + 1, with span = dilation · (kernel - 1) + 1 (Dryden et al., arXiv:1903.06681). These halos are sent before the
-op, and their gradients back after its backward (``halo.windowed``); no block may be shorter than its neighbours' halos.
-Where a kernel is no wider than its stride and nothing is padded there is no halo, and the op itself is its local
+op, and their gradients back after its backward (``halo.run_with_halos``). No block may be shorter than its neighbours'
+halos. Where a kernel is no wider than its stride and nothing is padded there is no halo, and the op itself is its local
 program.
 
 A transposed convolution with outputs of stride · H rows spreads a row over span rows, the first of them ``padding``
@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from ..ir.graph import tensor_operands, types_of
-from ..ir.ops.halo import averaged, windowed
+from ..ir.ops.halo import average_with_halos, run_with_halos
 from ..ir.spec import P, R
 from . import register, whole
 from .base import ROW, AxisChoice, Internal, Rule
@@ -34,41 +34,41 @@ __all__ = ["SPATIAL", "ConvolutionRule", "PoolingRule"]
 SPATIAL = ("depth", "height", "width")  # labels of the last dims
 
 
-def _entry(value: Any, k: int) -> int:
+def _dim_entry(value: Any, k: int) -> int:
     """Entry ``k`` of an argument that gives one number for all spatial dims or one for each."""
     return int(value) if isinstance(value, int) else int(value[k if len(value) > 1 else 0])
 
 
-def _before(node: Node, k: int, span: int) -> int:
+def _padding_before(node: Node, k: int, span: int) -> int:
     """Rows of padding before spatial dim ``k``."""
     padding = argument(node, "padding")
     if isinstance(padding, str):
         return (span - 1) // 2 if padding == "same" else 0
-    return _entry(padding, k)
+    return _dim_entry(padding, k)
 
 
 def _halo(node: Node, kernel: Sequence[int], k: int) -> tuple[int, int]:
     """Rows before and after its block that a window along spatial dim ``k`` reaches."""
     stride = argument(node, "stride") or kernel
     dilation = argument(node, "dilation") if "avg_pool" not in str(node.target) else 1
-    span = _entry(dilation, k) * (kernel[k] - 1) + 1
-    before = _before(node, k, span)
-    return before, max(0, span - _entry(stride, k) - before)
+    span = _dim_entry(dilation, k) * (kernel[k] - 1) + 1
+    before = _padding_before(node, k, span)
+    return before, max(0, span - _dim_entry(stride, k) - before)
 
 
 def _transposed_halo(node: Node, kernel: Sequence[int], k: int) -> tuple[int, int]:
     """Rows before and after its block that spread into its outputs, along spatial dim ``k``."""
-    span = _entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1
-    stride, padding = _entry(argument(node, "stride"), k), _entry(argument(node, "padding"), k)
+    span = _dim_entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1
+    stride, padding = _dim_entry(argument(node, "stride"), k), _dim_entry(argument(node, "padding"), k)
     return max(0, (span - 1 - padding) // stride), -(-padding // stride)
 
 
 def _spatial_choice(
     node: Node, k: int, kernel: Sequence[int], blocks: int, halo: tuple[int, int], others: Sequence[Part]
 ) -> AxisChoice | None:
-    """The cut of spatial dim ``k`` of x into blocks of which there are at most ``blocks``; None if there is none.
+    """The choice that cuts spatial dim ``k`` of x into at most ``blocks`` blocks; None if no such cut is possible.
 
-    others: how the operands after the first take part.
+    others: the part of each operand after the first.
     """
     x = tensor_operands(node)[0].meta["type"]
     dim = len(x.shape) - len(kernel) + k
@@ -85,60 +85,68 @@ def _spatial_choice(
     return cut(node, SPATIAL[len(SPATIAL) - len(kernel) + k], even, [dim, *others], [dim], messages)
 
 
-def _windows(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
+def _sliding_choices(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
     """The cuts of an op that slides windows of ``kernel`` over the trailing dims; others as in ``_spatial_choice``."""
     x, out = tensor_operands(node)[0].meta["type"].shape, types_of(node)[0].shape
     stride = argument(node, "stride") or kernel
     choices = []
     for k in range(len(kernel)):
         rows, results = x[k - len(kernel)], out[k - len(kernel)]
-        if results >= 2 and rows == _entry(stride, k) * results:
+        if results >= 2 and rows == _dim_entry(stride, k) * results:
             choices.append(_spatial_choice(node, k, kernel, results, _halo(node, kernel, k), others))
     return [choice for choice in choices if choice is not None]
 
 
-def _spreads(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
-    """The same for a transposed convolution."""
+def _transposed_choices(node: Node, kernel: Sequence[int], others: Sequence[Part]) -> list[AxisChoice]:
+    """The cuts of a transposed convolution over the trailing dims; others as in ``_spatial_choice``."""
     x, out = tensor_operands(node)[0].meta["type"].shape, types_of(node)[0].shape
     choices = []
     for k in range(len(kernel)):
         rows, results = x[k - len(kernel)], out[k - len(kernel)]
-        if rows >= 2 and results == _entry(argument(node, "stride"), k) * rows:
+        if rows >= 2 and results == _dim_entry(argument(node, "stride"), k) * rows:
             choices.append(_spatial_choice(node, k, kernel, rows, _transposed_halo(node, kernel, k), others))
     return [choice for choice in choices if choice is not None]
 
 
 @dataclass(frozen=True)
 class _Extension:
-    """How the halos of one choice change the call of an op. padding: what of it stays with the op, per spatial dim;
-    halos, axes: arguments of ``halo.windowed``; extended: the spatial dims whose block gets its neighbours' rows."""
+    """The change that the halos of one choice make to the call of an op."""
 
+    #: the padding that stays with the op, per spatial dim: halos replace the rest
     padding: list[int]
+    #: argument of ``halo.run_with_halos``
     halos: tuple[tuple[int, int, int], ...]
+    #: arguments of ``halo.run_with_halos`` that name the mesh axes
     axes: dict[str, tuple[int, ...]]
+    #: the spatial dims whose block gets its neighbours' rows
     extended: tuple[int, ...]
 
 
 def _extension(
     node: Node, kernel: Sequence[int], halos: Sequence[tuple[int, int]], labels: Sequence[str], mesh: Sequence[int]
 ) -> _Extension | None:
-    """None where no halo is needed: the op runs as it is."""
-    found, axes, padding, extended = [], {}, [], []
+    """The halos that a choice needs; None where it needs none, so that the op runs as it is."""
+    reach, axes, padding, extended = [], {}, [], []
     for k, halo in enumerate(halos):
         label = SPATIAL[len(SPATIAL) - len(kernel) + k]
         across = tuple(axis for axis in axes_of(labels, label) if mesh[axis] > 1)
-        span = _entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1 if argument(node, "padding") == "same" else 1
-        before = _before(node, k, span)
+        span = (
+            _dim_entry(argument(node, "dilation"), k) * (kernel[k] - 1) + 1
+            if argument(node, "padding") == "same"
+            else 1
+        )
+        before = _padding_before(node, k, span)
         if across and any(halo):
             axes[f"{label}_axes"] = across
-            found.append((k - len(kernel), *halo))
+            reach.append((k - len(kernel), *halo))
             extended.append(k)
             before = 0
         elif argument(node, "padding") == "same" and before != span - 1 - before:
-            found.append((k - len(kernel), before, span - 1 - before))
+            # "same" padding of an even window is uneven, for which the op has no argument: it is padded by hand
+            reach.append((k - len(kernel), before, span - 1 - before))
             before = 0
         padding.append(before)
-    return _Extension(padding, tuple(found), axes, tuple(extended)) if axes else None
+    return _Extension(padding, tuple(reach), axes, tuple(extended)) if axes else None
 
 
 class ConvolutionRule(Rule):
@@ -177,7 +185,7 @@ class ConvolutionRule(Rule):
 
     def _spatial(self, node: Node) -> list[AxisChoice]:
         _, weight, *bias = (operand.meta["type"].shape for operand in tensor_operands(node))
-        offer = _spreads if self._is_transposed(node) else _windows
+        offer = _transposed_choices if self._is_transposed(node) else _sliding_choices
         return offer(node, weight[2:], [None] * (1 + len(bias)))
 
     def flops(self, node: Node) -> float:
@@ -201,13 +209,13 @@ class ConvolutionRule(Rule):
             return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
         crops: tuple[tuple[int, int, int], ...] = ()
         if transposed:
-            left = [_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
-            changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(left)]
+            output_padding = [_dim_entry(argument(node, "output_padding"), k) for k in range(len(kernel))]
+            changes["output_padding"] = [0 if k in more.extended else rows for k, rows in enumerate(output_padding)]
             crops = tuple(self._crop(node, k - len(kernel), halos[k][0], more, mesh_shape) for k in more.extended)
         target, args, kwargs = replace_arguments(node, padding=more.padding, **changes)
         if str(target).endswith(".padding"):
             target = getattr(torch.ops.aten, str(target).split(".")[1]).default
-        return windowed, (target, *args), {**kwargs, "halos": more.halos, "crops": crops, **more.axes}
+        return run_with_halos, (target, *args), {**kwargs, "halos": more.halos, "crops": crops, **more.axes}
 
     @staticmethod
     def _crop(node: Node, dim: int, before: int, more: _Extension, mesh_shape: Sequence[int]) -> tuple[int, int, int]:
@@ -215,7 +223,7 @@ class ConvolutionRule(Rule):
         out = types_of(node)[0].shape
         k = dim + len(more.padding)
         blocks = prod(mesh_shape[axis] for axis in more.axes[f"{SPATIAL[dim + len(SPATIAL)]}_axes"])
-        stride, padding = (_entry(argument(node, name), k) for name in ("stride", "padding"))
+        stride, padding = (_dim_entry(argument(node, name), k) for name in ("stride", "padding"))
         return dim, before * stride + padding, out[dim] // blocks
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
@@ -227,8 +235,8 @@ class PoolingRule(Rule):
     """An op on the trailing ``spatial`` dims of one tensor: all leading dims are free, and the spatial ones where it
     slides windows and gives no positions.
 
-    linear: whether addends pool to addends. keeps: whether the backward needs the input. index_bytes: those of the
-    positions that the op keeps without giving them out, per output element.
+    linear: True if addends pool to addends. keeps: True if the backward needs the input. index_bytes: bytes per output
+    element of the positions that the op keeps for its backward without returning them.
     """
 
     def __init__(self, spatial: int, linear: bool, keeps: bool = True, index_bytes: int = 0) -> None:
@@ -248,7 +256,7 @@ class PoolingRule(Rule):
             if x[dim] > 1:
                 choices.append(cut(node, label, x[dim], [dim], [dim] * len(outputs)))
         if self._slides(node) and not argument(node, "ceil_mode"):
-            choices += _windows(node, self._kernel(node), [])
+            choices += _sliding_choices(node, self._kernel(node), [])
         if self.linear:
             choices.append(AxisChoice("partial", (ROW,), (ROW,), 1 << 62, splits_work=False))
         grads = tuple((R, P if kind.is_float else R) for kind in outputs)
@@ -259,12 +267,12 @@ class PoolingRule(Rule):
         return f"_pool{self.spatial}d.default" in str(node.target) and "adaptive" not in str(node.target)
 
     def _kernel(self, node: Node) -> list[int]:
-        return [_entry(argument(node, "kernel_size"), k) for k in range(self.spatial)]
+        return [_dim_entry(argument(node, "kernel_size"), k) for k in range(self.spatial)]
 
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """With the neighbours' rows where windows reach them."""
+        """The op with the neighbours' rows where windows reach them."""
         kernel = self._kernel(node) if self._slides(node) else []
         halos = [_halo(node, kernel, k) for k in range(len(kernel))]
         more = _extension(node, kernel, halos, labels, mesh_shape)
@@ -273,20 +281,20 @@ class PoolingRule(Rule):
         target, args, kwargs = replace_arguments(node, padding=more.padding)
         kwargs = {**kwargs, "halos": more.halos, **more.axes}
         if "max_pool" in str(target):
-            return windowed, (target, *args), {**kwargs, "fill": -inf}
-        padded = any(_entry(argument(node, "padding"), k) for k in range(self.spatial))
+            return run_with_halos, (target, *args), {**kwargs, "fill": -inf}
+        padded = any(_dim_entry(argument(node, "padding"), k) for k in range(self.spatial))
         counted = argument(node, "count_include_pad") or (self.spatial > 1 and argument(node, "divisor_override"))
         if not padded or counted:
-            return windowed, (target, *args), kwargs
+            return run_with_halos, (target, *args), kwargs
         target, args, inner = replace_arguments(node, padding=more.padding, count_include_pad=True)
-        return averaged, (target, *args), {**kwargs, **inner}
+        return average_with_halos, (target, *args), {**kwargs, **inner}
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """The input, if the backward needs it, and positions that are an output."""
         return ((("input", 0),) if self.keeps else ()) + tuple(("output", k) for k in range(1, len(types_of(node))))
 
     def temporary_bytes(self, node: Node) -> float:
-        """Hidden positions."""
+        """The positions that the op keeps without returning them."""
         return float(self.index_bytes * types_of(node)[0].numel)
 
 

@@ -1,10 +1,10 @@
-"""A user's autograd Function: the dims that can be split are found by trial.
+"""The rule of a user's autograd Function: it finds by trial which dims can be split.
 
-Nothing is known of such an op but its code, so it is run whole and in parts on small random tensors, forward and
-backward (``_Trial``). A way to cut its operands is offered if, on every trial, the outputs of the parts are blocks or
-addends of the whole outputs, and the gradients blocks or addends of the whole gradients. Extents are made small for the
-trial, equal ones equally; where the code does not run on these, it is tried on its own extents if they are small.
-What no trial confirms is replicated, and the plan says so.
+The rule knows nothing of such an op but its code. So it runs the op whole and in parts on small random tensors, forward
+and backward (``_Trial``). It offers a way to cut the operands if, on every trial, the outputs of the parts are blocks
+or addends of the whole outputs, and their gradients are blocks or addends of the whole gradients. A trial replaces the
+model's extents by small ones, equal extents by equal ones; where the code does not run on these, the trial uses the
+model's own, if they are small enough. An op without a confirmed cut is replicated, and the plan notes it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 
 __all__ = ["CustomFunctionRule"]
 
-PARTS = (2, 4)  # numbers of devices of the trials
+TRIAL_PARTS = (2, 4)  # numbers of devices of the trials
 SEEDS = (0, 1)
-MOST_TRIES = 64  # ways to cut the operands
-LARGEST = 1 << 20  # elements of all operands on which a trial runs
-SMALL = 16  # extents up to here stay as they are
+MAX_CUTS = 64  # combinations of cut dims that are tried
+MAX_TRIAL_ELEMENTS = 1 << 20  # of all operands of a trial together
+UNSCALED_EXTENT = 16  # extents up to this one are not replaced by smaller ones
 
 
 class CustomFunctionRule(Rule):
-    """Any ``CustomFunction``."""
+    """The rule of every ``CustomFunction``."""
 
     cost_kind = "pointwise"
 
@@ -53,7 +53,7 @@ class CustomFunctionRule(Rule):
         return tuple(choices)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """All float operands: what the forward keeps is not known."""
+        """All float operands, as an upper bound: the tensors that the forward saves are not known."""
         return tuple(("input", k) for k, operand in enumerate(tensor_operands(node)) if operand.meta["type"].is_float)
 
     def is_unknown(self, node: Node) -> bool:
@@ -68,10 +68,13 @@ register("meshwright.custom_function")(CustomFunctionRule())
 
 @dataclass(frozen=True)
 class _Literals:
-    """The arguments of a call as text that can be compared, and as they are. Tensors are None."""
+    """The arguments of a call other than tensors, comparable and hashable."""
 
+    #: the arguments as text, by which calls are compared
     text: str
+    #: the arguments as they are, with None for every tensor
     args: tuple[Any, ...]
+    #: positions of the tensors
     places: tuple[int, ...]
 
     @classmethod
@@ -89,6 +92,8 @@ class _Literals:
 
 @dataclass(frozen=True)
 class _Split:
+    """Placements of operands and outputs, values and cotangents, that a trial confirmed."""
+
     inputs: tuple[AxisPair, ...]
     outputs: tuple[AxisPair, ...]
 
@@ -99,30 +104,33 @@ def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
     trials = _trials(target, literals, kinds)
     if not trials:
         return ()
-    options = [[R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(PARTS) == 0)] for x in trials[0].operands]
-    cuts = itertools.islice(itertools.product(*options), 1, MOST_TRIES + 1)
-    return tuple(split for cut in cuts if (split := _confirmed(trials, cut)) is not None)
+    options = [
+        [R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(TRIAL_PARTS) == 0)] for x in trials[0].operands
+    ]
+    cuts = itertools.islice(itertools.product(*options), 1, MAX_CUTS + 1)
+    return tuple(split for cut in cuts if (split := _confirm(trials, cut)) is not None)
 
 
-def _confirmed(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
-    found: _Split | None = None
+def _confirm(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
+    confirmed: _Split | None = None
     for trial in trials:
-        for parts in PARTS:
+        for parts in TRIAL_PARTS:
             split = trial.split(cut, parts)
-            if split is None or (found is not None and split != found):
+            if split is None or (confirmed is not None and split != confirmed):
                 return None
-            found = split
-    return found
+            confirmed = split
+    return confirmed
 
 
 def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> list[_Trial]:
-    """The op whole on random operands, once for each seed; nothing where it does not run, or gives other values when
-    it is run again."""
+    """A run of the whole op on random operands for each seed; no runs if the code fails, or if a second run gives other
+    values."""
     for sizes in _sizes(literals, kinds):
         shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
-        if sum(torch.Size(shape).numel() for shape in shapes) > LARGEST:
+        if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
             continue
-        args = _scaled(literals.args, sizes)
+        args = _scale_sizes(literals.args, sizes)
+        # float64 tells a wrong split from rounding best, but some code takes the model's own dtype only
         for wide in (True, False):
             try:
                 trials = [_Trial(target, args, literals.places, shapes, kinds, seed, wide) for seed in SEEDS]
@@ -134,20 +142,20 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
 
 
 def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
-    """Extent → the extent that a trial has for it: first small ones, then those of the model at a batch of 8."""
-    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > SMALL})
+    """Yield maps from the model's extents to a trial's: first to small ones, then to the model's at a batch of 8."""
+    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > UNSCALED_EXTENT})
     yield {extent: 8 * (number + 1) for number, extent in enumerate(extents)}
     yield {extent: 8 * extent // (8 * PRIME) if extent % PRIME == 0 else extent for extent in extents}
 
 
-def _scaled(value: Any, sizes: Mapping[int, int]) -> Any:
+def _scale_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_scaled(item, sizes) for item in value)
+        return type(value)(_scale_sizes(item, sizes) for item in value)
     return sizes.get(value, value) if type(value) is int else value
 
 
 class _Trial:
-    """One run of the op whole, with which runs of its parts are compared."""
+    """A run of the whole op, with which runs of its parts are compared."""
 
     def __init__(
         self, target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...],
@@ -155,7 +163,7 @@ class _Trial:
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         self.target, self.args, self.places = target, args, places
-        self.operands = [_random(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
+        self.operands = [_random_operand(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
         self.cotangents: list[Tensor | None] = []
         outputs = self._forward(self.operands)[1]
         for x in outputs:
@@ -187,16 +195,16 @@ class _Trial:
         return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
 
     def repeats(self) -> bool:
-        """Whether it gives the same again: if not, it draws random numbers or keeps state."""
+        """True if a second run gives the same values. An op that fails here draws random numbers or keeps state."""
         outputs, gradients = self.run(self.operands, self.cotangents)
         return all(
-            (a is None) == (b is None) and (a is None or b is None or _close(a, b, self.rtol))
+            (a is None) == (b is None) and (a is None or b is None or _is_close(a, b, self.rtol))
             for a, b in zip([*outputs, *gradients], [*self.outputs, *self.gradients], strict=True)
         )
 
     def split(self, cut: tuple[Placement, ...], parts: int) -> _Split | None:
-        """How outputs and gradients lie if the operands are cut like this; None if they do not fit together."""
-        dealt = [_dealt(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+        """The placements of outputs and gradients if the operands are cut so; None if the parts do not add up."""
+        dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
         try:
             alone = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
             outputs = [
@@ -205,7 +213,7 @@ class _Trial:
             if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
                 return None
             cotangents = [
-                [None] * parts if g is None else _dealt(g, placement if placement.is_shard else R, parts)
+                [None] * parts if g is None else _deal(g, placement if placement.is_shard else R, parts)
                 for g, placement in zip(self.cotangents, outputs)
                 if placement is not None
             ]
@@ -222,36 +230,36 @@ class _Trial:
                 continue
             if any(piece is None for piece in pieces):
                 return None
-            found = _placement([piece for piece in pieces if piece is not None], gradient, self.rtol)
+            of_gradient = _placement([piece for piece in pieces if piece is not None], gradient, self.rtol)
             if placement.is_shard:
-                if found != placement:
+                if of_gradient != placement:
                     return None
                 inputs.append(shard(placement.dim))
-            elif found in (P, R):
-                inputs.append(FREE_GRAD if found == P else WHOLE)
+            elif of_gradient in (P, R):
+                inputs.append(FREE_GRAD if of_gradient == P else WHOLE)
             else:
                 return None
         pairs = {P: ROW, R: WHOLE}
-        made = [pairs[x] if x in pairs else shard(x.dim) for x in outputs if x is not None]
-        return _Split(tuple(inputs), tuple(made))
+        output_pairs = [pairs[x] if x in pairs else shard(x.dim) for x in outputs if x is not None]
+        return _Split(tuple(inputs), tuple(output_pairs))
 
 
-def _random(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
+def _random_operand(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
     if kind.dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
     return torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
 
 
-def _dealt(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
+def _deal(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
     return [y.contiguous() for y in x.chunk(parts, placement.dim)] if placement.is_shard else [x] * parts
 
 
 def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Placement | None:
-    """How the pieces make up the whole: as copies, as blocks or as addends."""
+    """The placement in which the pieces make up the whole: copies (R), addends (P) or blocks (S); None if in none."""
     if all(piece.shape == expected.shape for piece in pieces):
-        if all(_close(piece, expected, rtol) for piece in pieces):
+        if all(_is_close(piece, expected, rtol) for piece in pieces):
             return R
-        if expected.is_floating_point() and _close(torch.stack(list(pieces)).sum(0), expected, rtol):
+        if expected.is_floating_point() and _is_close(torch.stack(list(pieces)).sum(0), expected, rtol):
             return P
         return None
     for dim, extent in enumerate(expected.shape):
@@ -260,12 +268,12 @@ def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Place
                 joined = torch.cat(list(pieces), dim)
             except RuntimeError:
                 continue
-            if joined.shape == expected.shape and _close(joined, expected, rtol):
+            if joined.shape == expected.shape and _is_close(joined, expected, rtol):
                 return S(dim)
     return None
 
 
-def _close(a: Tensor, b: Tensor, rtol: float) -> bool:
+def _is_close(a: Tensor, b: Tensor, rtol: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():

@@ -1,4 +1,4 @@
-"""Products and contractions, described in one line of named dims each.
+"""Rules of products and contractions, each written as one line of named dims.
 
 Grammar::
 
@@ -9,7 +9,7 @@ Grammar::
 absent; ``+`` one that is added to the product rather than multiplied. Operands align at the right and broadcast: a
 dim that is missing or of extent 1 where others have more counts as absent.
 
-What follows for a dim, along one mesh axis, from where it occurs:
+The place where a dim occurs decides what a cut along one mesh axis does to it:
 
 * in the output: *free*. Operands that have it are cut (S, S); the others are used whole and give addends of their
   gradient (R, P).
@@ -37,10 +37,12 @@ Dims = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern. operands: (names, added, optional) each; fixed: the names marked ``!``."""
+    """A parsed pattern."""
 
+    #: (names, added, optional) of each operand
     operands: tuple[tuple[Dims, bool, bool], ...]
     output: Dims
+    #: the names marked ``!``
     fixed: frozenset[str]
 
 
@@ -62,7 +64,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 class EinsumRule(Rule):
-    """An op given by a pattern, or by a function of the node where ranks decide (None: whole only)."""
+    """The rule of an op by a pattern, or by a function of the node where ranks decide (None: whole only)."""
 
     cost_kind = "matmul"
 

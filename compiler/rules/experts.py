@@ -1,4 +1,4 @@
-"""A mixture's experts: tokens are free, experts and the experts' inner dim contract.
+"""The rule of a mixture's experts: tokens are free, experts and the experts' inner dim contract.
 
 Experts may be parallel in two ways. "expert": every device has all tokens and the rows of its own experts, and the
 results add up (around a cut of the tokens that is an all-gather and a reduce-scatter). "dispatch": tokens and experts
@@ -56,7 +56,7 @@ class ExpertsRule(Rule):
 
     @staticmethod
     def _dispatch(node: Node) -> AxisChoice:
-        """Tokens sent to their experts and back, in the forward and, as gradients, in the backward."""
+        """The choice that sends tokens to their experts and back, and in the backward their gradients."""
         x, index, _, gate_up, down = (operand.meta["type"] for operand in tensor_operands(node))
         rows = tuple(
             Internal(phase, "all_to_all", ("input", 0), x.dtype.itemsize, float(index.shape[1]), gradient_of=of)
@@ -75,13 +75,13 @@ class ExpertsRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op along which axes the experts lie, and along which their rows travel."""
-        found = {"expert_axes": axes_of(labels, "expert"), "dispatch_axes": axes_of(labels, "dispatch")}
-        changes = {key: axes for key, axes in found.items() if axes}
+        """The op with the names of the axes that cut the experts, and of those along which rows travel to them."""
+        axes_by_name = {"expert_axes": axes_of(labels, "expert"), "dispatch_axes": axes_of(labels, "dispatch")}
+        changes = {key: axes for key, axes in axes_by_name.items() if axes}
         return replace_arguments(node, **changes) if changes else super().localize(node, labels, mesh_shape)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The matrices; of the rest sorted copies are kept, which ``temporary_bytes`` counts."""
+        """The matrices. Autograd keeps sorted copies of the other operands, which ``temporary_bytes`` counts."""
         return (("input", 3), ("input", 4))
 
     def temporary_bytes(self, node: Node) -> float:

@@ -1,4 +1,4 @@
-"""Ops that nobody wrote a rule for: every device does the whole op, and the plan says so aloud."""
+"""The fallback for ops without a rule: every device runs the whole op, and the plan notes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FallbackRule", "WholeRule"]
 
 
 class WholeRule(Rule):
-    """Known to be sensibly run whole: creation ops, tests, scans along the only dim. ``cost_kind`` may be given."""
+    """The rule of ops that are best replicated: creation ops, tests, scans along the only dim."""
 
     def __init__(self, cost_kind: str = "pointwise") -> None:
         self.cost_kind = cost_kind
@@ -23,7 +23,7 @@ class WholeRule(Rule):
 
 
 class FallbackRule(WholeRule):
-    """An op without a rule."""
+    """The rule of an op of which nothing is known."""
 
     is_fallback = True
 

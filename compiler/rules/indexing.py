@@ -1,4 +1,4 @@
-"""Ops that read or write places named by indices: gathers, scatters, ``x[indices]``.
+"""Rules of ops that read or write by index: gathers, scatters, ``x[indices]``, embeddings.
 
 Dims that no index names pass through. A dim of the indices may be cut too: each device then looks up its own indices
 in the whole table, and gives an addend of the table's gradient.
@@ -17,15 +17,15 @@ from ..ir.ops.local_ops import embedding_shard
 from . import register, whole
 from .base import FREE_GRAD, WHOLE, AxisChoice, Rule
 from .common import argument, axes_of, cut, random_float, replace_arguments
-from .view import DimsRule, Track, all_but, normal, shapes
+from .view import DimsRule, Track, nonnegative_dim, operand_shapes, tracks_except
 
 __all__ = ["EmbeddingRule"]
 
 
 def _scatter_into(node: Node) -> list[Track]:
     """slice_scatter, select_scatter: (x, source, dim, …)."""
-    first, source = shapes(node)
-    fixed = normal(argument(node, "dim"), len(first))
+    first, source = operand_shapes(node)
+    fixed = nonnegative_dim(argument(node, "dim"), len(first))
     selects = len(source) < len(first)
     return [
         Track((d, d - (selects and d > fixed)), (d,), extent)
@@ -35,15 +35,15 @@ def _scatter_into(node: Node) -> list[Track]:
 
 
 def _index_select(node: Node) -> list[Track]:
-    x, index = shapes(node)
-    dim = normal(argument(node, "dim"), len(x))
+    x, index = operand_shapes(node)
+    dim = nonnegative_dim(argument(node, "dim"), len(x))
     tracks = [Track((d, None), (d,), extent) for d, extent in enumerate(x) if d != dim and extent > 1]
     return tracks + ([Track((None, 0), (dim,), index[0])] if index and index[0] > 1 else [])
 
 
 def _gather(node: Node) -> list[Track]:
-    x, index = shapes(node)
-    dim = normal(argument(node, "dim"), len(x))
+    x, index = operand_shapes(node)
+    dim = nonnegative_dim(argument(node, "dim"), len(x))
     tracks = []
     for d, extent in enumerate(index):
         if extent > 1 and (d == dim or x[d] == extent):
@@ -54,7 +54,7 @@ def _gather(node: Node) -> list[Track]:
 def _index(node: Node) -> list[Track]:
     """``x[indices]``: dims that no index names pass through; dims of the indices themselves cut them and leave ``x``
     whole."""
-    x, *indices = shapes(node)
+    x, *indices = operand_shapes(node)
     given = list(node.args[1])  # type: ignore[arg-type]
     operands = tensor_operands(node)[1:]
     if any(operand.meta["type"].dtype in (torch.bool, torch.uint8) for operand in operands):
@@ -76,13 +76,13 @@ def _index(node: Node) -> list[Track]:
 
 def _index_bound(node: Node) -> int:
     """The least extent that an index of ``index.Tensor`` meets."""
-    x = shapes(node)[0]
+    x = operand_shapes(node)[0]
     return min(x[d] for d, index in enumerate(node.args[1]) if index is not None)  # type: ignore[arg-type]
 
 
 def _extent_of_dim(node: Node) -> int:
-    x = shapes(node)[0]
-    return x[normal(int(node.args[1]), len(x))]  # type: ignore[arg-type]
+    x = operand_shapes(node)[0]
+    return x[nonnegative_dim(int(node.args[1]), len(x))]  # type: ignore[arg-type]
 
 
 register("aten.slice_scatter.default", "aten.select_scatter.default")(DimsRule(_scatter_into))
@@ -90,11 +90,11 @@ register("aten.index_select.default")(DimsRule(_index_select, linear=(0,), saves
 register("aten.gather.default")(DimsRule(_gather, linear=(0,), saves=(1,), high=_extent_of_dim))
 register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), high=_index_bound))
 register("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")(
-    DimsRule(all_but("dim"), linear=(), saves=(1,), high=_extent_of_dim)
+    DimsRule(tracks_except("dim"), linear=(), saves=(1,), high=_extent_of_dim)
 )
 register("aten.one_hot.default")(
     DimsRule(
-        lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(shapes(node)[0]) if extent > 1],
+        lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(operand_shapes(node)[0]) if extent > 1],
         linear=(),
         high=lambda node: types_of(node)[0].shape[-1],
     )
@@ -105,7 +105,9 @@ register("aten.one_hot.default")(
 
 
 class EmbeddingRule(Rule):
-    """weight [rows, hidden], index [b0, b1, …]. A cut of the rows finds each row on one device, zeros on the others.
+    """The rule of a look-up: weight [rows, hidden], index [b0, b1, …].
+
+    If rows are cut, each row is on one device and the others contribute zeros.
 
     ``scale_grad_by_freq`` counts over the whole index and table: only the hidden dim may then be cut.
     """

@@ -1,4 +1,4 @@
-"""Losses over classes. Sums over rows that are cut are addends; a mean over an uneven count is not offered."""
+"""Rules of losses over classes. Sums over cut rows are addends; a mean over a count that differs stays whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _example_target(target: Node, classes: int, ignore_index: int, generator: to
 
 
 class CrossEntropyRule(Rule):
-    """``local_ops.cross_entropy``: logits [b0, …, C], target [b0, …] -> sum and count, which add up.
+    """The rule of ``local_ops.cross_entropy``: logits [b0, …, C], target [b0, …] -> sum and count, which add up.
 
     A cut of the vocabulary exchanges the maxima, then, in one message, sums, picked logits and (for smoothing) sums of
     logits.
@@ -51,7 +51,7 @@ class CrossEntropyRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op which axes cut the vocabulary."""
+        """The op with the names of the axes that cut the vocabulary."""
         axes = axes_of(labels, "vocab")
         return replace_arguments(node, vocab_axes=axes) if axes else super().localize(node, labels, mesh_shape)
 
@@ -70,7 +70,8 @@ class CrossEntropyRule(Rule):
 
 
 class ClassLossRule(Rule):
-    """PyTorch's losses over dim 1 of [N, C, d2, …] with a target [N, d2, …] (or probabilities of the input's shape).
+    """The rule of PyTorch's losses over dim 1 of [N, C, d2, …] with a target [N, d2, …] (or probabilities
+    of the input's shape).
 
     Without reduction the rows are free, with "sum" they contract; "mean" divides by a count that differs from block to
     block, so it stays whole (capture turns the common case into ``local_ops.cross_entropy``). Weights of classes have
@@ -96,7 +97,7 @@ class ClassLossRule(Rule):
         return tuple(choices)
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """The target; what a likelihood was given, where the op does not make log-probabilities of its own."""
+        """The target, and the input too where it already holds log-probabilities."""
         return (("input", 1),) if "cross_entropy" in str(node.target) else (("input", 0), ("input", 1))
 
     def temporary_bytes(self, node: Node) -> float:

@@ -1,4 +1,4 @@
-"""Normalizations: what is averaged over stays whole, the rest is free; a batch norm may also average over devices."""
+"""Rules of normalizations: the averaged dims stay whole, all others are free; a batch norm may average over devices."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _type(node: Node) -> TensorType:
 
 
 class NormRule(Rule):
-    """Common to all: the input and the weight are kept, and two fp32 statistics per normalized group."""
+    """Base of the rules here: autograd keeps the input, the weight and two fp32 statistics per normalized group."""
 
     cost_kind = "normalization"
 
     def groups(self, node: Node) -> int:
-        """How many means are taken."""
+        """The number of means that the op takes."""
         raise NotImplementedError
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
@@ -135,8 +135,8 @@ class ChannelNormRule(NormRule):
     def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
         """Variances are positive."""
         variance = argument(node, "running_var")
-        made = [(operand, random_float(operand, generator)) for operand in tensor_operands(node)]
-        return [x.abs() + 0.5 if operand is variance else x for operand, x in made]
+        values = [(operand, random_float(operand, generator)) for operand in tensor_operands(node)]
+        return [x.abs() + 0.5 if operand is variance else x for operand, x in values]
 
 
 class BatchNormRule(NormRule):
@@ -174,7 +174,7 @@ class BatchNormRule(NormRule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op which axes cut what it averages over."""
+        """The op with the names of the axes that cut the dims it averages over."""
         axes = axes_of(labels, "batch", *SPATIAL)
         return replace_arguments(node, batch_axes=axes) if axes else super().localize(node, labels, mesh_shape)
 

@@ -1,4 +1,4 @@
-"""Elementwise ops with broadcasting: every output dim is free.
+"""Rules of elementwise ops with broadcasting: every output dim is free.
 
 Labels ``d0``, ``d1``, … are the output's dims; an operand that is broadcast along one is used whole and gives an
 addend of its gradient. ``partial`` passes addends of a value through an op that is linear in them; ``grad`` passes
@@ -22,24 +22,24 @@ from .common import cut, replace_arguments
 __all__ = ["DropoutRule", "PointwiseRule", "grad_choice"]
 
 
-def names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     """The words of ``text``."""
     return frozenset(text.split())
 
 
 # by base name: what autograd keeps. Everything else keeps nothing.
-_SAVES_OUTPUT = names("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
-_SAVES_INPUTS = names("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
+_SAVES_OUTPUT = words("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
+_SAVES_INPUTS = words("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
 threshold pow log log2 log10 log1p
     sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2
     xlogy logit prelu fmod remainder nan_to_num""")
-_BILINEAR = names("mul multiply div divide true_divide")
-_ADDITIVE = names("add subtract sub")
-_LINEAR = names("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
-_CASTS = names("to _to_copy type_as")
-_DOMAIN_POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
-_DOMAIN_UNIT = names("logit atanh asin acos")
-_CONSTANT = names("detach zeros_like ones_like full_like empty_like fill")  # no gradient flows
+_BILINEAR = words("mul multiply div divide true_divide")
+_ADDITIVE = words("add subtract sub")
+_LINEAR = words("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
+_CASTS = words("to _to_copy type_as")
+_DOMAIN_POSITIVE = words("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
+_DOMAIN_UNIT = words("logit atanh asin acos")
+_CONSTANT = words("detach zeros_like ones_like full_like empty_like fill")  # no gradient flows
 # operands after the first that give only a dtype or device
 _BY_EXAMPLE = frozenset(("aten.type_as.default", "aten.to.other"))
 
@@ -56,7 +56,7 @@ def grad_choice(node: Node) -> AxisChoice:
 
 
 class PointwiseRule(Rule):
-    """Any elementwise op, by name."""
+    """The rule of every elementwise op; the op's name decides what is linear and what autograd keeps."""
 
     cost_kind = "pointwise"
 
@@ -72,11 +72,11 @@ class PointwiseRule(Rule):
                 continue
             inputs: list[AxisPair] = []
             for k, operand in enumerate(operands):
-                here = dim - (rank - len(operand.shape))
+                own_dim = dim - (rank - len(operand.shape))  # broadcasting aligns dims at the right
                 if by_example and k > 0:
                     inputs.append(WHOLE)
-                elif here >= 0 and operand.shape[here] == extent:
-                    inputs.append(shard(here))
+                elif own_dim >= 0 and operand.shape[own_dim] == extent:
+                    inputs.append(shard(own_dim))
                 else:
                     inputs.append(FREE_GRAD)
             choices.append(AxisChoice(f"d{dim}", tuple(inputs), (shard(dim),) * len(types_of(node)), extent))
@@ -121,7 +121,7 @@ class PointwiseRule(Rule):
         return [(WHOLE, ROW)] if len(operands) == 2 and zero else []
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
-        """By what the op's derivative needs."""
+        """The tensors that the op's derivative needs."""
         name = base_name(node)
         operands = [operand.meta["type"] for operand in tensor_operands(node)]
         if not types_of(node)[0].is_float:
@@ -181,7 +181,7 @@ register(
 
 
 class DropoutRule(Rule):
-    """Every dim is free. Addends of the gradient pass through, for the mask is the same on every device."""
+    """The rule of dropout: every dim is free, and addends of the gradient pass, as all devices draw the same mask."""
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """ "d0", "d1", …, "grad"."""
@@ -194,7 +194,7 @@ class DropoutRule(Rule):
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Tells the op which axes cut which dims."""
+        """The op with the mesh axis and the dim of every cut, from which it computes its part of the mask."""
         cuts = tuple((axis, int(label[1:])) for axis, label in enumerate(labels) if label[1:].isdigit())
         return replace_arguments(node, cuts=cuts) if cuts else super().localize(node, labels, mesh_shape)
 

@@ -1,21 +1,19 @@
-"""Which choices are worth offering to the search: a restriction of the space, stated here and nowhere else.
+"""The pruning of sharding strategies before the search: the five rules by which the search space is restricted.
 
 1. A cut of a tensor dim stays only if it is *live*: some heavy op (matmul, attention, convolution, embedding, routing)
-   or loss can cut
-   that dim of one of its operands or outputs, and the cut carries over to this tensor through ops that keep it. A cut
-   that no
-   such op can use is reached by one reshard and left by another, for the sake of pointwise work in between.
+   or loss can cut that dim of one of its operands or outputs, and the cut carries over to this tensor through ops that
+   preserve it. Any other cut would be made by one reshard and undone by another, for pointwise work alone.
 2. Partial values pass through scalars and the like, additions (two row-parallel branches then share one reduction) and
-   views between a heavy
-   op and an addition. Elsewhere reducing before or after a linear op of equal extent costs the same.
-3. Partial cotangents pass through views of a tensor that at least two views lead from to heavy ops (which then share
-   one reduction).
+   views between a heavy op and an addition. Elsewhere reducing before or after a linear op of equal extent costs the
+   same.
+3. Partial cotangents pass through views of a tensor that at least two views connect to heavy ops (which then share one
+   reduction).
 4. Without ``sequence`` these stay whole: leading dims of a matmul, embedding or loss other than the first, the queries
    of an attention (and so its ring), the height, width and depth of a convolution, and tokens that are sent to their
    experts. With it they may be cut, and make live what they reach: norms, residual additions and dropout along the
    sequence (Megatron-LM's sequence parallelism, arXiv:2205.05198), batch norms and poolings over space.
-5. Of more than ``MOST`` choices those that leave each device the least work stay, and of these first those of the
-   fewest different labels. On two mesh axes that concerns three spatial dims only.
+5. Of more than ``MAX_CHOICES`` choices those that leave each device the least work stay, and of these first those of
+   the fewest different labels. On two mesh axes that concerns three spatial dims only.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ from .base import AxisChoice
 
 __all__ = ["Pruner"]
 
-DEEP = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
-SMALL = 64  # elements
-MOST = 40  # choices per op and mesh
-SEQUENCE = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
+HEAVY_KINDS = frozenset({"matmul", "attention", "convolution", "embedding", "routing", "loss"})
+SMALL_NUMEL = 64  # elements
+MAX_CHOICES = 40  # choices per op and mesh
+SEQUENCE_LABELS = re.compile(r"b[1-9]|query|ring|depth|height|width|dispatch")  # labels of rule 4
 
 
 class Pruner:
-    """Live dims of one graph (they do not depend on the batch extent), and the filter that follows.
+    """The filter of strategies for one graph, by its live dims (which do not depend on the batch extent).
 
-    sequence: whether sequences, space and the sending of tokens to experts are searched (rule 4).
+    sequence: True if cuts of sequences and of space, and the sending of tokens to experts, are searched (rule 4).
     """
 
     def __init__(self, graph: Graph, sequence: bool = False) -> None:
@@ -53,7 +51,7 @@ class Pruner:
         for node in graph.ops():
             if op_name(node) == "getitem":
                 continue
-            deep = rule_for(node).cost_kind in DEEP
+            deep = rule_for(node).cost_kind in HEAVY_KINDS
             for choice in rule_for(node).axis_choices(node):
                 group = frozenset(self._cuts(node, choice))
                 if deep and self._searched(choice.label):
@@ -61,6 +59,7 @@ class Pruner:
                 else:
                     for cut in group:
                         waiting[cut].append(group)
+        # a choice that has one live cut makes all of its cuts live: propagate from heavy ops through the others
         while stack:
             cut = stack.pop()
             if cut not in self.live:
@@ -69,8 +68,8 @@ class Pruner:
                     stack.extend(group)
 
     def _searched(self, label: str) -> bool:
-        """Whether rule 4 lets a heavy op or loss have this label."""
-        return self.sequence or SEQUENCE.fullmatch(label) is None
+        """True if rule 4 allows this label for a heavy op or loss."""
+        return self.sequence or SEQUENCE_LABELS.fullmatch(label) is None
 
     @staticmethod
     def _key(node: Node) -> tuple[str, int]:
@@ -86,27 +85,26 @@ class Pruner:
         return cuts + [(node.name, k, pair[0].dim) for k, pair in enumerate(choice.outputs) if pair[0].is_shard]
 
     def choices(self, node: Node, batch: int, mesh_shape: tuple[int, ...]) -> list[MeshChoice]:
-        """The choices of ``node`` (of the graph at ``batch``) on a mesh that are worth offering, "whole" first.
-        Cached."""
+        """The choices of ``node`` (of the graph at ``batch``) on a mesh that the search gets, "whole" first. Cached."""
         key = (node.name, batch, mesh_shape)
         if key not in self._kept:
             self._kept[key] = self.keep(node, mesh_choices(node, mesh_shape))
         return self._kept[key]
 
     def keep(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
-        """Those of ``choices`` that are worth offering, at most ``MOST``."""
-        kept = self.worthwhile(node, choices)
-        if len(kept) <= MOST:
-            return kept
-        ranked = sorted(kept[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
-        best = set(ranked[: MOST - 1])
-        return kept[:1] + [choice for choice in kept[1:] if choice in best]
+        """Those of ``choices`` that follow all five rules, at most ``MAX_CHOICES``."""
+        allowed = self.worthwhile(node, choices)
+        if len(allowed) <= MAX_CHOICES:
+            return allowed
+        ranked = sorted(allowed[1:], key=lambda choice: (choice.work_share, len(set(choice.labels))))
+        best = set(ranked[: MAX_CHOICES - 1])
+        return allowed[:1] + [choice for choice in allowed[1:] if choice in best]
 
     def worthwhile(self, node: Node, choices: Sequence[MeshChoice]) -> list[MeshChoice]:
         """Those of ``choices`` that follow rules 1 to 4, however many."""
-        if rule_for(node).cost_kind in DEEP:
+        if rule_for(node).cost_kind in HEAVY_KINDS:
             return [c for c in choices if all(self._searched(label) for label in c.labels)]
-        small = types_of(node)[0].numel <= SMALL
+        small = types_of(node)[0].numel <= SMALL_NUMEL
         view = rule_for(node).cost_kind in ("view", "free")
         partial = small or op_name(node) == "aten.add.Tensor" or (view and self._between_heavy_and_sum(node))
         grad = small or (view and self._branches_to_heavy(node))
@@ -131,24 +129,24 @@ class Pruner:
     @staticmethod
     def _between_heavy_and_sum(node: Node) -> bool:
         operand = tensor_operands(node)[0] if tensor_operands(node) else None
-        if operand is None or not _is_deep(operand):
+        if operand is None or not _is_heavy(operand):
             return False
         return any(op_name(user) == "aten.add.Tensor" for user in node.users)
 
     @staticmethod
     def _branches_to_heavy(node: Node) -> bool:
         operand = tensor_operands(node)[0] if tensor_operands(node) else None
-        return operand is not None and sum(_leads_to_deep(user) for user in operand.users) > 1
+        return operand is not None and sum(_leads_to_heavy(user) for user in operand.users) > 1
 
 
-def _is_deep(node: Node) -> bool:
-    return node.op == "call_function" and op_name(node) != "getitem" and rule_for(node).cost_kind in DEEP
+def _is_heavy(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) != "getitem" and rule_for(node).cost_kind in HEAVY_KINDS
 
 
-def _leads_to_deep(node: Node) -> bool:
-    """Whether ``node`` is a heavy op, or a view whose first user is."""
-    if _is_deep(node):
+def _leads_to_heavy(node: Node) -> bool:
+    """True if ``node`` is a heavy op, or a view that some heavy op reads."""
+    if _is_heavy(node):
         return True
     if node.op != "call_function" or op_name(node) == "getitem" or rule_for(node).cost_kind not in ("view", "free"):
         return False
-    return any(_is_deep(user) for user in node.users)
+    return any(_is_heavy(user) for user in node.users)

@@ -1,4 +1,4 @@
-"""Reductions, scans and elementwise losses.
+"""Rules of reductions, scans and elementwise losses.
 
 A dim that is kept is free. A dim that is reduced by a sum contracts: each device's sum over its block is an addend
 (P, R) of the whole; a mean is such a sum divided by how many blocks there are (``scaled_mean``; torch's own sharded
@@ -20,7 +20,7 @@ from . import register, whole
 from .base import FREE_GRAD, ROW, AxisChoice, Rule, shard
 from .common import argument
 from .pointwise import PointwiseRule, grad_choice
-from .view import DimsRule, Track, along, normal, shapes
+from .view import DimsRule, Track, nonnegative_dim, operand_shapes, same_dim_tracks
 
 __all__ = ["LossRule", "ReduceRule", "scaled_mean"]
 
@@ -42,19 +42,19 @@ def _with_scale(node: Node, labels: Sequence[str], mesh_shape: Sequence[int]) ->
 
 def reduced_dims(node: Node) -> list[int]:
     """The dims that an op with an optional ``dim`` argument reduces; all, if it names none."""
-    rank = len(shapes(node)[0])
+    rank = len(operand_shapes(node)[0])
     try:
         given = argument(node, "dim")
     except ValueError:
         given = None
     if given is None or (isinstance(given, list | tuple) and not given):
         return list(range(rank))
-    return [normal(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
+    return [nonnegative_dim(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-def _kept(node: Node) -> list[Track]:
+def _kept_tracks(node: Node) -> list[Track]:
     """The dims that a reduction leaves."""
-    shape, reduced = shapes(node)[0], reduced_dims(node)
+    shape, reduced = operand_shapes(node)[0], reduced_dims(node)
     keepdim = len(types_of(node)[0].shape) == len(shape)
     count = len(types_of(node))
     return [
@@ -64,18 +64,18 @@ def _kept(node: Node) -> list[Track]:
     ]
 
 
-def _scanned(node: Node) -> list[Track]:
+def _scanned_tracks(node: Node) -> list[Track]:
     """The dims of an op that keeps its operand's shape but for the dims it works along."""
-    return along(node, reduced_dims(node))
+    return same_dim_tracks(node, reduced_dims(node))
 
 
 class ReduceRule(DimsRule):
-    """A reduction over ``dim``. sums: whether it is a sum or mean, so that reduced dims contract. saved_outputs:
-    kept by autograd."""
+    """The rule of a reduction over ``dim``. sums: True for a sum or a mean, whose reduced dims contract. saved_outputs:
+    the outputs that autograd keeps."""
 
     def __init__(
         self,
-        tracks: Callable[[Node], list[Track]] = _kept,
+        tracks: Callable[[Node], list[Track]] = _kept_tracks,
         sums: bool = False,
         saves: tuple[int, ...] = (),
         saved_outputs: tuple[int, ...] = (),
@@ -89,7 +89,7 @@ class ReduceRule(DimsRule):
         choices = super().axis_choices(node)
         if not self.sums:
             return choices
-        shape = shapes(node)[0]
+        shape = operand_shapes(node)[0]
         summed = tuple(
             AxisChoice(f"r{dim}", (shard(dim),), (ROW,), shape[dim]) for dim in reduced_dims(node) if shape[dim] > 1
         )
@@ -119,7 +119,7 @@ class ReduceRule(DimsRule):
 
 
 class LossRule(Rule):
-    """A loss that is elementwise but for its ``reduction`` (none, mean or sum) over all elements."""
+    """The rule of a loss that is elementwise but for its ``reduction`` (none, mean or sum) over all elements."""
 
     cost_kind = "loss"
 
@@ -127,10 +127,10 @@ class LossRule(Rule):
         self.elementwise = PointwiseRule()
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
-        """Without reduction as any elementwise op; with one, every dim contracts."""
+        """The choices of an elementwise op without reduction; with one, every dim contracts."""
         if argument(node, "reduction") not in (MEAN, SUM):
             return self.elementwise.axis_choices(node)
-        operands = shapes(node)
+        operands = operand_shapes(node)
         space = torch.broadcast_shapes(*operands)
         choices = [whole(node)]
         for dim, extent in enumerate(space):
@@ -138,8 +138,8 @@ class LossRule(Rule):
             # it is
             if extent == 1 or any(tuple(shape[-len(space) :]) != tuple(space) for shape in operands[:2]):
                 continue
-            here = [dim - (len(space) - len(shape)) for shape in operands]
-            inputs = tuple(shard(d) if d >= 0 and shape[d] == extent else FREE_GRAD for d, shape in zip(here, operands))
+            dims = [dim - (len(space) - len(shape)) for shape in operands]
+            inputs = tuple(shard(d) if d >= 0 and shape[d] == extent else FREE_GRAD for d, shape in zip(dims, operands))
             choices.append(AxisChoice(f"r{dim}", inputs, (ROW,), extent))
         return (*choices, grad_choice(node))
 
@@ -159,9 +159,9 @@ class LossRule(Rule):
         """Probabilities where the loss wants them."""
         if not any(name in op_name(node) for name in ("binary_cross_entropy.", "kl_div")):
             return None
-        made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes(node)]
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in operand_shapes(node)]
         kinds = [operand.meta["type"].dtype for operand in tensor_operands(node)]
-        return [(0.1 + 0.8 * torch.sigmoid(x)).to(dtype) for x, dtype in zip(made, kinds)]
+        return [(0.1 + 0.8 * torch.sigmoid(x)).to(dtype) for x, dtype in zip(values, kinds)]
 
 
 register("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default")(ReduceRule(sums=True))
@@ -181,13 +181,15 @@ register(
 register(
     "aten.softmax.int aten._softmax.default aten._safe_softmax.default",
     "aten.log_softmax.int aten._log_softmax.default",
-)(ReduceRule(_scanned, saved_outputs=(0,)))
+)(ReduceRule(_scanned_tracks, saved_outputs=(0,)))
 register("aten.cumsum.default", "aten.diff.default", "aten.argsort.default", "aten.argsort.stable")(
-    ReduceRule(_scanned)
+    ReduceRule(_scanned_tracks)
 )
-register("aten.cumprod.default", "aten.logcumsumexp.default")(ReduceRule(_scanned, saves=(0,), saved_outputs=(0,)))
+register("aten.cumprod.default", "aten.logcumsumexp.default")(
+    ReduceRule(_scanned_tracks, saves=(0,), saved_outputs=(0,))
+)
 register("aten.topk.default", "aten.sort.default", "aten.sort.stable", "aten.cummax.default", "aten.kthvalue.default")(
-    ReduceRule(_scanned, saved_outputs=(1,))
+    ReduceRule(_scanned_tracks, saved_outputs=(1,))
 )
 register(
     "aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default aten.huber_loss.default",

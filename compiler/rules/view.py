@@ -1,7 +1,7 @@
-"""Ops that move or repeat elements: views, joins, indexing, creation.
+"""Rules of ops that move or repeat elements: views, concatenation, padding, repetition, creation.
 
-Most are told by *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of which
-may be cut. For ops that are pure stride changes the tracks are read off the strides of a run on the meta device.
+Most rules follow from *tracks*: dims of operands and outputs that stay one and the same dim through the op, each of
+which may be cut. For ops that are pure stride changes the tracks are read off the strides of a run on the meta device.
 ``reshape`` has a dim-factor map instead: dims fall into groups of equal product, and of each group only the major
 factor may be cut, as only then are the blocks contiguous on both sides.
 """
@@ -29,14 +29,14 @@ __all__ = ["DimsRule", "ReshapeRule", "StrideRule", "Track", "local_output_shape
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One dim through an op: which dim it is of each operand (None: the operand is used whole) and of each output."""
+    """One dim through an op: its number in each operand (None: the operand is used whole) and in each output."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     extent: int
 
 
-def shapes(node: Node) -> list[tuple[int, ...]]:
+def operand_shapes(node: Node) -> list[tuple[int, ...]]:
     """The operands' shapes."""
     return [operand.meta["type"].shape for operand in tensor_operands(node)]
 
@@ -48,7 +48,7 @@ def local_output_shape(node: Node, labels: Sequence[str], mesh_shape: Sequence[i
 
 
 class DimsRule(Rule):
-    """An op told by its tracks.
+    """A rule that follows from the tracks of an op.
 
     tracks: the tracks of a node. linear: the operands through which addends pass ("partial"), None for all, () for
     no such choice. saves: the operands that autograd keeps. high: a node → exclusive upper bound of random integer
@@ -79,7 +79,7 @@ class DimsRule(Rule):
             results = tuple(shard(dim) for dim in track.outputs)
             choices.append(AxisChoice(f"d{number}", inputs, results, track.extent))
         linear = range(len(operands)) if self.linear is None else self.linear
-        # an all_reduce of a bool or an index is nobody's wish
+        # partial bools and indices are not offered: a sum is not defined for them
         if operands and linear and all(operands[k].is_float for k in linear):
             inputs = tuple(ROW if k in linear else WHOLE for k in range(len(operands)))
             choices.append(AxisChoice("partial", inputs, (ROW,) * len(outputs), 1, splits_work=False))
@@ -96,14 +96,15 @@ class DimsRule(Rule):
         """Integers below ``high``, floats normal; nothing special without ``high``."""
         if self.high is None:
             return None
-        made = []
+        values = []
         for operand in tensor_operands(node):
             kind = operand.meta["type"]
             if kind.is_float:
-                made.append(torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype))
+                values.append(torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype))
             else:
-                made.append(torch.randint(0, max(1, self.high(node)), kind.shape, generator=generator).to(kind.dtype))
-        return made
+                high = max(1, self.high(node))
+                values.append(torch.randint(0, high, kind.shape, generator=generator).to(kind.dtype))
+        return values
 
 
 class StrideRule(DimsRule):
@@ -114,22 +115,22 @@ class StrideRule(DimsRule):
 
     def stride_tracks(self, node: Node) -> list[Track]:
         """Input dims that every output has in full, and output dims that repeat one element."""
-        shape = shapes(node)[0]
+        shape = operand_shapes(node)[0]
         # strides from powers of a base larger than any extent are unique and not reachable by combining
         base = max((*shape, 2)) + 1
         strides = [base ** (len(shape) - i) for i in range(len(shape))]
         x = torch.empty_strided(shape, strides, device="meta")
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: x)
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
-        outputs = [made] if isinstance(made, torch.Tensor) else list(made)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        outputs = [result] if isinstance(result, torch.Tensor) else list(result)
         tracks = []
         for dim, (extent, stride) in enumerate(zip(shape, strides)):
-            found = [
+            same_stride = [
                 [d for d in range(y.dim()) if y.stride(d) == stride and y.shape[d] == extent and extent > 1]
                 for y in outputs
             ]
-            if all(found) and found:
-                tracks.append(Track((dim,), tuple(dims[0] for dims in found), extent))
+            if all(same_stride) and same_stride:
+                tracks.append(Track((dim,), tuple(dims[0] for dims in same_stride), extent))
         if len(outputs) == 1:
             y = outputs[0]
             repeats = [d for d in range(y.dim()) if y.stride(d) == 0 and y.shape[d] > 1]
@@ -149,14 +150,14 @@ class StrideRule(DimsRule):
 
 
 class ReshapeRule(DimsRule):
-    """view, reshape, flatten, unflatten: the dim-factor map."""
+    """The rule of view, reshape, flatten and unflatten, by the dim-factor map."""
 
     def __init__(self) -> None:
         super().__init__(self.factor_tracks, cost_kind="view")
 
     def factor_tracks(self, node: Node) -> list[Track]:
         """One track per group of dims of equal product: the major dim of each side, cut by what divides both."""
-        source, target = shapes(node)[0], types_of(node)[0].shape
+        source, target = operand_shapes(node)[0], types_of(node)[0].shape
         if prod(source) == 0:
             return []
         left = [(dim, extent) for dim, extent in enumerate(source) if extent > 1]
@@ -165,7 +166,7 @@ class ReshapeRule(DimsRule):
         i = j = 0
         while i < len(left) and j < len(right):
             (dim_in, a), (dim_out, b) = left[i], right[j]
-            extent = gcd(a, b)
+            extent = gcd(a, b)  # the major dims of both sides are cut alike by a divisor of both alone
             i, j = i + 1, j + 1
             while a != b:
                 if a < b:
@@ -187,15 +188,15 @@ class ReshapeRule(DimsRule):
 # ---- tracks of the rest
 
 
-def normal(dim: int, rank: int) -> int:
+def nonnegative_dim(dim: int, rank: int) -> int:
     """A dim counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
-def along(node: Node, fixed: Sequence[int]) -> list[Track]:
+def same_dim_tracks(node: Node, fixed: Sequence[int]) -> list[Track]:
     """Tracks of an op whose first operand and outputs have equal dims, all of which may be cut but ``fixed``; other
     operands, if they have the first's rank and extent there, are cut alike."""
-    first, *rest = shapes(node)
+    first, *rest = operand_shapes(node)
     outs = [kind.shape for kind in types_of(node)]
     tracks = []
     for dim, extent in enumerate(first):
@@ -206,38 +207,38 @@ def along(node: Node, fixed: Sequence[int]) -> list[Track]:
     return tracks
 
 
-def dims_of(node: Node, name: str) -> list[int]:
+def argument_dims(node: Node, name: str) -> list[int]:
     """The (non-negative) dims in an argument that holds one or several; all dims for None or an empty list."""
-    rank = len(shapes(node)[0])
+    rank = len(operand_shapes(node)[0])
     given = argument(node, name)
     if given is None or (isinstance(given, list | tuple) and not given):
         return list(range(rank))
-    return [normal(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
+    return [nonnegative_dim(dim, rank) for dim in (given if isinstance(given, list | tuple) else [given])]
 
 
-def all_but(name: str) -> Callable[[Node], list[Track]]:
+def tracks_except(name: str) -> Callable[[Node], list[Track]]:
     """Tracks along every dim but those that an argument names."""
-    return lambda node: along(node, dims_of(node, name))
+    return lambda node: same_dim_tracks(node, argument_dims(node, name))
 
 
 def _stack(node: Node) -> list[Track]:
-    first = shapes(node)[0]
-    new = normal(argument(node, "dim"), len(first) + 1)
-    count = len(shapes(node))
+    first = operand_shapes(node)[0]
+    new = nonnegative_dim(argument(node, "dim"), len(first) + 1)
+    count = len(operand_shapes(node))
     return [Track((d,) * count, (d + (d >= new),), extent) for d, extent in enumerate(first) if extent > 1]
 
 
 def _cat(node: Node) -> list[Track]:
     # legacy: empty 1-d tensors join anything; whole then
-    if len({len(shape) for shape in shapes(node)}) > 1:
+    if len({len(shape) for shape in operand_shapes(node)}) > 1:
         return []
-    return along(node, dims_of(node, "dim"))
+    return same_dim_tracks(node, argument_dims(node, "dim"))
 
 
 def _pad(node: Node) -> list[Track]:
     pad = list(node.args[1])  # type: ignore[arg-type]
-    rank = len(shapes(node)[0])
-    return along(node, [rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]])
+    rank = len(operand_shapes(node)[0])
+    return same_dim_tracks(node, [rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]])
 
 
 def _pad_is_linear(node: Node) -> bool:
@@ -245,7 +246,7 @@ def _pad_is_linear(node: Node) -> bool:
 
 
 def _repeat(node: Node) -> list[Track]:
-    shape, out = shapes(node)[0], types_of(node)[0].shape
+    shape, out = operand_shapes(node)[0], types_of(node)[0].shape
     lead = len(out) - len(shape)
     tracks = []
     for dim, extent in enumerate(out):
@@ -256,7 +257,7 @@ def _repeat(node: Node) -> list[Track]:
 
 
 def _repeat_interleave(node: Node) -> list[Track]:
-    shape = shapes(node)[0]
+    shape = operand_shapes(node)[0]
     if argument(node, "dim") is None:  # flattens first: blocks of the major dim stay contiguous
         return [Track((0,), (0,), shape[0])] if shape and shape[0] > 1 else []
     return [Track((d,), (d,), extent) for d, extent in enumerate(shape) if extent > 1]
@@ -274,7 +275,7 @@ class _RepeatRule(DimsRule):
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """A dim that is repeated from 1 is repeated as often as the local output is long."""
         out, whole_out = local_output_shape(node, labels, mesh_shape), types_of(node)[0].shape
-        shape = shapes(node)[0]
+        shape = operand_shapes(node)[0]
         padded = (1,) * (len(out) - len(shape)) + tuple(shape)
         repeats = [local if source == 1 else extent // source for local, source, extent in zip(out, padded, whole_out)]
         return node.target, (node.args[0], repeats), {}
@@ -288,14 +289,14 @@ class _RepeatInterleaveRule(DimsRule):
         return node.target, node.args, {key: value for key, value in node.kwargs.items() if key != "output_size"}
 
 
-class _LikeRule(Rule):
-    """new_ones and others that take only dtype and device of their operand: it may lie in any way."""
+class _NewTensorRule(Rule):
+    """The rule of new_ones and others that read only dtype and device of their operand, whose placement is free."""
 
     cost_kind = "free"
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """The result is whole; the operand whole, or cut along any dim."""
-        cuts = [(dim, extent) for dim, extent in enumerate(shapes(node)[0]) if extent > 1]
+        cuts = [(dim, extent) for dim, extent in enumerate(operand_shapes(node)[0]) if extent > 1]
         out = ((R, R),)
         return (
             whole(node),
@@ -317,15 +318,15 @@ register(
 register("aten.cat.default", "aten.concat.default")(DimsRule(_cat))
 register("aten.stack.default")(DimsRule(_stack))
 register("aten.constant_pad_nd.default", "aten.pad.default")(_PadRule(_pad))
-register("aten.flip.default")(DimsRule(all_but("dims")))
-register("aten.roll.default")(DimsRule(all_but("dims")))
+register("aten.flip.default")(DimsRule(tracks_except("dims")))
+register("aten.roll.default")(DimsRule(tracks_except("dims")))
 register("aten.repeat.default")(_RepeatRule(_repeat))
 register("aten.repeat_interleave.self_int")(_RepeatInterleaveRule(_repeat_interleave))
 register("aten.tril.default", "aten.triu.default")(
-    DimsRule(lambda node: along(node, [len(shapes(node)[0]) - 1, len(shapes(node)[0]) - 2]))
+    DimsRule(lambda node: same_dim_tracks(node, [len(operand_shapes(node)[0]) - 1, len(operand_shapes(node)[0]) - 2]))
 )
 register("aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default")(
-    _LikeRule()
+    _NewTensorRule()
 )
 register(
     """aten.arange.default aten.arange.start aten.arange.start_step aten.full.default aten.zeros.default

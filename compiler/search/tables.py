@@ -15,7 +15,7 @@ from ..pipeline.bounds import clock_seconds
 from ..pipeline.stage_dp import describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
 from ..pipeline.virtual_stages import least_sums
-from ..workers import all_of
+from ..workers import run_all
 from .lower_bounds import FREE, LEANEST, SearchFloors
 from .space import Submesh
 from .state import Candidate, Miss, Search, StageRow
@@ -86,7 +86,7 @@ class SearchTables(SearchFloors):
             return [self.bound(m) for m in some]
 
         shares = [some for k in range(self.search.workers) if (some := fresh[k :: self.search.workers])]
-        for some, bounds in zip(shares, all_of([partial(lifted, some) for some in shares]) if fresh else ()):
+        for some, bounds in zip(shares, run_all([partial(lifted, some) for some in shares]) if fresh else ()):
             self.search.bounds.update({(m, self.search.space.guide): bound_s for m, bound_s in zip(some, bounds)})
         self._lifted.update({m: ([level], self.best) for m, level in levels.items()})
         return [m for m in counts if self.bound(m) < self.best * (1 - EPSILON)]
@@ -105,7 +105,7 @@ class SearchTables(SearchFloors):
             yield from (self._look(m, some) for m, some in prices.items())
             return
         begin, before = time.perf_counter(), self.search.passes.get("stages", 0.0)
-        every = all_of([partial(self._seen, m, some) for m, some in prices.items()])
+        every = run_all([partial(self._seen, m, some) for m, some in prices.items()])
         self.search.passes["stages"] = before + time.perf_counter() - begin
         for m, (bound_s, known, candidates) in zip(prices, every):
             self.search.bounds[m, self.search.space.guide], self.known[m] = bound_s, known
@@ -239,7 +239,7 @@ class SearchTables(SearchFloors):
 
             works = [partial(solved, exposed) for exposed in (EXPOSED if top_k > 1 else EXPOSED[:1])]
             apart = search.workers > 1 and table.pace_s.size > WORTH_A_FORK
-            parts = all_of(works) if apart else [work() for work in works]
+            parts = run_all(works) if apart else [work() for work in works]
             stages = dict.fromkeys(one for part in parts for one in part)
             described = [describe_pipeline(table, m, schedule, one) for one in stages]
             found = [self.candidate(m, schedule, one, pairs, table) for one in described]

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..frontend.capture import loss_of
 from ..frontend.example_inputs import flat_inputs
-from ..frontend.fake_model import model_settings, modes, quiet
-from ..ir.comm import Context, use
+from ..frontend.fake_model import model_settings, silence_torch, training_mode
+from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of
 from ..ir.ops import local_ops
 from ..rules import rule_for
@@ -75,7 +75,7 @@ def check_capture(
     leaves, tree = pytree.tree_flatten((args, dict(kwargs), targets))
     run = _Pair(model, graph, inputs, leaves, tree, loss_fn)
     try:
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with silence_torch(), torch.random.fork_rng(devices=[]):
             difference = _difference(run.at_some_size(None), None)
             if difference:
                 with suppress(_CannotRunError):  # else what the model's own dtypes said stands
@@ -141,7 +141,7 @@ class _Pair:
         args, kwargs, targets = pytree.tree_unflatten(given, self.tree)
         trained = _Trained(self.model, self.loss_fn)
         tensors = {f"model.{name}": x for name, x in {**leaves, **buffers}.items()}
-        with modes(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout():
+        with training_mode(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout():
             loss = functional_call(trained, tensors, (args, kwargs, targets))
         return loss, _gradients(leaves)
 
@@ -169,7 +169,7 @@ def _captured_run(
     constants = {name: as_dtype(x, dtype) for name, x in graph.constants.items()}
     tables = {"input": batch, "parameter": leaves, "buffer": buffers, "constant": constants}
     values: dict[Any, Any] = {}
-    with use(Context(LockstepComm(LockstepGroup(()), 0), 0, 0, 0)):
+    with use_context(Context(LockstepComm(LockstepGroup(()), 0), 0, 0, 0)):
         for node in graph:
             if node.op == "placeholder":
                 source = node.meta["source"]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import UnlikeError
-from ..ir.comm import Context, Here, use
+from ..ir.comm import CompletedArrival, Context, use_context
 
 __all__ = ["LockstepComm", "LockstepGroup"]
 
@@ -55,7 +55,7 @@ class LockstepGroup:
         def device(rank: int) -> None:
             comm = LockstepComm(self, rank)
             try:
-                with use(Context(comm, seed, step, microbatch)):
+                with use_context(Context(comm, seed, step, microbatch)):
                     results[rank] = fn(comm)
                 ended.add(rank)
                 comm.finish()
@@ -67,7 +67,7 @@ class LockstepGroup:
                     self.barrier.abort()
 
         if len(self) == 1:
-            with use(Context(LockstepComm(self, 0), seed, step, microbatch)) as context:
+            with use_context(Context(LockstepComm(self, 0), seed, step, microbatch)) as context:
                 return [fn(context.comm)]  # type: ignore[arg-type]
         threads = [threading.Thread(target=device, args=(rank,), daemon=True) for rank in range(len(self))]
         for thread in threads:
@@ -148,26 +148,26 @@ class LockstepComm:
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
 
-    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Here:
+    def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> CompletedArrival:
         """The sum over the axes, which is here at once."""
         for axis in axes:
             x = self.all_reduce(x, axis)
-        return Here(x)
+        return CompletedArrival(x)
 
-    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Here:
+    def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> CompletedArrival:
         """The rows of all devices of the axes, which are here at once; in no code."""
         rows = x.reshape(1, -1)
         for axis in reversed(axes):
             rows = self.all_gather(rows, axis, 0)
-        return Here(rows)
+        return CompletedArrival(rows)
 
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
-    ) -> Here:
+    ) -> CompletedArrival:
         """This device's row of the sum; in no code."""
         for axis in axes:
             x = self.reduce_scatter(x, axis, 0)
-        return Here(x.view(-1))
+        return CompletedArrival(x.view(-1))
 
     def _neighbour(self, x: torch.Tensor, axis: int, step: int, cyclic: bool) -> torch.Tensor:
         parts = self._exchange(x, "send", axis, (step, cyclic))

@@ -15,7 +15,7 @@ import torch.fx
 from torch import Tensor
 from torch.fx import Node
 
-from ..ir.comm import Context, use
+from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of, tensor_operands
 from .chunk_programs import PlacedChunk
 from .lockstep import LockstepComm, LockstepGroup
@@ -53,7 +53,7 @@ class SingleDevice:
     def run(self, inputs: Mapping[str, Tensor], context: tuple[int, int, int], scale: float) -> WholeRun:
         """One microbatch under (seed, step, microbatch); the gradients are those of ``scale`` times its loss."""
         seed, step, microbatch = context
-        with use(Context(LockstepComm(LockstepGroup(()), 0), seed, step, microbatch)), torch.enable_grad():
+        with use_context(Context(LockstepComm(LockstepGroup(()), 0), seed, step, microbatch)), torch.enable_grad():
             return self._run(inputs, scale)
 
     def _run(self, inputs: Mapping[str, Tensor], scale: float) -> WholeRun:

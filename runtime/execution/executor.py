@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...compiler.ir.comm import Context, use
+from ...compiler.ir.comm import Context, use_context
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.families import generate
 from ...compiler.pipeline.schedule import Action, Place, validate
@@ -167,7 +167,7 @@ class Executor:
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
         posted = _post(self.works[0])
-        with use(self.context), torch.set_grad_enabled(self.training):
+        with use_context(self.context), torch.set_grad_enabled(self.training):
             for index, work in enumerate(self.works):
                 action, part = work.action, work.part
                 kind, microbatch = action.kind, action.microbatch

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...compiler.ir.comm import use
+from ...compiler.ir.comm import use_context
 from ...compiler.pipeline.families import PIPEDREAM, generate, lag_steps
 from ...compiler.pipeline.schedule import validate
 from ...compiler.plan.boundaries import BoundaryMetadata
@@ -164,7 +164,7 @@ class StashingExecutor(Executor):
         mark = self.trace.mark
         self._refresh()
         posted = self._posted(*actions[0])
-        with use(self.context), torch.enable_grad():
+        with use_context(self.context), torch.enable_grad():
             for index, (kind, number) in enumerate(actions):
                 arriving = posted
                 posted = self._posted(*actions[index + 1]) if index + 1 < len(actions) else []

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...compiler.ir.comm import Arrival, Comm, Here
+from ...compiler.ir.comm import Arrival, Comm, CompletedArrival
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.plan.cross_mesh import coordinates
 from ...compiler.plan.independent_axes import loose_axes
@@ -149,7 +149,7 @@ class Alone(TimedComm):
         """The same."""
         x = x * prod(self.size(axis) for axis in axes if axis in self.axes)
         rest = [axis for axis in axes if axis not in self.axes]
-        return super().start_sum(x, rest) if rest else Here(x)
+        return super().start_sum(x, rest) if rest else CompletedArrival(x)
 
 
 # ---- flat sums

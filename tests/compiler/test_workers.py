@@ -18,7 +18,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
 from meshwright.compiler.search.driver import best_plans
 from meshwright.compiler.search.state import prepare
-from meshwright.compiler.workers import ForkedTask, all_of
+from meshwright.compiler.workers import ForkedTask, run_all
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
 
@@ -38,8 +38,8 @@ def test_a_child_answers_what_this_process_would() -> None:
 
 def test_works_are_shared_and_keep_their_order() -> None:
     works = [partial(squares, number) for number in (2, 3, 4)]
-    assert [pid == os.getpid() for pid, _ in all_of(works)] == [True, False, False]
-    assert [len(found) for _, found in all_of(works)] == [2, 3, 4]
+    assert [pid == os.getpid() for pid, _ in run_all(works)] == [True, False, False]
+    assert [len(found) for _, found in run_all(works)] == [2, 3, 4]
 
 
 def test_what_a_child_cannot_say_is_made_here() -> None:
@@ -124,7 +124,7 @@ def test_a_child_outlives_an_interrupt() -> None:
     one = ForkedTask(work, True)
     time.sleep(0.1)
     os.kill(one._child, signal.SIGINT)
-    answer = one._received()
+    answer = one._receive()
     assert answer
 
 

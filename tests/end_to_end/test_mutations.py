@@ -14,7 +14,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.ir.comm import Context, Here, current, use
+from meshwright.compiler.ir.comm import CompletedArrival, Context, current_context, use_context
 from meshwright.compiler.ir.ops import local_ops, ring_attention
 from meshwright.compiler.verification import parts
 from meshwright.compiler.verification.lockstep import LockstepComm
@@ -111,8 +111,8 @@ def missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def ungathered(patch: pytest.MonkeyPatch) -> None:
-    def own(self: Any, x: torch.Tensor, axes: tuple[int, ...]) -> Here:
-        return Here(torch.stack([x] * math.prod(map(self.size, axes))))
+    def own(self: Any, x: torch.Tensor, axes: tuple[int, ...]) -> CompletedArrival:
+        return CompletedArrival(torch.stack([x] * math.prod(map(self.size, axes))))
 
     patch.setattr(LockstepComm, "start_all_gather", own)
 
@@ -140,8 +140,8 @@ def shared_mask(patch: pytest.MonkeyPatch) -> None:
 
 def own_seeds(patch: pytest.MonkeyPatch) -> None:
     def keep(*arguments: Any) -> torch.Tensor:
-        here = current()
-        with use(Context(here.comm, here.seed + here.comm.rank, here.step, here.microbatch)):  # type: ignore[attr-defined]
+        here = current_context()
+        with use_context(Context(here.comm, here.seed + here.comm.rank, here.step, here.microbatch)):  # type: ignore[attr-defined]
             return original(*arguments)
 
     original = local_ops.keep_mask
@@ -152,7 +152,7 @@ def unordered_tokens(patch: pytest.MonkeyPatch) -> None:
     class Rolled:
         @staticmethod
         def apply(rows: torch.Tensor, *rest: Any) -> Any:
-            return original.apply(rows.roll(current().comm.rank, 0), *rest)  # type: ignore[attr-defined]
+            return original.apply(rows.roll(current_context().comm.rank, 0), *rest)  # type: ignore[attr-defined]
 
     original = local_ops._Combine
     patch.setattr(local_ops, "_Combine", Rolled)

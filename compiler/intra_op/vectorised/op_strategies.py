@@ -31,7 +31,7 @@ from ...ir.graph import tensor_operands, types_of
 from ...ir.spec import Pair, Placement, R, S, Spec
 from ...rules import MeshChoice, pairs_choice, rule_for
 from ...rules.base import AxisChoice, Internal
-from ...rules.prune import MOST, SMALL
+from ...rules.prune import MAX_CHOICES, SMALL_NUMEL
 from ..section import SPLIT_WORK, Restriction, cuts_weights
 from .cases import Cases
 
@@ -197,15 +197,15 @@ def _filtered(
 
 
 def _fewest(variants: Cases, made: _Made, stands: np.ndarray) -> np.ndarray:
-    """``stands`` with at most ``MOST`` choices per case: the first, then those that leave each device least work, of
-    equal ones those of fewest labels (``Pruner.keep``)."""
-    crowded = np.flatnonzero(stands.sum(axis=1) > MOST)
+    """``stands`` with at most ``MAX_CHOICES`` choices per case: the first, then those that leave each device least
+    work, of equal ones those of fewest labels (``Pruner.keep``)."""
+    crowded = np.flatnonzero(stands.sum(axis=1) > MAX_CHOICES)
     if not len(crowded):
         return stands
     others = stands[crowded] & ~_first(stands[crowded])
     share = np.where(others, 1.0 / variants.divisor[crowded][:, made.splits], np.inf)
     labels = np.broadcast_to([len(set(choice.labels)) for choice in made.choices], share.shape)
-    best = np.lexsort((labels, share), axis=1)[:, : MOST - 1]
+    best = np.lexsort((labels, share), axis=1)[:, : MAX_CHOICES - 1]
     kept = _first(stands[crowded])
     np.put_along_axis(kept, best, True, axis=1)
     stands[crowded] = kept
@@ -394,7 +394,7 @@ class AxisUnion:
                 ids.append(u)
                 common.append(gcd(one.extent, *(shapes[k][dim] for k, dim in cut)) if cut else 0)
             labels = tuple(one.label for one in offered)
-            small = types_of(node)[0].numel <= SMALL
+            small = types_of(node)[0].numel <= SMALL_NUMEL
             self.group_of[e] = groups.setdefault((tuple(ids), labels, small), len(groups))
             rows.append((ids, common))
         size = len(self.singles)

@@ -31,7 +31,7 @@ from ...cost.gradient_communication import cheapest_offers
 from ...cost.pricing import PricingContext, facts_of, gradient_type, offered_ways
 from ...cost.signature import signature, sum_signature
 from ...ir.graph import TensorType, tensor_operands, types_of
-from ...ir.reshard import FREE, steps_between
+from ...ir.reshard import LOCAL_STEPS, steps_between
 from ...ir.spec import Spec, local_shape
 from ...plan.tensor_codecs import coder_seconds
 from ...rules import MeshChoice, rule_for
@@ -475,7 +475,7 @@ def _terms(source: Spec, target: Spec) -> tuple[int, ...] | None:
             mask |= bit
         elif step.kind in ("all_gather", "pad"):
             mask &= ~bit
-        if step.kind in FREE:
+        if step.kind in LOCAL_STEPS:
             out.append(num_terms(axes) - 1)
         else:
             kind = KINDS.index(step.kind.removesuffix("_max"))

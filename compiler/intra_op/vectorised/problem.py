@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from ...ir.graph import TensorType
-from ...ir.ops.loss import leaving
+from ...ir.ops.loss import exit_pair
 from ...ir.spec import Pair
 from ...plan.independent_axes import converts_over
 from ...rules import MeshChoice
@@ -57,7 +57,7 @@ class Conversions:
             ]
             seconds[:, np.array(free)] = 0.0
         if self.late:
-            left = [[leaving(source).value != target for target in values[1]] for source in self.sources]
+            left = [[exit_pair(source).value != target for target in values[1]] for source in self.sources]
             seconds[:, np.array(left)] = np.inf
         for axis in self.loose:
             pairs = product(self.sources, self.targets)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from ...cost.layer_gathers import LayerReads
 from ...cost.saved_tensors import Saved, beside_outputs, saved_tensors
 from ...ir.graph import op_name, output_of, tensor_operands, types_of
-from ...ir.ops.loss import ONCE, leaving, lone_losses
+from ...ir.ops.loss import DEFERRED_SUM_FACTOR, deferrable_losses, exit_pair
 from ...ir.spec import P, Pair, R, S, parse_pair, replicated
 from ...plan.independent_axes import lies_loosely
 from ...plan.recompute import Recompute, recompute_of
@@ -85,7 +85,7 @@ class _Builder:
         self.layering, self.grad, self.pricer = variants.layering, variants.layering.needs_grad, pricer_of(variants)
         self.nodes, self.samples = variants.source.by_name(), variants.samples_of(layer)
         self.ops = variants.ops(layer)
-        self.members, self.late = {node.name for node in self.ops}, lone_losses(variants.source)
+        self.members, self.late = {node.name for node in self.ops}, deferrable_losses(variants.source)
         self.saved = saved_tensors(self.ops, self.grad)
         self.recompute = {mode: _recompute(variants, mode) for mode in modes}
         self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
@@ -281,11 +281,11 @@ class _Builder:
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """given: the pairs in which its producer makes it, by choice."""
         whole = replicated(self.variants.axes)
-        left = [leaving(pair) if name in self.late else whole for pair in given]
+        left = [exit_pair(pair) if name in self.late else whole for pair in given]
         pairs = list(dict.fromkeys(left))
         values = tuple(pair.value for pair in pairs)
         once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
-        once = once / self.variants.microbatches[:, None] * ONCE
+        once = once / self.variants.microbatches[:, None] * DEFERRED_SUM_FACTOR
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
         return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs

@@ -63,7 +63,7 @@ experts.register_autograd(_experts_backward, setup_context=_save)
 
 
 def _transformers_experts(module: Any, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What ``transformers`` calls instead of its own experts; experts of another kind go the way they came."""
+    """The implementation that ``transformers`` calls; experts of an unsupported kind run by its own ``grouped_mm``."""
     activation = getattr(module.config, "hidden_act", None) or getattr(module.config, "hidden_activation", None)
     plain = (
         module.has_gate

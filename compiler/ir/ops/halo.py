@@ -1,4 +1,5 @@
-"""Windows that slide over a dim that is cut: every block takes the rows that its windows reach from its neighbours.
+"""Halo exchange for windows that slide over a cut dim: every block gets the rows that its windows reach from its
+neighbours.
 
 Block i of a dim, with ``before`` rows of block i - 1 above it and ``after`` rows of block i + 1 below it, holds every
 window of its outputs, so the op runs on it without padding along that dim (Dryden et al., arXiv:1903.06681):
@@ -20,16 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Comm, current
+from ..comm import Comm, current_context
 from .local_ops import block_index
 
-__all__ = ["averaged", "windowed"]
+__all__ = ["average_with_halos", "run_with_halos"]
 
 Halos = Sequence[tuple[int, int, int]]  # (dim, counted from the end; rows before; rows after)
 _Axes = tuple[int, ...]
 
 
-def _swap(before: Tensor | None, after: Tensor | None, axes: _Axes, comm: Comm) -> tuple[Tensor | None, Tensor | None]:
+def _exchange_halos(
+    before: Tensor | None, after: Tensor | None, axes: _Axes, comm: Comm
+) -> tuple[Tensor | None, Tensor | None]:
     """Send ``before`` to the block before this one and ``after`` to the one behind it; what comes from these two,
     zeros beyond the borders of the whole."""
     came = comm.exchange(before, after, axes[-1], len(axes) > 1)
@@ -51,12 +54,12 @@ class _Extend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, before: int, after: int, axes: _Axes, fill: float) -> Tensor:
-        comm = current().comm
+        comm = current_context().comm
         rows = x.shape[dim]
         ctx.comm, ctx.cut = comm, (dim, before, rows, after, axes)
         head = x.narrow(dim, 0, after).contiguous() if after else None
         tail = x.narrow(dim, rows - before, before).contiguous() if before else None
-        above, below = _swap(head, tail, axes, comm)
+        above, below = _exchange_halos(head, tail, axes, comm)
         block, count = block_index(axes, comm), prod(comm.size(axis) for axis in axes)
         if above is not None and block == 0:
             above.fill_(fill)
@@ -67,11 +70,11 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dim, before, rows, after, axes = ctx.cut
-        above, own, below = grads[0].split([before, rows, after], dim)
-        head, tail = _swap(
+        above, block, below = grads[0].split([before, rows, after], dim)
+        head, tail = _exchange_halos(
             above.contiguous() if before else None, below.contiguous() if after else None, axes, ctx.comm
         )
-        out = own.clone(memory_format=torch.contiguous_format)
+        out = block.clone(memory_format=torch.contiguous_format)
         if tail is not None:  # of the rows that went to the block behind
             out.narrow(dim, rows - before, before).add_(tail)
         if head is not None:
@@ -79,7 +82,7 @@ class _Extend(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _extended(x: Tensor, halos: Halos, axes: dict[int, _Axes], fill: float) -> Tensor:
+def _extend(x: Tensor, halos: Halos, axes: dict[int, _Axes], fill: float) -> Tensor:
     for dim, before, after in halos:
         if axes[dim]:
             x = _Extend.apply(x, x.dim() + dim, before, after, axes[dim], fill)
@@ -88,7 +91,7 @@ def _extended(x: Tensor, halos: Halos, axes: dict[int, _Axes], fill: float) -> T
     return x
 
 
-def windowed(
+def run_with_halos(
     op: Callable[..., Tensor],
     x: Tensor,
     *args: Any,
@@ -106,14 +109,14 @@ def windowed(
     that cut it; ``fill`` stands beyond the borders of the whole. crops: (dim from the end, first, rows) that is this
     device's part of what the op gives. Per dim and side one "send" in the forward, and one in the backward.
     """
-    x = _extended(x, halos, {-3: depth_axes, -2: height_axes, -1: width_axes}, fill)
+    x = _extend(x, halos, {-3: depth_axes, -2: height_axes, -1: width_axes}, fill)
     out = op(x, *args, **kwargs)
     for dim, first, rows in crops:
         out = out.narrow(dim, first, rows)
     return out
 
 
-def averaged(
+def average_with_halos(
     op: Callable[..., Tensor],
     x: Tensor,
     *args: Any,
@@ -123,10 +126,10 @@ def averaged(
     width_axes: _Axes = (),
     **kwargs: Any,
 ) -> Tensor:
-    """``windowed`` for an average over what lies inside the whole: ``op`` counts its padding in, and the quotient by
-    the average of ones inside and zeros beyond takes it out again."""
+    """``run_with_halos`` for an average over what lies inside the whole: ``op`` counts its padding in, and the
+    quotient by the average of ones inside and zeros beyond takes it out again."""
     axes = {-3: depth_axes, -2: height_axes, -1: width_axes}
-    comm = current().comm
+    comm = current_context().comm
     inside = x.new_ones((1,) * (x.dim() - len(args[0])) + tuple(x.shape[-len(args[0]) :]))
     for dim, before, after in halos:
         rows, block = inside.shape[dim], block_index(axes[dim], comm)
@@ -136,4 +139,4 @@ def averaged(
         if block == prod(comm.size(axis) for axis in axes[dim]) - 1:
             along[before + rows :] = 0
         inside = inside.narrow(dim, 0, 1) * along.view(-1, *[1] * (-1 - dim))
-    return op(_extended(x, halos, axes, 0.0), *args, **kwargs) / op(inside, *args, **kwargs)
+    return op(_extend(x, halos, axes, 0.0), *args, **kwargs) / op(inside, *args, **kwargs)

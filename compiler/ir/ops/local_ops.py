@@ -2,7 +2,7 @@
 
 Each is the whole op for one device when its trailing keyword arguments have their defaults, and that is how captured
 graphs call it (``meshwright.<name>``). The keyword arguments name the mesh axes (positions) along which the data is
-cut; they are filled in by the rules' ``localize``, and the function then talks over ``comm.current().comm``.
+cut; they are filled in by the rules' ``localize``, and the function then talks over ``comm.current_context().comm``.
 
     dropout          counter-based: the mask is a hash of (seed, step, microbatch, op, global element)
     cross_entropy    sum and count instead of a mean, so that parts add up; vocabulary-parallel as in arXiv:1909.08053
@@ -40,11 +40,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm import Comm, current
+from ..comm import Comm, current_context
 
 __all__ = [
-    "ACTIVATIONS", "batch_norm", "brought_back", "cross_entropy", "dispatch", "dropout", "dropout_ticket",
-    "embedding_shard", "experts", "plain_cross_entropy", "ticketed_dropout",
+    "ACTIVATIONS",
+    "batch_norm",
+    "cross_entropy",
+    "dispatch",
+    "dropout",
+    "dropout_ticket",
+    "embedding_shard",
+    "experts",
+    "plain_cross_entropy",
+    "return_rows",
+    "ticketed_dropout",
 ]  # fmt: skip
 
 
@@ -91,7 +100,7 @@ def _stream(*counters: int) -> int:
 
 def mask_key(op_index: int) -> int:
     """The int64 that all masks of an op hash, in the bound microbatch."""
-    context = current()
+    context = current_context()
     return _signed(_stream(context.seed, context.step, context.microbatch, op_index))
 
 
@@ -110,7 +119,7 @@ def keep_mask(shape: Sequence[int], p: float, op_index: int, cuts: Cuts, device:
     Four neighbours along the last dim share a hash, 16 bits each. Blocks of the last dim may begin anywhere: the groups
     that they touch are hashed whole.
     """
-    return keep_mask_at(shape, p, mask_key(op_index), mask_place(cuts, current().comm), device)
+    return keep_mask_at(shape, p, mask_key(op_index), mask_place(cuts, current_context().comm), device)
 
 
 def keep_mask_at(
@@ -179,7 +188,7 @@ class _CrossEntropy(torch.autograd.Function):
         z, t = logits.detach().reshape(-1, logits.shape[-1]), target.reshape(-1)
         classes, wide = z.shape[1], torch.promote_types(z.dtype, torch.float32)
         if vocab_axes:
-            comm = current().comm
+            comm = current_context().comm
             start, classes = block_index(vocab_axes, comm) * classes, classes * prod(comm.size(a) for a in vocab_axes)
             here = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
             local = (t - start).masked_fill_(~here, 0)
@@ -248,7 +257,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        comm = current().comm
+        comm = current_context().comm
         dims = [d for d in range(x.dim()) if d != 1]
         local = x.numel() // x.shape[1]
         n = local * prod(comm.size(axis) for axis in axes)
@@ -328,7 +337,7 @@ def embedding_shard(
     if scale_grad_by_freq:
         raise ValueError("with scale_grad_by_freq no rows can be cut, but got vocab_axes; cut the hidden dim")
     rows = weight.shape[0]
-    start = block_index(vocab_axes, current().comm) * rows
+    start = block_index(vocab_axes, current_context().comm) * rows
     local = index - start
     outside = (local < 0) | (local >= rows)
     here = padding_idx - start if padding_idx >= start and padding_idx - start < rows else -1
@@ -391,8 +400,8 @@ def experts(
         raise ValueError(f"an expert's activation is one of {', '.join(ACTIVATIONS)}, but got {activation!r}; use one")
     act = ACTIVATIONS[activation]
     count, per_token = gate_up.shape[0], index.shape[1]
-    start = block_index(expert_axes, current().comm) * count if expert_axes else 0
-    count *= prod(current().comm.size(axis) for axis in dispatch_axes)
+    start = block_index(expert_axes, current_context().comm) * count if expert_axes else 0
+    count *= prod(current_context().comm.size(axis) for axis in dispatch_axes)
     local = index.reshape(-1) - start
     local = local.masked_fill((local < 0) | (local >= count), count)
     sizes = torch.bincount(local, minlength=count + 1)[:count]
@@ -414,14 +423,14 @@ def experts(
             hidden = act(hidden)
         outs.append(F.linear(hidden, downs[e]))
     return _Combine.apply(
-        brought_back(torch.cat(outs), moves), weight.reshape(-1).index_select(0, order), token, x.detach()
+        return_rows(torch.cat(outs), moves), weight.reshape(-1).index_select(0, order), token, x.detach()
     )
 
 
 def dropout_ticket(op_index: int, cuts: Cuts) -> Tensor:
     """int64 [1 + 2 * dims cut] on the CPU: the key of the bound microbatch, then for each cut dim which block of how
     many this device holds."""
-    places = mask_place(cuts, current().comm)
+    places = mask_place(cuts, current_context().comm)
     return torch.tensor([mask_key(op_index), *(number for place in places.values() for number in place)])
 
 
@@ -483,7 +492,7 @@ class Move:
         return self.comm.all_to_all_uneven(rows, self.axis, self.received, self.sent)
 
 
-class _Moved(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
     """Rows the one way, their gradients the other; ``way``: "there" or "back"."""
 
     @staticmethod
@@ -504,16 +513,16 @@ def dispatch(
     devices; how many each has; and the moves made."""
     moves = []
     for axis in axes:
-        move, sizes, counts = _move(current().comm, axis, sizes, counts)
-        rows = _Moved.apply(rows, move, "there")
+        move, sizes, counts = _move(current_context().comm, axis, sizes, counts)
+        rows = _MoveRows.apply(rows, move, "there")
         moves.append(move)
     return rows, counts, moves
 
 
-def brought_back(rows: Tensor, moves: Sequence[Move]) -> Tensor:
+def return_rows(rows: Tensor, moves: Sequence[Move]) -> Tensor:
     """The rows in the order in which ``local_ops`` got them, on the devices that they came from."""
     for move in reversed(moves):
-        rows = _Moved.apply(rows, move, "back")
+        rows = _MoveRows.apply(rows, move, "back")
     return rows
 
 

@@ -29,26 +29,34 @@ import torch.fx
 from torch import Tensor
 from torch.fx import Node
 
-from ..comm import Arrival, current
+from ..comm import Arrival, current_context
 from ..graph import Graph, op_name, output_of
 from ..reshard import ReshardStep, run_steps
 from ..spec import P, Pair, R
 from . import local_ops
 
-__all__ = ["ONCE", "arrived", "counted_by", "early_count", "leaving", "lone_losses", "start_count"]
+__all__ = [
+    "DEFERRED_SUM_FACTOR",
+    "counting_loss",
+    "deferrable_losses",
+    "early_count",
+    "exit_pair",
+    "start_count",
+    "wait_count",
+]
 
 
 def start_count(target: Tensor, ignore_index: int, axes: Sequence[int]) -> Arrival:
     """``local_ops.target_count``, its sum over mesh axes on its way."""
-    return current().comm.start_sum(local_ops.target_count(target, ignore_index), axes)
+    return current_context().comm.start_sum(local_ops.target_count(target, ignore_index), axes)
 
 
-def arrived(count: Arrival) -> Tensor:
+def wait_count(count: Arrival) -> Tensor:
     """It: 0-d."""
     return count.wait()
 
 
-def counted_by(node: Node) -> Node | None:
+def counting_loss(node: Node) -> Node | None:
     """The cross entropy whose count a tensor of the model's graph is, if it is one."""
     loss, index = output_of(node)
     return loss if index == 1 and op_name(loss) == "meshwright.cross_entropy" else None
@@ -61,13 +69,13 @@ def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[ReshardStep])
     assert isinstance(target, Node)
     assert all(step.kind == "all_reduce" for step in steps), steps
     axes = tuple(step.axis for step in steps)
-    with graph.inserting_after(_brought_forward(graph, target)):
+    with graph.inserting_after(_hoist_target(graph, target)):
         started = graph.call_function(start_count, (target, ignore_index, axes))
     started.meta.update(tensor=target.meta["tensor"])
-    return graph.call_function(arrived, (started,))
+    return graph.call_function(wait_count, (started,))
 
 
-def _brought_forward(graph: torch.fx.Graph, target: Node) -> Node:
+def _hoist_target(graph: torch.fx.Graph, target: Node) -> Node:
     """The last placeholder or, where targets are made of inputs without others' help, the last op that makes them, all
     of which are moved there."""
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
@@ -87,10 +95,12 @@ def _brought_forward(graph: torch.fx.Graph, target: Node) -> Node:
     return last
 
 
-ONCE = 1 - 1e-6  # to the search: of two sums that cost the same, the one that nobody waits for in a forward is better
+DEFERRED_SUM_FACTOR = (
+    1 - 1e-6
+)  # to the search: of two sums that cost the same, the one that nobody waits for in a forward is better
 
 
-def lone_losses(graph: Graph) -> frozenset[str]:
+def deferrable_losses(graph: Graph) -> frozenset[str]:
     """The node of the loss, unless an op or another result reads it as well."""
     nodes, kinds = graph.by_name(), dict[str, list[str]]()
     for result in graph.results:
@@ -99,6 +109,6 @@ def lone_losses(graph: Graph) -> frozenset[str]:
     return frozenset(name for name in alone if all(user.op == "output" for user in nodes[name].users))
 
 
-def leaving(pair: Pair) -> Pair:
+def exit_pair(pair: Pair) -> Pair:
     """In which pair a lone loss leaves a program that makes it in ``pair``: sums are left, all else is whole."""
     return Pair(tuple(P if placement == P else R for placement in pair.value), (R,) * len(pair.value))

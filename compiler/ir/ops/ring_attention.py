@@ -47,10 +47,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..comm import Comm, current
+from ..comm import Comm, current_context
 from .local_ops import block_index
 
-__all__ = ["Kernel", "Setting", "kernel_for", "merge", "ring_attention", "rows_without_keys"]
+__all__ = ["AttentionSetting", "BlockKernel", "kernel_for", "merge_block", "ring_attention", "rows_without_keys"]
 
 
 _SEQUENCE = -2  # of queries, keys and values
@@ -159,12 +159,12 @@ class _Ring:
         return [everything] if whole else found
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
+def _pack(key: Tensor, value: Tensor) -> Tensor:
     """Both in one message."""
     return torch.cat([key.reshape(-1), value.reshape(-1)])
 
 
-def _unpacked(block: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:
+def _unpack(block: Tensor, shapes: Sequence[torch.Size]) -> tuple[Tensor, Tensor]:
     """The keys and the values, as views."""
     key, value = block.split([shape.numel() for shape in shapes])
     return key.view(shapes[0]), value.view(shapes[1])
@@ -183,7 +183,7 @@ def _columns(mask: Tensor, index: int, keys: int) -> Tensor:
     return mask if mask.shape[-1] == 1 else mask.narrow(-1, index * keys, keys)
 
 
-def _added(mask: Tensor, index: int, query: Tensor, keys: int) -> Tensor:
+def _additive_mask(mask: Tensor, index: int, query: Tensor, keys: int) -> Tensor:
     """Block ``index`` of a mask as what is added to the scores, of as many dims as the query has."""
     here = _columns(mask, index, keys)
     if here.dtype == torch.bool:
@@ -235,8 +235,8 @@ class _RingAttention(torch.autograd.Function):
         mask: Tensor | None,
         ring: _Ring,
         causal: bool,
-        setting: Setting,
-        kernel: Kernel,
+        setting: AttentionSetting,
+        kernel: BlockKernel,
     ) -> Tensor:
         q = query
         if causal:
@@ -245,13 +245,13 @@ class _RingAttention(torch.autograd.Function):
         shapes, rows, keys = (key.shape, value.shape), query.shape[_SEQUENCE], key.shape[_SEQUENCE]
         out = _zeros(query, value.shape[-1])
         lse = torch.full_like(out[..., 0], -torch.inf)
-        own = _packed(key, value)
+        own = _pack(key, value)
         for index, block, _ in ring.round(own):
-            k, v = _unpacked(block, shapes)
-            added = None if mask is None else _added(mask, index, query, keys)
+            k, v = _unpack(block, shapes)
+            added = None if mask is None else _additive_mask(mask, index, query, keys)
             for part in ring.parts(index, rows, keys, causal):
                 more = kernel.forward(_rows(q, part), _keys(k, part), _keys(v, part), added, part.causal, setting)
-                merge(_rows(out, part), _rows(lse, part, -1), *more)
+                merge_block(_rows(out, part), _rows(lse, part, -1), *more)
         if mask is not None:
             lse.masked_fill_(lse.isneginf(), 0.0)
         out = out.to(query.dtype)
@@ -274,28 +274,28 @@ class _RingAttention(torch.autograd.Function):
         dmask = torch.zeros_like(mask) if setting.mask_grad else None
         following: Callable[[], Tensor] | None = None  # the gradients of the block that is here
         for index, block, axis in ring.round(own):
-            added = None if mask is None else _added(mask, index, q, keys)
+            added = None if mask is None else _additive_mask(mask, index, q, keys)
             columns = None if dmask is None else _columns(dmask, index, keys)
             attend = partial(kernel.backward, setting=setting)
             found = [
-                (part, own_side.gradients(part, _unpacked(block, shapes), added, columns, attend))
+                (part, own_side.gradients(part, _unpack(block, shapes), added, columns, attend))
                 for part in ring.parts(index, rows, keys, causal)
             ]
             del block
             summed = torch.zeros_like(own) if following is None else following()
             while found:
                 part, of_keys = found.pop()
-                for whole, addend in zip(_unpacked(summed, shapes), of_keys):
+                for whole, addend in zip(_unpack(summed, shapes), of_keys):
                     _keys(whole, part).add_(addend)
                 del of_keys, addend
             following = None if axis is None else ring.send(summed, axis)
         dq = own_side.summed.to(q.dtype)
         if causal:
             ring.swap_halves(dq)
-        return (dq, *_unpacked(ring.home(summed), shapes), dmask, None, None, None, None)
+        return (dq, *_unpack(ring.home(summed), shapes), dmask, None, None, None, None)
 
 
-def _of_block(x: Tensor, heads: int, axes: Sequence[int], comm: Comm) -> Tensor:
+def _heads_of_block(x: Tensor, heads: int, axes: Sequence[int], comm: Comm) -> Tensor:
     """The key-value heads of ``x`` [..., kv heads, S, D] that this device's block of ``heads`` query heads reads: a
     slice where a block is a part of a group or whole groups, else one for each query head."""
     group = heads * prod(comm.size(axis) for axis in axes) // x.shape[-3]
@@ -330,23 +330,23 @@ def ring_attention(
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
     if group_axes:
-        key, value = (_of_block(x, query.shape[-3], group_axes, current().comm) for x in (key, value))
+        key, value = (_heads_of_block(x, query.shape[-3], group_axes, current_context().comm) for x in (key, value))
     if not ring_axes:
         return kernel(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    setting = Setting(scale, attn_mask is not None and attn_mask.requires_grad)
+    setting = AttentionSetting(scale, attn_mask is not None and attn_mask.requires_grad)
     blocks = kernel_for(query, key, value, attn_mask, setting, writes_scores)
-    ring = _Ring(current().comm, tuple(ring_axes))
+    ring = _Ring(current_context().comm, tuple(ring_axes))
     out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, setting, blocks)
     return out
 
 
 aten = torch.ops.aten
 
-_WIDTHS = 8  # what CUDA's flash kernels want the width of a head to be a multiple of
+_HEAD_WIDTH_MULTIPLE = 8  # what CUDA's flash kernels want the width of a head to be a multiple of
 
 
 @dataclass(frozen=True)
-class Setting:
+class AttentionSetting:
     """What all blocks of one attention share. scale: of the products, None for 1 / √D; mask_grad: whether the mask
     gets a gradient."""
 
@@ -354,12 +354,12 @@ class Setting:
     mask_grad: bool = False
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, Setting], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, AttentionSetting], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Kernel:
+class BlockKernel:
     """Both directions of a block.
 
     forward(q [..., heads, Sq, D], k [..., kv heads, Skv, D], v [..., kv heads, Skv, Dv], mask, causal, setting) ->
@@ -373,7 +373,7 @@ class Kernel:
     backward: Backward
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
+def merge_block(out: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
     """Add a block to ``out`` [..., Sq, Dv] and ``lse`` [..., Sq], in place; -inf: no key so far."""
     weight = torch.sigmoid(lse_more - lse).masked_fill_(lse_more.isneginf(), 0.0)
     out.lerp_(more.to(out.dtype), weight.unsqueeze(-1))
@@ -388,23 +388,23 @@ def rows_without_keys(mask: Tensor) -> Tensor:
 # ---- as the formulas stand
 
 
-def _grouped(x: Tensor, query: Tensor) -> Tensor:
+def _repeat_groups(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values once for each query head."""
     group = query.shape[-3] // x.shape[-3]
     return x if group == 1 else x.repeat_interleave(group, -3)
 
 
-def _ungrouped(grad: Tensor, like: Tensor) -> Tensor:
+def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     """The sum over the query heads that share keys, and over dims that were broadcast."""
     group = grad.shape[-3] // like.shape[-3]
     grad = grad if group == 1 else grad.unflatten(-3, (like.shape[-3], group)).sum(-3)
     return grad.sum_to_size(like.shape)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, setting: Setting) -> tuple[Tensor, float]:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, setting: AttentionSetting) -> tuple[Tensor, float]:
     """(S [..., heads, Sq, Skv], in fp32 at least; the scale)."""
     scale = q.shape[-1] ** -0.5 if setting.scale is None else setting.scale
-    scores = (q @ _grouped(k, q).mT).to(_wide(q.dtype)) * scale
+    scores = (q @ _repeat_groups(k, q).mT).to(_accumulation_dtype(q.dtype)) * scale
     if mask is not None:
         scores = scores + mask
     if causal:
@@ -413,40 +413,40 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, setting: Se
     return scores, scale
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _written_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: Setting
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: AttentionSetting
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(q, k, mask, causal, setting)
     lse = scores.logsumexp(-1)
     finite = lse.masked_fill(lse.isneginf(), 0.0)
     weights = scores.sub_(finite.unsqueeze(-1)).exp_()
-    return weights.to(q.dtype) @ _grouped(v, q), lse
+    return weights.to(q.dtype) @ _repeat_groups(v, q), lse
 
 
 def _written_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    setting: Setting,
+    setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     scores, scale = _scores(q, k, mask, causal, setting)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     delta = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
-    of_scores = weights * ((grad @ _grouped(v, q).mT).to(weights.dtype) - delta)
+    of_scores = weights * ((grad @ _repeat_groups(v, q).mT).to(weights.dtype) - delta)
     dv = weights.to(q.dtype).mT @ grad
     masks = of_scores.sum_to_size(mask.shape).to(mask.dtype) if mask is not None and setting.mask_grad else None
     of_scores = (of_scores * scale).to(q.dtype)
-    dq, dk = of_scores @ _grouped(k, q), of_scores.mT @ q
-    return dq, _ungrouped(dk, k), _ungrouped(dv, v), masks
+    dq, dk = of_scores @ _repeat_groups(k, q), of_scores.mT @ q
+    return dq, _sum_groups(dk, k), _sum_groups(dv, v), masks
 
 
 # ---- fused
 
 
 def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: Setting
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: AttentionSetting
 ) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=setting.scale
@@ -458,7 +458,7 @@ def _cpu_forward(
 
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    setting: Setting,
+    setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=setting.scale
@@ -467,7 +467,7 @@ def _cpu_backward(
 
 
 def _cuda_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: Setting
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, setting: AttentionSetting
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=setting.scale)
     return out, lse
@@ -475,7 +475,7 @@ def _cuda_forward(
 
 def _cuda_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
-    setting: Setting,
+    setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of a dropout
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -485,14 +485,14 @@ def _cuda_backward(
     return dq, dk, dv, None
 
 
-WRITTEN = Kernel(_written_forward, _written_backward)
-FUSED_CPU = Kernel(_cpu_forward, _cpu_backward)
-FUSED_CUDA = Kernel(_cuda_forward, _cuda_backward)
+WRITTEN = BlockKernel(_written_forward, _written_backward)
+FUSED_CPU = BlockKernel(_cpu_forward, _cpu_backward)
+FUSED_CUDA = BlockKernel(_cuda_forward, _cuda_backward)
 
 
 def kernel_for(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, setting: Setting, writes_scores: bool | None = None
-) -> Kernel:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, setting: AttentionSetting, writes_scores: bool | None = None
+) -> BlockKernel:
     """The fused kernel that takes these, else ``WRITTEN``. writes_scores: what to suppose of tensors without data,
     which have the CPU's fused kernel."""
     alike = q.dim() == 4 and q.shape[0] == k.shape[0] and q.shape[-1] == v.shape[-1]
@@ -501,5 +501,7 @@ def kernel_for(
     if q.device.type != "cuda":
         return FUSED_CPU
     asked: Any = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-    fits = mask is None and q.shape[-1] % _WIDTHS == 0 and torch.backends.cuda.can_use_flash_attention(asked)
+    fits = (
+        mask is None and q.shape[-1] % _HEAD_WIDTH_MULTIPLE == 0 and torch.backends.cuda.can_use_flash_attention(asked)
+    )
     return FUSED_CUDA if fits else WRITTEN

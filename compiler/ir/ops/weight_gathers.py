@@ -32,10 +32,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..comm import Arrival, Comm, current, use
+from ..comm import Arrival, Comm, current_context, use_context
 from ..reshard import Cut, place
 
-__all__ = ["Ahead", "Gathers", "Order", "gather_blocks"]
+__all__ = ["GatherOrder", "GatherPrefetcher", "Gathers", "gather_blocks"]
 
 
 Cuts = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
@@ -47,18 +47,18 @@ def gather_blocks(
 ) -> tuple[torch.Tensor, ...]:
     """The whole tensors, in ``dtype``, of which this rank has ``blocks``; differentiable where all of them are. number:
     among the gathers of the program."""
-    context, shapes = current(), [block.shape for block in blocks]
+    context, shapes = current_context(), [block.shape for block in blocks]
     cut = [Cut(*fields) for fields in cuts]
     draw = (context.seed, context.step, context.microbatch, number)
-    mail = _Mail(context.comm, cut, shapes, dtype, blocks[0].dtype, context.unscale, context.code, draw)
+    mail = _GradientMessage(context.comm, cut, shapes, dtype, blocks[0].dtype, context.unscale, context.code, draw)
     wholes: tuple[torch.Tensor, ...] = _Gather.apply(mail, number, *blocks)
     if not any(whole.requires_grad for whole in wholes):
         return wholes
-    return tuple(_Posted.apply(whole, mail, index) for index, whole in enumerate(wholes))
+    return tuple(_PostGradient.apply(whole, mail, index) for index, whole in enumerate(wholes))
 
 
 @dataclass(eq=False)
-class _Mail:
+class _GradientMessage:
     """The message of the gradients of one gather: rows [ranks, Σ elements of blocks], ``there``: whose are in it.
     dtype: of wholes; sums: of gradients in the message; unscale: what they are multiplied with there; code, draw: of
     messages (``Comm.start_reduce_scatter``)."""
@@ -105,15 +105,15 @@ class _Mail:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mail: _Mail, number: int, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.mail, ahead = mail, current().ahead
+    def forward(ctx: Any, mail: _GradientMessage, number: int, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.mail, ahead = mail, current_context().ahead
         ctx.set_materialize_grads(False)
         arrival = (
             start_gather(mail.comm, mail.cuts, blocks, mail.dtype, mail.code)
             if ahead is None
             else ahead.arrival(number)
         )
-        wholes = _wholes(arrival.wait(), mail.cuts, mail.shapes)
+        wholes = _assemble_wholes(arrival.wait(), mail.cuts, mail.shapes)
         if ahead is not None:
             ahead.follow(number)
         return wholes
@@ -123,11 +123,11 @@ class _Gather(torch.autograd.Function):
         return None, None, *ctx.mail.send()
 
 
-class _Posted(torch.autograd.Function):
+class _PostGradient(torch.autograd.Function):
     """A whole as ops read it. Its gradient ends here, in the message."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, mail: _Mail, index: int) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, mail: _GradientMessage, index: int) -> torch.Tensor:
         ctx.mail, ctx.index = mail, index
         return whole.view_as(whole)
 
@@ -147,7 +147,7 @@ def start_gather(
     return comm.start_all_gather(mine, cuts[0].axes, code)
 
 
-def _wholes(wire: torch.Tensor, cuts: Sequence[Cut], shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
+def _assemble_wholes(wire: torch.Tensor, cuts: Sequence[Cut], shapes: Sequence[torch.Size]) -> tuple[torch.Tensor, ...]:
     if len(cuts) == 1 and not any(cuts[0].dims):  # already in order
         return (wire.view(cuts[0].whole_shape(shapes[0])),)
     out = []
@@ -169,7 +169,7 @@ class Gathers:
         self.reads = [[places[operand] for operand in node.all_input_nodes] for node in nodes]
         self.cuts = [[Cut(*fields) for fields in node.args[1]] for node in nodes]
         self.dtypes = [node.args[3] for node in nodes]
-        self.order = Order()
+        self.order = GatherOrder()
 
     @contextmanager
     def forward(self, arguments: Sequence[Any]) -> Iterator[None]:
@@ -177,30 +177,30 @@ class Gathers:
         if not self.reads:
             yield
             return
-        context = current()
+        context = current_context()
 
         def start(number: int) -> Arrival:
             blocks = [arguments[place] for place in self.reads[number]]
             return start_gather(context.comm, self.cuts[number], blocks, self.dtypes[number], context.code)
 
-        ahead = Ahead(self.order, start)
-        with use(replace(context, ahead=ahead)):
+        ahead = GatherPrefetcher(self.order, start)
+        with use_context(replace(context, ahead=ahead)):
             yield
         ahead.turn()
 
 
 @dataclass
-class Order:
+class GatherOrder:
     """Of one chunk: (direction, gather) → the gather that comes next."""
 
     after: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
-class Ahead:
+class GatherPrefetcher:
     """The gathers of one microbatch. start: puts the one of this number on its way."""
 
-    order: Order
+    order: GatherOrder
     start: Callable[[int], Arrival]
     direction: str = "forward"
     last: int | None = None

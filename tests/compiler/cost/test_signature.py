@@ -8,8 +8,8 @@ import pytest
 import torch
 from meshwright.compiler.cost.signature import plan_probes, signature_of
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.frontend.layers import differentiable
-from meshwright.compiler.frontend.strides import layout_of, made, note_layouts
+from meshwright.compiler.frontend.layers import differentiable_nodes
+from meshwright.compiler.frontend.strides import copy_with_layout, layout_of, note_layouts
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.ir.probe import Probe
 from meshwright.compiler.search.parallel_shape import Strategy
@@ -34,7 +34,7 @@ def probes_of(graph: Graph, tp: int) -> dict[str, Probe]:
 def test_text_of_a_linear() -> None:
     graph = captured("gpt").with_batch(8)
     note_layouts(graph)
-    grad = differentiable(graph)
+    grad = differentiable_nodes(graph)
     linear = graph.node("linear_4")
     whole = "aten.linear.default(f32[8,16,64]*, f32[256,64]^, f32[256]^)"
     assert signature_of(linear, (), (), grad) == whole
@@ -48,7 +48,7 @@ def test_text_of_a_linear() -> None:
 
 def test_masked_ops_count_blocks_not_axes() -> None:
     graph = captured("gpt").with_batch(8)
-    grad = differentiable(graph)
+    grad = differentiable_nodes(graph)
     loss = next(node for node in graph.ops() if op_name(node) == "meshwright.cross_entropy")
     four = signature_of(loss, ("vocab",), (4,), grad)
     assert "vocab_blocks=4" in four
@@ -59,7 +59,7 @@ def test_masked_ops_count_blocks_not_axes() -> None:
 def test_only_views_that_copy_are_named() -> None:
     graph = captured("llama").with_batch(8)
     note_layouts(graph)
-    grad = differentiable(graph)
+    grad = differentiable_nodes(graph)
     text = {n.name: signature_of(n, (), (), grad) for n in graph.ops() if op_name(n) != "getitem"}
     assert text["transpose"] == ""  # heads first: no bytes move in either direction
     assert text["view"].endswith("<- @0.2.1.3")  # its cotangent comes with heads first and must be packed
@@ -128,7 +128,7 @@ def test_instances_are_independent() -> None:
 )
 def test_layouts_are_made_again(x: torch.Tensor) -> None:
     layout = layout_of(x.shape, x.stride())
-    again = made(x, layout)
+    again = copy_with_layout(x, layout)
     assert torch.equal(again, x)
     assert layout_of(again.shape, again.stride()) == layout
     assert (layout is None) == x.is_contiguous()

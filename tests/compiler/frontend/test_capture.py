@@ -42,7 +42,7 @@ def interpret(
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     inputs = iter(leaf for leaf in flat_inputs(args, kwargs, targets) if isinstance(leaf, Tensor))
     env: dict[torch.fx.Node, Any] = {}
-    with comm.use(comm.Context(OneDevice())):
+    with comm.use_context(comm.Context(OneDevice())):
         for node in graph:
             if node.op == "placeholder":
                 source = node.meta["source"]

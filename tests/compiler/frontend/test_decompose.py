@@ -9,7 +9,7 @@ import pytest
 import torch
 from meshwright.compiler.frontend import capture as capturing
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.frontend.decompose import decomposed
+from meshwright.compiler.frontend.decompose import decompose_program
 from meshwright.compiler.ir.graph import Graph, op_name
 from torch import Tensor, nn
 
@@ -29,13 +29,13 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Graph, Graph, b
         again: list[bool] = []
 
         def noted(program: Any) -> Any:
-            found = decomposed(program)
+            found = decompose_program(program)
             again.append(found is not program)
             return found
 
-        monkeypatch.setattr(capturing, "decomposed", noted)
+        monkeypatch.setattr(capturing, "decompose_program", noted)
         graph = capture(*case, **options)
-        monkeypatch.setattr(capturing, "decomposed", lambda program: program.run_decompositions({}))
+        monkeypatch.setattr(capturing, "decompose_program", lambda program: program.run_decompositions({}))
         return graph, capture(*case, **options), not again[-1]
 
     return captured

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops.local_ops import (
     cross_entropy,
     dropout,
@@ -23,7 +23,7 @@ def test_dropout_by_a_ticket_draws_the_same() -> None:
 
         def device(comm: Any, cuts: Any = cuts) -> torch.Tensor:
             x = torch.rand(4, 10).requires_grad_()
-            with use(Context(comm, 3, 1, 2)):
+            with use_context(Context(comm, 3, 1, 2)):
                 expected = dropout(x, 0.3, 7, cuts)
                 dims = tuple(dict.fromkeys(dim for _, dim in cuts))
                 got = ticketed_dropout(x, dropout_ticket(7, cuts), 0.3, dims)

@@ -64,7 +64,7 @@ def test_the_check_sees_rows_in_the_wrong_place(monkeypatch, wrong):
         monkeypatch.setattr(dispatch.Move, "back", lambda move, rows: back(move, rows).flip(0))
     elif wrong == "gradients":
         wrong_way = staticmethod(lambda ctx, g: (ctx.home(g) * 0, None, None))
-        monkeypatch.setattr(dispatch._Moved, "backward", wrong_way)
+        monkeypatch.setattr(dispatch._MoveRows, "backward", wrong_way)
     else:
         monkeypatch.setattr(dispatch.Move, "there", lambda move, rows: there(move, rows)[move.inverse])
     assert check_choice(experts(ROUTES["even"]), ("dispatch",), (2,)) != []

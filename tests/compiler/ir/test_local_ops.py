@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.lockstep import LockstepComm, LockstepGroup
@@ -25,7 +25,7 @@ def ints(high, *shape):
 
 @pytest.fixture(autouse=True)
 def _context():
-    with use(Context(LockstepComm(LockstepGroup((1,)), 0), seed=5)):
+    with use_context(Context(LockstepComm(LockstepGroup((1,)), 0), seed=5)):
         yield
 
 
@@ -33,7 +33,7 @@ def _context():
 
 
 def draw(shape=(64, 64), p=0.25, op=3, seed=1, step=0, microbatch=0):
-    with use(Context(LockstepComm(LockstepGroup((1,)), 0), seed, step, microbatch)):
+    with use_context(Context(LockstepComm(LockstepGroup((1,)), 0), seed, step, microbatch)):
         return local_ops.keep_mask(shape, p, op, (), CPU)
 
 

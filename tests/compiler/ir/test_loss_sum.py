@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.ir.ops.loss import leaving, lone_losses
+from meshwright.compiler.ir.ops.loss import deferrable_losses, exit_pair
 from meshwright.compiler.ir.spec import parse_pair
 from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.report.reprice import reprice
@@ -84,14 +84,14 @@ def planned(loss: str, strategy: str, m: int, cluster: Cluster | None = None, **
 
 
 def test_what_leaves_a_program():
-    assert leaving(parse_pair("P,R|R,R")) == parse_pair("P,R|R,R")
-    assert leaving(parse_pair("Pmax,P|R,P")) == parse_pair("R,P|R,R")
+    assert exit_pair(parse_pair("P,R|R,R")) == parse_pair("P,R|R,R")
+    assert exit_pair(parse_pair("Pmax,P|R,P")) == parse_pair("R,P|R,R")
     x, y = data()
     for noting in (False, True):  # another reader needs the whole loss of every microbatch
         model = Model(noting)
         graph = capture(model, (x, y)) if noting else capture(model, (x,), {}, (y,), F.mse_loss)
         (loss,) = (result.node for result in graph.results if result.kind == "loss")
-        assert lone_losses(graph) == (frozenset() if noting else {loss})
+        assert deferrable_losses(graph) == (frozenset() if noting else {loss})
     options = {"strategy": "dp4", "microbatches": 2, "executable": True, "zero": 0, "cache": False}
     plan = mw.plan(Model(True), fast_links(4), example_inputs=(x, y), **options)
     assert plan.prediction.stages[0].collectives["forward all_reduce"] == 1

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from meshwright.compiler.ir.reshard import FREE, apply_steps, reshard, step_bytes, steps_between
+from meshwright.compiler.ir.reshard import LOCAL_STEPS, apply_steps, reshard, step_bytes, steps_between
 from meshwright.compiler.ir.spec import PMAX, P, Pair, R, S, local_shape, parse_pair, parse_spec, spec_text
 from meshwright.compiler.verification.lockstep import LockstepGroup
 from meshwright.compiler.verification.split_execution import assemble, distribute
@@ -65,7 +65,7 @@ def test_bytes_follow_the_convention_of_the_prices():
     sizes = dict(step_bytes((S(0), P), steps, SHAPE, 4, (2, 2)))
     total = SHAPE[0] * SHAPE[1] * 4
     for step, size in sizes.items():
-        assert (size == 0) == (step.kind in FREE)
+        assert (size == 0) == (step.kind in LOCAL_STEPS)
     gather = next(size for step, size in sizes.items() if step.kind == "all_gather")
     assert gather in (total, total // 2)
 

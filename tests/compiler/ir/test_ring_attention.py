@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.ir.comm import Context, current, use
+from meshwright.compiler.ir.comm import Context, current_context, use_context
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.ir.ops import ring_attention as ring_module
-from meshwright.compiler.ir.ops.ring_attention import Kernel, Setting, ring_attention
+from meshwright.compiler.ir.ops.ring_attention import AttentionSetting, BlockKernel, ring_attention
 from meshwright.compiler.ir.spec import R, S
 from meshwright.compiler.memory.abstract_run import AbstractComm, Tracker
 from meshwright.compiler.rules import mesh_choices, pairs_choice, rule_for
-from meshwright.compiler.rules.prune import MOST, Pruner
+from meshwright.compiler.rules.prune import MAX_CHOICES, Pruner
 from meshwright.compiler.verification.check_rules import check_choice
 from meshwright.compiler.verification.lockstep import LockstepGroup
 from meshwright.compiler.verification.split_execution import example_node
@@ -77,19 +77,19 @@ def test_a_ring_costs_each_device_its_share_whatever_the_mask():
 @pytest.mark.parametrize(("devices", "rows"), [(2, 8), (3, 8), (4, 8), (4, 7), (5, 6), (8, 2)])
 def test_devices_have_equally_many_scores_under_a_causal_mask(monkeypatch, devices, rows):
     scores: Counter[tuple[int, str]] = Counter()
-    kernel = ring_module.kernel_for(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), None, Setting(None))
+    kernel = ring_module.kernel_for(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), None, AttentionSetting(None))
 
     def counted(direction: str) -> Any:
         def run(*arguments: Any, **setting: Any) -> Any:
             at = 1 if direction == "backward" else 0
             (q, k), causal = arguments[at : at + 2], arguments[7 if at else 4]
             n, keys = q.shape[-2], k.shape[-2]
-            scores[current().comm.rank, direction] += n * (n + 1) // 2 if causal else n * keys  # type: ignore[attr-defined]
+            scores[current_context().comm.rank, direction] += n * (n + 1) // 2 if causal else n * keys  # type: ignore[attr-defined]
             return getattr(kernel, direction)(*arguments, **setting)
 
         return run
 
-    counting = Kernel(counted("forward"), counted("backward"))
+    counting = BlockKernel(counted("forward"), counted("backward"))
     monkeypatch.setattr(ring_module, "kernel_for", lambda *_: counting)
 
     def device(comm: Any) -> None:
@@ -175,7 +175,7 @@ def over_a_wire() -> tuple[float, int]:
     found = []
     for axes, cut in (((), lambda x: x), ((0,), lambda x: x.chunk(count, 2)[rank])):
         leaves = [cut(x).clone().requires_grad_() for x in operands]
-        with use(Context(comm)):
+        with use_context(Context(comm)):
             out = ring_attention(*leaves, is_causal=True, ring_axes=axes)
         out.backward(cut(grad))
         found.append([out.detach(), *(x.grad for x in leaves)])
@@ -207,7 +207,7 @@ def peak_bytes(devices: int, rank: int, rows: int, causal: bool) -> int:
     q, k, v = (torch.empty(1, 2, rows, 8, device="meta", requires_grad=True) for _ in range(3))
     tracker = Tracker()
     tracker.ignore(q, k, v)
-    with tracker, use(Context(Comm((devices,), False))):
+    with tracker, use_context(Context(Comm((devices,), False))):
         out = ring_attention(q, k, v, is_causal=causal, ring_axes=(0,), writes_scores=False)
         out.backward(torch.empty_like(out))
     return tracker.peak_total
@@ -245,4 +245,4 @@ def test_wide_contains_narrow_and_stays_small(name):
         few, many = narrow.choices(node, 8, (2, 2)), wide.choices(node, 8, (2, 2))
         assert few[0] == many[0]
         assert set(few) <= set(many)
-        assert len(many) <= MOST
+        assert len(many) <= MAX_CHOICES

@@ -15,7 +15,7 @@ from meshwright.compiler.plan.validation import check_plan, require
 from meshwright.compiler.report.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
 from meshwright.compiler.report.explain import explain, summary_json
 from meshwright.compiler.search.parallel_shape import parse_strategy
-from meshwright.compiler.text import bar, bytes_text, count_text, seconds_text, span_text, stacked, table
+from meshwright.compiler.text import bar_text, bytes_text, count_text, seconds_text, span_text, stack_tables, table
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support.planning import make_plan
@@ -204,7 +204,7 @@ def test_numbers_read_well() -> None:
         "800 MiB",
     ]
     assert span_text((0, 1, 2, 5)) == "0–2, 5"
-    assert (bar(0.5), bar(7), bar(0)) == ("███░░░", "██████", "░░░░░░")
+    assert (bar_text(0.5), bar_text(7), bar_text(0)) == ("███░░░", "██████", "░░░░░░")
     assert (count_text(1, "layer"), count_text(1200, "batch")) == ("1 layer", "1,200 batches")
 
 
@@ -216,8 +216,8 @@ def test_a_wide_column_is_wrapped() -> None:
 
 def test_a_wide_table_is_stacked() -> None:
     head, row = ["stage", "aaaa", "bbbb", "cccc"], ["0", "1", "2", "3"]
-    assert stacked(head, [row], "<>>>", width=30) == table(head, [row], "<>>>")
-    lines = stacked(head, [row], "<>>>", width=20)
+    assert stack_tables(head, [row], "<>>>", width=30) == table(head, [row], "<>>>")
+    lines = stack_tables(head, [row], "<>>>", width=20)
     assert max(map(len, lines)) <= 20
     tables = [[line.split() for line in part.splitlines()] for part in "\n".join(lines).split("\n\n")]
     assert [part[0] for part in tables] == [["stage", "aaaa", "bbbb"], ["stage", "cccc"]]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.graph import tensor_operands, types_of
 from meshwright.compiler.ir.ops import local_ops
 from meshwright.compiler.rules import mesh_choices, rule_for
@@ -26,7 +26,7 @@ def ints(high, *shape):
 
 @pytest.fixture(autouse=True)
 def _context():
-    with use(Context(LockstepComm(LockstepGroup((1,)), 0), seed=5)):
+    with use_context(Context(LockstepComm(LockstepGroup((1,)), 0), seed=5)):
         yield
 
 

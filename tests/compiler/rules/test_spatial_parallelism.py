@@ -135,7 +135,7 @@ def test_neighbours_across_three_axes():
 
 @pytest.mark.parametrize("wrong", ["short", "gradients", "fill"])
 def test_the_check_sees_a_wrong_halo(monkeypatch, wrong):
-    swap = halo._swap
+    swap = halo._exchange_halos
 
     def broken(before, after, axes, comm):
         if wrong == "gradients" and comm.phase == "backward":

@@ -85,10 +85,10 @@ def test_a_bias_added_by_every_device_is_found():
 
 
 def test_collectives_are_counted():
-    from meshwright.compiler.ir.comm import current
+    from meshwright.compiler.ir.comm import current_context
 
     def summed(x):
-        comm = current().comm
+        comm = current_context().comm
         rest = comm.all_reduce(x, 0) - x.detach() if comm.size(0) > 1 else 0
         return (x + rest).sum()
 

@@ -12,7 +12,7 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops.local_ops import dropout
 from meshwright.compiler.memory.abstract_run import AbstractComm
 from meshwright.compiler.pipeline.families import delay, generate, in_flight_formula, lag_steps, stashed
@@ -96,7 +96,7 @@ def oracle(
         for k, (x, y) in enumerate(parts):
             warm = {name: len(stages) - 1 - stage for name, stage in stage_of.items()}
             seen = {name: history[max(0, done + k - warm[name]) // m][name] for name in weights}
-            with use(Context(comm, SEED, step, k)):
+            with use_context(Context(comm, SEED, step, k)):
                 loss = nn.functional.mse_loss(functional_call(model, seen, (x,)), y) / m
             trained = [name for name in weights if weights[name].requires_grad]
             for name, grad in zip(trained, torch.autograd.grad(loss, [seen[n] for n in trained]), strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from meshwright.compiler.ir.comm import Context, use
+from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.program import Segment
 from meshwright.compiler.memory.abstract_run import AbstractComm
 from meshwright.compiler.plan.segments import repeating
@@ -133,7 +133,7 @@ def test_what_is_kept_does_not_run_again(heavy: tuple[str, ...], linears: int) -
     wanted = torch.autograd.grad(plain(*leaves)[0].sum(), leaves)
     for index, leaf in enumerate(leaves):
         leaf.register_post_accumulate_grad_hook(lambda _, index=index: hooks.update([str(index)]))
-    with use(Context(AbstractComm((), False))):
+    with use_context(Context(AbstractComm((), False))):
         (out,) = module(*leaves)
         out.sum().backward(retain_graph=True)
         assert calls == {"linear": linears, "gelu": 2, "exp": 1, "tanh": 2, "add": 2}
@@ -169,7 +169,7 @@ def test_segments_that_need_each_other_fall_apart(seed: int) -> None:
     assert len(segments) <= len(list(module.children())) <= 14
     leaves = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     wanted = plain(*leaves)[0]
-    with use(Context(AbstractComm((), False))):
+    with use_context(Context(AbstractComm((), False))):
         (found,) = module(*leaves)
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(wanted.sum(), leaves))

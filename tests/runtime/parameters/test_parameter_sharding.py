@@ -16,7 +16,7 @@ from meshwright.compiler.cost.pricing import gradient_type
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.graph import Graph, output_of
-from meshwright.compiler.ir.ops.weight_gathers import Ahead, Order
+from meshwright.compiler.ir.ops.weight_gathers import GatherOrder, GatherPrefetcher
 from meshwright.compiler.ir.spec import local_shape
 from meshwright.compiler.memory.stage import stage_memory
 from meshwright.compiler.plan.plan import Plan
@@ -115,10 +115,10 @@ class Sent:
 
 
 def test_gathers_start_one_layer_ahead_from_the_second_pass_on():
-    order, passes = Order(), []
+    order, passes = GatherOrder(), []
     for _ in range(2):
         log: list[str] = []
-        ahead = Ahead(order, partial(Sent, log))
+        ahead = GatherPrefetcher(order, partial(Sent, log))
         for direction in ([0, 1, 2], [2, 0]):  # a layer may need no weight in the backward
             for number in direction:
                 ahead.arrival(number).wait()
@@ -133,8 +133,8 @@ def test_gathers_start_one_layer_ahead_from_the_second_pass_on():
 
 
 def test_a_gather_that_nobody_asked_for_is_awaited():
-    order, log = Order({("forward", 0): 1}), []
-    ahead = Ahead(order, partial(Sent, log))
+    order, log = GatherOrder({("forward", 0): 1}), []
+    ahead = GatherPrefetcher(order, partial(Sent, log))
     ahead.arrival(0).wait()
     ahead.follow(0)
     ahead.turn()
