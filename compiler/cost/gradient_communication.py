@@ -37,7 +37,7 @@ __all__ = ["EXACT", "AskedCommunication", "Communication", "GradientRoute", "che
 
 AskedCommunication = str | Sequence[str] | Mapping[str, Any] | None  # see ``Communication.asked``
 #: training differs by it, and prices of codes are off by up to a third: where memory is the wire, to code pays nothing
-LEAST_GAIN = 1.4
+MIN_LOSSY_SPEEDUP = 1.4
 Piece = tuple[float, float, float]  # (from_bytes, a, b): seconds = a + b · bytes from there on
 Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
 
@@ -94,7 +94,7 @@ class Communication:
     @classmethod
     def asked(cls, asked: AskedCommunication) -> Communication:
         """None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
-        code that needs no other optimizer or learning rate, where it is ``LEAST_GAIN`` times faster; or the names of
+        code that needs no other optimizer or learning rate, where it is ``MIN_LOSSY_SPEEDUP`` times faster; or the names of
         those that are allowed beside the backend's plain sum, as a sequence or with commas between them. A mapping says
         that of "gradients", and codes of "activations" and "weights". Raises ValueError for others."""
         if isinstance(asked, Mapping):
@@ -110,7 +110,7 @@ class Communication:
             return replace(found, activations=activations, weights=weights)
         every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
         drop_in = tuple(name for name, codec in CODECS.items() if codec.drop_in)
-        modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in, gain=LEAST_GAIN)}
+        modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in, gain=MIN_LOSSY_SPEEDUP)}
         if asked is None:
             return modes["exact"]
         known = f"exact, auto, auto-lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
@@ -148,7 +148,9 @@ class GradientRoute:
 
     def sending(self, nbytes: float) -> float:
         """Seconds that a gradient of so many bytes travels."""
-        return sum(min(_at(offer, nbytes) for offer in offers) for offers in self.messages) if nbytes else 0.0
+        return (
+            sum(min(_offer_seconds(offer, nbytes) for offer in offers) for offers in self.messages) if nbytes else 0.0
+        )
 
     def coding(self, nbytes: float) -> float:
         """Seconds to encode and decode it."""
@@ -166,34 +168,34 @@ class GradientRoute:
         for combination in product(*self.messages):
             total = coding
             for offer in combination:
-                total = _added(total, offer)
+                total = _sum_offers(total, offer)
             found.append(total)
         return tuple(found)
 
 
-def _at(offer: Offer, nbytes: float) -> float:
-    _, a, b = _piece(offer, nbytes)
+def _offer_seconds(offer: Offer, nbytes: float) -> float:
+    _, a, b = _piece_at(offer, nbytes)
     return a + b * nbytes
 
 
-def _piece(offer: Offer, nbytes: float) -> Piece:
+def _piece_at(offer: Offer, nbytes: float) -> Piece:
     return next(piece for piece in reversed(offer) if piece[0] <= nbytes)
 
 
-def _added(one: Offer, other: Offer) -> Offer:
+def _sum_offers(one: Offer, other: Offer) -> Offer:
     """The sum of two prices of the same bytes."""
     starts = sorted({piece[0] for piece in (*one, *other)})
-    pairs = [(start, _piece(one, start), _piece(other, start)) for start in starts]
+    pairs = [(start, _piece_at(one, start), _piece_at(other, start)) for start in starts]
     return tuple((start, first[1] + second[1], first[2] + second[2]) for start, first, second in pairs)
 
 
 def cheapest_offers(ways: Sequence[GradientRoute]) -> tuple[Offer, ...]:
     """Offers of which the cheapest is what the cheapest way takes, without those that never are."""
-    return _undercut(tuple(dict.fromkeys(offer for way in ways for offer in way.offers)))
+    return _cheapest_lines(tuple(dict.fromkeys(offer for way in ways for offer in way.offers)))
 
 
 @lru_cache(maxsize=4096)
-def _undercut(offers: tuple[Offer, ...]) -> tuple[Offer, ...]:
+def _cheapest_lines(offers: tuple[Offer, ...]) -> tuple[Offer, ...]:
     lines = sorted((offer for offer in offers if len(offer) == 1), key=lambda offer: offer[0][1:])
     kept: list[Offer] = []
     for line in lines:

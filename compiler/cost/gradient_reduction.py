@@ -27,11 +27,24 @@ from ...costmodel.codecs import CODECS
 from ..ir.graph import Graph
 from ..plan.plan import BUCKET_BYTES, GradientReduction, Stage, gradient_buckets
 from .gradient_communication import GradientRoute
-from .pricing import MeshPricer, gradient_type, offered_ways, way_of
+from .pricing import MeshPricer, gradient_route, gradient_routes, gradient_type
 
 __all__ = [
-    "Bucket", "Gradient", "bucket_seconds", "bucketed", "choose_ways", "coding_source", "hidden_seconds",
-    "itemsize_of", "lossy_notes", "lowered", "most_hidden_seconds", "overlap", "raised", "way_source", "worthwhile",
+    "Bucket",
+    "Gradient",
+    "bucket_seconds",
+    "choose_routes",
+    "coding_source",
+    "fastest_route_index",
+    "hidden_seconds",
+    "itemsize_of",
+    "lossy_notes",
+    "lower_by_overlap",
+    "make_buckets",
+    "max_hidden_seconds",
+    "max_overlap",
+    "raise_by_overlap",
+    "route_source",
 ]  # fmt: skip
 
 
@@ -59,7 +72,7 @@ class Bucket:
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
-def bucketed(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """The buckets of gradients given in program order, those without axes left out, in the order in which they
     start."""
     keys = [((gradient.axes, gradient.key) if gradient.axes else None, gradient.nbytes) for gradient in gradients]
@@ -72,7 +85,7 @@ def hidden_seconds(
     seconds: Callable[[Bucket], float],
     ready_s: Mapping[str, float],
     backward_s: float,
-    overlap: float,
+    max_overlap: float,
 ) -> tuple[float, float]:
     """(all seconds of the reduction, those of them that hide).
 
@@ -86,32 +99,32 @@ def hidden_seconds(
         wire_free = begin + long
         total += long
         beside += max(0.0, min(wire_free, backward_s) - begin)
-    return total, overlap * beside
+    return total, max_overlap * beside
 
 
-def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+def max_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
     """Seconds of reductions that can hide, whatever the plan over meshes of these shapes."""
-    share = overlap(cluster)
-    return share * _most_reduction(graph, cluster, optimizer, shapes) if share else 0.0
+    share = max_overlap(cluster)
+    return share * _max_reduction_seconds(graph, cluster, optimizer, shapes) if share else 0.0
 
 
-def lowered(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+def lower_by_overlap(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
     """A bound that counts reductions as exposed, made one of the true makespan."""
-    return max(bound_s * (1 - overlap(cluster) / microbatches), bound_s - hidden_s)
+    return max(bound_s * (1 - max_overlap(cluster) / microbatches), bound_s - hidden_s)
 
 
-def raised(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
-    """What counts reductions as exposed and is ``lowered`` to these seconds: what is above can be no faster."""
-    share = overlap(cluster) / microbatches
+def raise_by_overlap(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """What counts reductions as exposed and is ``lower_by_overlap`` to these seconds: what is above can be no faster."""
+    share = max_overlap(cluster) / microbatches
     return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
 
 
-def overlap(cluster: Cluster) -> float:
+def max_overlap(cluster: Cluster) -> float:
     """The largest share of a backward that any device's reductions may run beside."""
     return max(host.device.overlap for host in cluster.hosts) if cluster.num_devices > 1 else 0.0
 
 
-def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+def _max_reduction_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
     """Seconds to sum every gradient alone and whole, over the slowest groups of any mesh."""
     sizes: Counter[int] = Counter()
     for node in graph.placeholders("parameter"):
@@ -129,7 +142,7 @@ def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iter
 # ---- what is chosen
 
 
-def choose_ways(
+def choose_routes(
     pricer: MeshPricer,
     buckets: Sequence[Bucket],
     exposed: Callable[[Callable[[Bucket], float]], float],
@@ -147,9 +160,9 @@ def choose_ways(
         if axes in fixed:
             names.append([fixed[axes]])
             for size in {itemsize_of(bucket) for bucket in members} if fixed[axes] != ("backend", "none") else ():
-                way_of(pricer, axes, size, *fixed[axes])
+                gradient_route(pricer, axes, size, *fixed[axes])
         else:
-            names.append(_worth_a_look(pricer, axes, members))
+            names.append(_undominated_routes(pricer, axes, members))
     combinations = [dict(zip(groups, chosen)) for chosen in product(*names)]
     if len(combinations) == 1:
         return combinations[0]
@@ -160,10 +173,10 @@ def choose_ways(
 
     prices = [seconds(chosen) for chosen in combinations]
     lossy = [any(_is_lossy(way) for axes, way in chosen.items() if axes not in fixed) for chosen in combinations]
-    return combinations[worthwhile(prices, lossy, pricer.communication.gain)]
+    return combinations[fastest_route_index(prices, lossy, pricer.communication.gain)]
 
 
-def worthwhile(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
+def fastest_route_index(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
     """The index of the least; of the least exact one, unless a lossy one is ``gain`` times faster."""
     ranked = sorted(range(len(seconds)), key=seconds.__getitem__)
     exact = next((index for index in ranked if not lossy[index]), ranked[0])
@@ -178,15 +191,15 @@ def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> 
     """(coding, sending) of one bucket."""
     if way == ("backend", "none"):
         return 0.0, pricer.reduce_seconds(bucket.nbytes, bucket.axes)
-    priced = way_of(pricer, bucket.axes, itemsize_of(bucket), *way)
+    priced = gradient_route(pricer, bucket.axes, itemsize_of(bucket), *way)
     return priced.coding(bucket.nbytes), priced.sending(bucket.nbytes)
 
 
-def way_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
+def route_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
     """Where the seconds that a bucket travels come from: "measured", "scaled" or "analytic"."""
     if way == ("backend", "none"):
         return pricer.reduce_source(bucket.axes)
-    return way_of(pricer, bucket.axes, itemsize_of(bucket), *way).source
+    return gradient_route(pricer, bucket.axes, itemsize_of(bucket), *way).source
 
 
 def coding_source(pricer: MeshPricer, way: tuple[str, str]) -> str:
@@ -201,7 +214,7 @@ def itemsize_of(bucket: Bucket) -> int:
     return dtype.itemsize
 
 
-def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
+def _undominated_routes(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
     """The ways that no other exact or lossy one undercuts for these buckets, the plain sum first where it is among
     them."""
     if pricer.communication.sums_exactly:
@@ -209,7 +222,7 @@ def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[B
     offered: dict[tuple[str, str], list[GradientRoute]] = {}
     sizes = {itemsize_of(bucket) for bucket in buckets}
     for size in sorted(sizes):
-        for way in offered_ways(pricer, axes, size):
+        for way in gradient_routes(pricer, axes, size):
             offered.setdefault((way.algorithm, way.compressor), []).append(way)
     shapes = sorted({(bucket.nbytes, itemsize_of(bucket)) for bucket in buckets})
     prices: dict[tuple[str, str], tuple[float, ...]] = {}
@@ -221,12 +234,12 @@ def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[B
     kept: list[tuple[str, str]] = []
     for name, price in prices.items():
         rivals = [other for other in kept if _is_lossy(other) == _is_lossy(name)]
-        if not any(_no_worse(prices[other], price) for other in rivals):
-            kept = [other for other in kept if other not in rivals or not _no_worse(price, prices[other])] + [name]
+        if not any(_is_dominated(prices[other], price) for other in rivals):
+            kept = [other for other in kept if other not in rivals or not _is_dominated(price, prices[other])] + [name]
     return kept or [("backend", "none")]
 
 
-def _no_worse(one: Sequence[float], other: Sequence[float]) -> bool:
+def _is_dominated(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 

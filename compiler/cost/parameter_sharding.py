@@ -33,24 +33,24 @@ from ..ir.graph import TensorType
 from ..ir.spec import P, Pair, R, S, Spec, without_partials
 from ..plan.plan import BUCKET_BYTES, ParameterSharding
 from ..plan.tensor_codecs import coder_seconds, wire_share
-from .gradient_reduction import Bucket, Gradient, bucketed
+from .gradient_reduction import Bucket, Gradient, make_buckets
 from .layer_gathers import GatherUse
 from .pricing import MeshPricer, gradient_type, partial_axes
 
 __all__ = [
     "PATTERNS",
     "ShardingPrice",
-    "Unfilled",
+    "UnfilledMessage",
     "accumulate_seconds",
     "gathered_bytes",
-    "parameter_residencies",
+    "parameter_shardings",
     "pattern_of",
-    "residencies",
-    "residency_bytes",
-    "residency_seconds",
-    "residency_text",
-    "summed",
-    "unfilled",
+    "sharding_bytes",
+    "sharding_seconds",
+    "sharding_text",
+    "shardings_by_pattern",
+    "unfilled_messages",
+    "with_summed_gradient",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -82,7 +82,7 @@ class ShardingPrice:
 # ---- which there are
 
 
-def residencies(
+def shardings_by_pattern(
     kind: TensorType,
     pair: Pair,
     mesh_shape: Sequence[int],
@@ -106,19 +106,21 @@ def residencies(
     return tuple(found)
 
 
-def parameter_residencies(
+def parameter_shardings(
     kind: TensorType, pairs: Sequence[Pair], mesh_shape: Sequence[int], trainable: bool, allowed: Collection[str]
 ) -> list[ParameterSharding]:
     """The residencies of a parameter that may be computed with in each of ``pairs``. Where "replicated" is not allowed
-    no pair serves to evade what is: one that has nothing else is left out if its ``summed`` pair has."""
-    by_pair = {pair: residencies(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
+    no pair serves to evade what is: one that has nothing else is left out if its ``with_summed_gradient`` pair has."""
+    by_pair = {pair: shardings_by_pattern(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
     stays = {pair for pair, found in by_pair.items() if found[0][0] == "replicated"}
     if "replicated" not in allowed:
-        stays = {pair for pair in stays if summed(pair) not in by_pair or summed(pair) in stays}
+        stays = {
+            pair for pair in stays if with_summed_gradient(pair) not in by_pair or with_summed_gradient(pair) in stays
+        }
     return [r for pair, found in by_pair.items() if pair in stays or found[0][0] != "replicated" for _, r in found]
 
 
-def summed(pair: Pair) -> Pair:
+def with_summed_gradient(pair: Pair) -> Pair:
     """The pair of the same value whose gradient is a sum wherever the value is whole."""
     return Pair(pair.value, tuple(P if v == R else c for v, c in zip(pair.value, pair.cotangent)))
 
@@ -146,7 +148,7 @@ def pattern_of(residency: ParameterSharding) -> str:
     return residency.pattern
 
 
-def residency_text(residency: ParameterSharding) -> str:
+def sharding_text(residency: ParameterSharding) -> str:
     """The text by which a plan pins it: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
     name = pattern_of(residency)
     return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
@@ -155,7 +157,7 @@ def residency_text(residency: ParameterSharding) -> str:
 # ---- seconds
 
 
-def residency_seconds(
+def sharding_seconds(
     pricer: MeshPricer,
     kind: TensorType,
     residency: ParameterSharding,
@@ -216,7 +218,7 @@ def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size:
 
 
 @dataclass(frozen=True)
-class Unfilled:
+class UnfilledMessage:
     """What one message that is not full takes beyond its share of a full one; often: in every microbatch, not once per
     step."""
 
@@ -226,13 +228,15 @@ class Unfilled:
     seconds: float
 
 
-def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSharding]]) -> list[Unfilled]:
-    """What messages add to ``residency_seconds`` of parameters, in program order, whose optimizer has blocks while
+def unfilled_messages(
+    pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSharding]]
+) -> list[UnfilledMessage]:
+    """What messages add to ``sharding_seconds`` of parameters, in program order, whose optimizer has blocks while
     programs read whole values (ZeRO-1 and 2): reductions, and gathers per step."""
 
     def buckets(kinds: Sequence[TensorType], often: bool | None = None) -> list[Bucket]:
         """Of these types, of all parameters or of those that are reduced in every microbatch or not."""
-        return bucketed([
+        return make_buckets([
             Gradient(str(k), one.scattered_axes, pricer.local_bytes(kind, one.compute.value), kind.dtype)
             for k, (kind, (_, one)) in enumerate(zip(kinds, blocks))
             if often in (None, one.reduce == "microbatch")
@@ -243,7 +247,9 @@ def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSha
     sent = [("reduce_scatter", often, bucket) for often in (True, False) for bucket in buckets(sums, often)]
     sent += [("all_gather", False, bucket) for bucket in buckets(values)]
     return [
-        Unfilled(collective, bucket.axes, often, max(0.0, pricer.message_seconds(*one) - _full_bucket(pricer, *one)))
+        UnfilledMessage(
+            collective, bucket.axes, often, max(0.0, pricer.message_seconds(*one) - _full_bucket(pricer, *one))
+        )
         for collective, often, bucket in sent
         for one in [(collective, bucket.axes, bucket.nbytes)]
     ]
@@ -263,7 +269,7 @@ def _gradient_spec(residency: ParameterSharding) -> Spec:
 # ---- bytes
 
 
-def residency_bytes(
+def sharding_bytes(
     pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, trainable: bool
 ) -> dict[str, float]:
     """Bytes on one device by cause ("parameters", "gradients", "optimizer"), all through the step."""

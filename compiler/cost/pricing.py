@@ -35,11 +35,11 @@ __all__ = [
     "MeshPricer",
     "OpPrice",
     "PricingContext",
-    "facts_of",
+    "gradient_route",
+    "gradient_routes",
     "gradient_type",
-    "offered_ways",
     "partial_axes",
-    "way_of",
+    "pricing_context",
 ]
 
 
@@ -108,7 +108,7 @@ class MeshPricer:
         self.mesh = Mesh.of(self.cluster, self.offset, self.mesh_shape)
         self.axes = mesh_prices(self.cluster, self.mesh)
         self.num_devices = prod(self.mesh_shape)
-        self.device: Device = _slowest(self.cluster, self.mesh)
+        self.device: Device = _slowest_device(self.cluster, self.mesh)
 
     # ---- ops
 
@@ -118,7 +118,7 @@ class MeshPricer:
         operands, outputs = tensor_operands(node), types_of(node)
         facts = self._known.get(node)
         if facts is None:
-            facts = self._known[node] = facts_of(node, operands, needs_grad)
+            facts = self._known[node] = pricing_context(node, operands, needs_grad)
         flops = facts.flops * choice.work_share
         forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
         for k, share, weight in facts.shared:
@@ -342,7 +342,7 @@ class MeshPricer:
         kind = gradient_type(kind, self.mixed)
         size = self.local_bytes(kind, pair.value)
         full = max(size, BUCKET_BYTES)
-        if not self.communication.sums_exactly and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
+        if not self.communication.sums_exactly and (ways := gradient_routes(self, axes, kind.dtype.itemsize)):
             return min(way.seconds(full) for way in ways) * size / full
         return self.reduce_seconds(full, axes) * size / full
 
@@ -364,7 +364,7 @@ class MeshPricer:
         return traffic / self.device.memory_bytes_per_s
 
 
-def _slowest(cluster: Cluster, mesh: Mesh) -> Device:
+def _slowest_device(cluster: Cluster, mesh: Mesh) -> Device:
     """The device that the others of a mesh over unlike hosts wait for: parts are equal."""
     hosts = range(cluster.host_of(mesh.devices[0]), cluster.host_of(mesh.devices[-1]) + 1)
     devices = dict.fromkeys(cluster.hosts[host].device for host in hosts)
@@ -381,7 +381,7 @@ def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(pair.cotangent) if p == P and mesh_shape[axis] > 1)
 
 
-def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
+def pricing_context(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
     """What the price of ``node`` depends on beside the choice, at any batch extent but for the FLOPs."""
     rule, outputs = rule_for(node), types_of(node)
     dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
@@ -402,7 +402,7 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
     shared = []
     for k, operand in enumerate(operands):
         if operand.name in needs_grad and types_of(operand)[0].is_float:
-            uses = _uses(operand, needs_grad)
+            uses = _count_gradient_uses(operand, needs_grad)
             if uses > 1:
                 shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
     each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
@@ -410,13 +410,13 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
     return PricingContext(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
 
 
-def _uses(tensor: Node, needs_grad: frozenset[str]) -> int:
+def _count_gradient_uses(tensor: Node, needs_grad: frozenset[str]) -> int:
     """How many times ops through which gradients flow read a tensor."""
     users = [user for user in tensor.users if user.name in needs_grad]
     return sum(sum(o is tensor for o in tensor_operands(user)) for user in users)
 
 
-def _scaled(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
+def _scale_offers(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
     """The offers of a collective of ``share`` bytes per byte of the gradient."""
     return tuple(tuple((start / share, a, b * share) for start, a, b in offer) for offer in price.pieces_of(kind))
 
@@ -424,10 +424,12 @@ def _scaled(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
 # ---- what there is
 
 
-def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> GradientRoute:
+def gradient_route(
+    pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
+) -> GradientRoute:
     """The prices of one way over the groups that ``axes`` form together. Raises ValueError for what is unknown, and for
     what these groups cannot do."""
-    way = _possible(pricer, axes, itemsize, algorithm, compressor)
+    way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
     if way is None:
         raise ValueError(
             f"gradients over mesh axes {list(axes)} of {list(pricer.mesh_shape)} have no sum by {algorithm!r} in code "
@@ -438,7 +440,7 @@ def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: st
     return way
 
 
-def _possible(
+def _possible_offers(
     pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
 ) -> GradientRoute | None:
     codec = CODECS.get(compressor)
@@ -447,7 +449,7 @@ def _possible(
     if compressor != "none" and itemsize > 4:  # nobody sums fp64 to send a byte of it
         return None
     if algorithm == "hierarchical" and compressor != "none":
-        return _outer(pricer, axes, itemsize, codec)
+        return _hierarchical_route(pricer, axes, itemsize, codec)
     price = pricer.joint(axes, algorithm)
     if price is None or (algorithm != "backend" and codec.pattern != "all_reduce"):
         return None
@@ -460,27 +462,27 @@ def _possible(
         compressor,
         coding[0],
         coding[1] / itemsize,
-        tuple(_scaled(price, kind, share) for kind, share in messages),
+        tuple(_scale_offers(price, kind, share) for kind, share in messages),
         price.source(messages[0][0]),
     )
 
 
-def _outer(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> GradientRoute | None:
+def _hierarchical_route(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> GradientRoute | None:
     """Exact inside of hosts, where a rank sums one part; that part in code between them."""
     levels = pricer.levels(axes)
     if levels is None or isinstance(codec.payload, LowRankFactors):  # parts cut through matrices
         return None
     inner, outer = levels
     share = 1 / inner.size
-    messages = [_scaled(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
-    messages += [_scaled(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
+    messages = [_scale_offers(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
+    messages += [_scale_offers(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
     once, each = coding_seconds(codec, pricer.device, outer.size)
     return GradientRoute(
         "hierarchical", codec.name, once, each / itemsize * share, tuple(messages), outer.source("all_gather")
     )
 
 
-def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
+def gradient_routes(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
     """The ways that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes form no
     groups together (then there is no choice)."""
     key = (tuple(axes), itemsize)
@@ -489,7 +491,7 @@ def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tupl
         measured = backend is not None and backend.source(IN_PLACE) != "analytic"
         found = []
         for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
-            way = _possible(pricer, axes, itemsize, algorithm, compressor)
+            way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
             if way is None or (measured and algorithm != "backend" and way.source == "analytic"):
                 continue
             if compressor == "none" or not pricer.device.codings or pricer.device.coding_rate(compressor):

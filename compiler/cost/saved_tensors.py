@@ -15,7 +15,7 @@ from ..plan.recompute import Recompute
 from ..rules import MeshChoice, rule_for
 from .pricing import MeshPricer
 
-__all__ = ["beside_outputs", "saved_bytes", "saved_tensors"]
+__all__ = ["extra_saved_bytes", "saved_bytes", "saved_tensors"]
 
 Saved = set[str | tuple[str, int]]
 
@@ -71,7 +71,7 @@ def saved_bytes(
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
-    if flows and (extra := beside_outputs(node, pricer)):
+    if flows and (extra := extra_saved_bytes(node, pricer)):
         size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
         stays = dear or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
@@ -82,7 +82,7 @@ def _is_in(saved: Saved, node: Node, k: int) -> bool:
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
-def beside_outputs(node: Node, pricer: MeshPricer) -> float:
+def extra_saved_bytes(node: Node, pricer: MeshPricer) -> float:
     """Whole bytes that the op keeps beside operands and outputs."""
     extra = rule_for(node).temporary_bytes(node)
     if rule_for(node).cost_kind == "attention" and writes_scores(pricer.device):

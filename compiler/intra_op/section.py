@@ -30,10 +30,10 @@ from ..cost.layer_gathers import LayerReads
 from ..cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
-    parameter_residencies,
-    residency_bytes,
-    residency_seconds,
-    residency_text,
+    parameter_shardings,
+    sharding_bytes,
+    sharding_seconds,
+    sharding_text,
 )
 from ..cost.pricing import MeshPricer
 from ..cost.saved_tensors import saved_bytes, saved_tensors
@@ -47,7 +47,16 @@ from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .solver.problem import Edge, Operator, Problem
 
-__all__ = ["FREE", "Restriction", "Section", "Sharing", "State", "boundary_states", "build_section", "cuts_weights"]
+__all__ = [
+    "NO_RESTRICTION",
+    "Restriction",
+    "Section",
+    "Sharing",
+    "State",
+    "boundary_states",
+    "build_section",
+    "cuts_weights",
+]
 
 
 # ---- What a search may not do, as the problems of stages read it
@@ -86,10 +95,10 @@ class Restriction:
         return set(self.split.get(op, ())) <= set(labels)
 
 
-FREE = Restriction()
+NO_RESTRICTION = Restriction()
 
 
-SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
+SPLITTABLE_KINDS = frozenset({"matmul", "attention", "convolution", "routing"})
 
 
 def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
@@ -153,7 +162,7 @@ def label(choice: Choice) -> str:
     """The text by which a plan names a choice."""
     if isinstance(choice, MeshChoice):
         return ",".join(choice.labels)
-    return residency_text(choice) if isinstance(choice, ParameterSharding) else str(choice)
+    return sharding_text(choice) if isinstance(choice, ParameterSharding) else str(choice)
 
 
 def boundary_states(
@@ -187,7 +196,7 @@ def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
     return True
 
 
-def normalized(pair: Pair, grad: bool) -> Pair:
+def normalize(pair: Pair, grad: bool) -> Pair:
     """The pair with a cotangent of R for a tensor that gets none, so that equal states are one."""
     return pair if grad else Pair(pair.value, (R,) * len(pair.value))
 
@@ -200,7 +209,7 @@ def build_section(
     microbatches: int,
     entries: Mapping[str, Sequence[Pair]],
     exits: Mapping[str, Sequence[Pair]],
-    restriction: Restriction = FREE,
+    restriction: Restriction = NO_RESTRICTION,
     recompute: Recompute = NOTHING,
 ) -> Section:
     """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
@@ -246,7 +255,7 @@ class _Builder:
             index[name] = self._add(
                 name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
             )
-            gives[name] = (index[name], [normalized(s, name in self.grad) for s in states])
+            gives[name] = (index[name], [normalize(s, name in self.grad) for s in states])
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
@@ -256,19 +265,19 @@ class _Builder:
                 {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
             )
             for k, operand in enumerate(tensor_operands(node)):
-                pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
+                pairs = [normalize(c.inputs[k], operand.name in self.grad) for c in choices]
                 wants.setdefault(operand.name, []).append((i, pairs, k in saves))
             if isinstance(node.meta["type"], tuple):
                 for user in node.users:
                     if user.name in self.members:
                         _, k = output_of(user)
-                        gives[user.name] = (i, [normalized(c.outputs[k], user.name in self.grad) for c in choices])
+                        gives[user.name] = (i, [normalize(c.outputs[k], user.name in self.grad) for c in choices])
             else:
-                gives[node.name] = (i, [normalized(c.outputs[0], node.name in self.grad) for c in choices])
+                gives[node.name] = (i, [normalize(c.outputs[0], node.name in self.grad) for c in choices])
         for name, states in self.exits.items():
             zero = np.zeros(len(states))
             i = self._add(name, "exit", tuple(states), zero, zero, zero)
-            wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
+            wants.setdefault(name, []).append((i, [normalize(s, name in self.grad) for s in states], False))
         for result in self.graph.results:
             if result.node in gives and result.node not in self.entries:
                 i, pairs = self._add_result(result.node, gives[result.node][1])
@@ -351,7 +360,7 @@ class _Builder:
         kept = [c for c in kept if self.restriction.splits(node.name, c.labels)] or kept[:1]
         allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
         # repeating heavy work on several devices is worse than leaving them idle
-        if rule_for(node).cost_kind in SPLIT_WORK:
+        if rule_for(node).cost_kind in SPLITTABLE_KINDS:
             for axis in range(len(self.mesh)):
                 if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
@@ -421,12 +430,12 @@ class _Builder:
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         if source.kind == "parameter":
             i = self._add_parameter(node, ordered, pattern)
-            return i, [normalized(r.compute, node.name in self.grad) for r in self.rows[i][2]]
+            return i, [normalize(r.compute, node.name in self.grad) for r in self.rows[i][2]]
         seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
         if source.kind == "buffer":
             resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
         i = self._add(node.name, "source", tuple(ordered), seconds, resident, np.zeros(len(ordered)))
-        return i, [normalized(p, node.name in self.grad) for p in self.rows[i][2]]
+        return i, [normalize(p, node.name in self.grad) for p in self.rows[i][2]]
 
     def _pairs(self, node: Node, wanted: list[Pair]) -> set[Pair]:
         """The pairs in which a placeholder may lie, given those that its consumers want."""
@@ -434,7 +443,7 @@ class _Builder:
         if self._trainable(node):
             # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
             # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
-            pairs = {p for p in wanted if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            pairs = {p for p in wanted if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
             return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
         if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
             return {Pair((R,) * axes, (R,) * axes)}
@@ -453,13 +462,13 @@ class _Builder:
     def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
         """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
         kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
-        allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
-        choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
+        allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
+        choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         uses = self.reads.of(node)
         for i, residency in enumerate(choices):
-            bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
-            price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
+            bill = sharding_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
+            price = sharding_seconds(pricer, kind, residency, self.m, trainable, uses)
             once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
             held[i] = gathered_bytes(pricer, kind, residency, trainable and any(use.again for use in uses))
@@ -510,12 +519,12 @@ class _Builder:
         return edge, (tuple(sources), tuple(targets))
 
 
-def residencies_of(parameter: str, restriction: Restriction) -> tuple[str, ...]:
+def allowed_patterns(parameter: str, restriction: Restriction) -> tuple[str, ...]:
     """The patterns that a parameter node may take."""
     return ("replicated",) if parameter in restriction.replicated else restriction.residencies
 
 
-def steady(value: object, cotangent: object) -> bool:
+def is_storable(value: object, cotangent: object) -> bool:
     """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
     return (value == cotangent) or (value == R and cotangent == P)
 

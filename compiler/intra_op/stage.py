@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost.parameter_sharding import residency_bytes
+from ..cost.parameter_sharding import sharding_bytes
 from ..cost.pricing import MeshPricer, partial_axes
 from ..errors import TooWide
 from ..frontend.layers import Layering
@@ -40,11 +40,11 @@ from .solver.lagrange import solve
 from .solver.problem import TOLERANCE, InfeasibleAssignment, Problem, evaluate, restrict
 from .stage_cost import price_stage
 
-__all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section", "stage_section", "transient_bytes"]
+__all__ = ["SolvedStage", "describe_stage", "solve_section", "solve_stage", "stage_section", "transient_bytes"]
 
 
 @dataclass(frozen=True)
-class Assembled:
+class SolvedStage:
     """A stage with its prediction, and what only ``predict`` needs: seconds per step by where the price comes from,
     FLOPs done by several."""
 
@@ -119,7 +119,7 @@ def describe_stage(
     microbatches: int,
     recompute: Recompute = NOTHING,
     wire: Sequence[GradientReduction] = (),
-) -> Assembled:
+) -> SolvedStage:
     """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
     nodes, grad = graph.by_name(), layering.needs_grad
     price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute, wire)
@@ -151,7 +151,7 @@ def describe_stage(
             largest = max(largest, touched)
         elif isinstance(choice, ParameterSharding):
             source, tensor = node.meta["source"], node.meta["type"]
-            for cause, size in residency_bytes(pricer, tensor, choice, source.requires_grad).items():
+            for cause, size in sharding_bytes(pricer, tensor, choice, source.requires_grad).items():
                 memory[cause] += size
             parameters[source.name] = choice
         elif kind == "source":
@@ -207,7 +207,7 @@ def describe_stage(
         dict(memory),
         dict(sorted((+collectives).items())),
     )
-    return Assembled(stage, prediction, price.sources, price.wasted_flops)
+    return SolvedStage(stage, prediction, price.sources, price.wasted_flops)
 
 
 def _wires(
@@ -232,14 +232,14 @@ def _wires(
 
 FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
 FREE_SOLVE_S = 10.0
-MANY_OPERATORS = 600  # beyond this many a choice that is proven to be near the best is good enough
-NEAR = 0.01
-ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
+LARGE_STAGE_OPERATORS = 600  # beyond this many a choice that is proven to be near the best is good enough
+LARGE_STAGE_GAP = 0.01
+PRICE_TOLERANCE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
 _Sent = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
 
-def assemble_stage(
+def solve_stage(
     graph: Graph,
     layering: Layering,
     pricer: MeshPricer,
@@ -253,7 +253,7 @@ def assemble_stage(
     limit_bytes: float,
     framework: float,
     wire: Sequence[GradientReduction] = (),
-) -> Assembled:
+) -> SolvedStage:
     """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
     wire: ways of gradients that stand."""
 
@@ -326,7 +326,7 @@ class _Stage:
         while True:
             best = found[priced.index(min(priced))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
-            if min(priced)[1] <= seconds * (1 + ALIKE):
+            if min(priced)[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
             better = [sent for sent in dict.fromkeys(_sends(self.pricer, *best)) if offer([*banned, sent])]
             if not better:
@@ -343,7 +343,7 @@ class _Stage:
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
-        near = NEAR if len(section.names) > MANY_OPERATORS else TOLERANCE
+        near = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
         mine = restrict(problem, alive) if without else problem
         found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
         if isinstance(found, InfeasibleAssignment):

@@ -28,14 +28,14 @@ from ..cost.gradient_reduction import (
     Bucket,
     Gradient,
     bucket_seconds,
-    bucketed,
-    choose_ways,
+    choose_routes,
     coding_source,
     hidden_seconds,
-    way_source,
+    make_buckets,
+    route_source,
 )
 from ..cost.layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
-from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, residency_seconds, unfilled
+from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, sharding_seconds, unfilled_messages
 from ..cost.pricing import MeshPricer, gradient_type, partial_axes
 from ..frontend.layers import Layering
 from ..ir.graph import Graph, TensorType, output_of, tensor_operands
@@ -171,7 +171,7 @@ class _Pricing:
 
     def _parameter(self, node: Node, residency: ParameterSharding, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
-        price = residency_seconds(pricer, kind, residency, self.m, trainable)
+        price = sharding_seconds(pricer, kind, residency, self.m, trainable)
         axes = residency.scattered_axes
         if axes:
             self._scattered(price, axes)
@@ -267,7 +267,7 @@ class _Pricing:
             return
         _, order = self._order
         inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
-        for more in unfilled(self.pricer, inside):
+        for more in unfilled_messages(self.pricer, inside):
             if more.often:
                 self.backward += more.seconds
             else:
@@ -291,7 +291,7 @@ class _Pricing:
             nbytes = pricer.local_bytes(kind, pair.value)
             gradients.append(Gradient(name, partial_axes(pair, pricer.mesh_shape), nbytes, kind.dtype))
             ready[name] = done[order[name]] * stretch
-        buckets = bucketed(gradients)
+        buckets = make_buckets(gradients)
         if not buckets:
             return
 
@@ -302,7 +302,7 @@ class _Pricing:
             total, hidden = reduced(seconds)
             return total - hidden
 
-        self.ways = choose_ways(pricer, buckets, exposed, self.wire)
+        self.ways = choose_routes(pricer, buckets, exposed, self.wire)
         prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
         total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
@@ -314,5 +314,5 @@ class _Pricing:
         self.sources["analytic"] += copied_s
         for bucket in buckets:
             share = prices[id(bucket)][1] / total_s if total_s else 0.0
-            self.sources[way_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
+            self.sources[route_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
             self.sources[coding_source(pricer, self.ways[bucket.axes])] += prices[id(bucket)][0]

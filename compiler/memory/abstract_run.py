@@ -27,9 +27,9 @@ from ..ir.ops import local_ops
 from ..ir.ops.ring_attention import ring_attention
 from ..ir.program import ChunkProgram
 from ..plan.segments import repeating
-from .kernel_workspace import attention_of, room_of_convolution
+from .kernel_workspace import attention_stand_in, convolution_workspace
 
-__all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
+__all__ = ["AbstractComm", "Memo", "Tracker", "allocation_cause", "with_stand_ins"]
 
 aten = torch.ops.aten
 
@@ -170,8 +170,8 @@ def _room(func: Any, args: Any, out: Any) -> int:
     if func is aten.mse_loss.default:
         return max(args[0].nbytes, args[1].nbytes)
     if func is aten.convolution.default:
-        return room_of_convolution(args, [out], backward=False)
-    return room_of_convolution(args, out, backward=True) if func is aten.convolution_backward.default else 0
+        return convolution_workspace(args, [out], backward=False)
+    return convolution_workspace(args, out, backward=True) if func is aten.convolution_backward.default else 0
 
 
 Layouts = tuple[bool, list[tuple[Any, Any, torch.dtype] | None]]  # whether it is one tensor; shape, strides, dtype
@@ -260,7 +260,7 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
 
 def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The program as a function of meta tensors whose backward repeats its segments."""
-    attention = attention_of(tracker.writes_scores)
+    attention = attention_stand_in(tracker.writes_scores)
 
     def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
         return ring_attention(*args, **{**kwargs, "kernel": attention, "writes_scores": tracker.writes_scores})
@@ -416,7 +416,7 @@ def _merged(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @contextmanager
-def labelled(tracker: Tracker, cause: str) -> Iterator[None]:
+def allocation_cause(tracker: Tracker, cause: str) -> Iterator[None]:
     """Storages that the block makes count under ``cause``."""
     before, tracker.cause = tracker.cause, cause
     try:

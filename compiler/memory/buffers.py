@@ -42,9 +42,17 @@ from ..ir.graph import Graph
 from ..ir.reshard import Cut
 from ..ir.spec import local_shape
 from ..plan.plan import BUCKET_BYTES, Plan, Stage, gradient_buckets
-from .abstract_run import Tracker, labelled
+from .abstract_run import Tracker, allocation_cause
 
-__all__ = ["ParameterBlock", "ReductionRoom", "coded_bytes", "gather_room", "update_bytes", "wiring", "with_replicas"]
+__all__ = [
+    "ParameterBlock",
+    "ReductionBuffers",
+    "codec_bytes",
+    "communication_key",
+    "gather_bytes",
+    "update_bytes",
+    "with_replica_memory",
+]
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class _Message:
         return self.nbytes // self.blocks[0].cut.parts
 
 
-class ReductionRoom:
+class ReductionBuffers:
     """The messages of one chunk. ``blocks``: None for parameters that travel otherwise, in program order."""
 
     def __init__(self, blocks: Sequence[ParameterBlock | None], tracker: Tracker, native: bool) -> None:
@@ -166,11 +174,11 @@ class ReductionRoom:
             self.rows.append(row)
 
     def _room(self, nbytes: int, cause: str) -> torch.Tensor:
-        with labelled(self.tracker, cause):
+        with allocation_cause(self.tracker, cause):
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
-def gather_room(blocks: Sequence[ParameterBlock], native: bool) -> int:
+def gather_bytes(blocks: Sequence[ParameterBlock], native: bool) -> int:
     """Bytes of the two messages that are on their way together after the update, at the most. Gloo gathers into room of
     its own first."""
     blocks = [block for block in blocks if block.cut.axes]
@@ -184,12 +192,12 @@ def gather_room(blocks: Sequence[ParameterBlock], native: bool) -> int:
 Shapes = Sequence[tuple[int, ...]]
 
 
-def wiring(plan: Plan, stage: Stage) -> Hashable:
+def communication_key(plan: Plan, stage: Stage) -> Hashable:
     """Equal for stages whose gradients travel alike."""
     return tuple((w.axes, w.algorithm, w.compressor, _members(plan, stage, w.axes)) for w in stage.wire)
 
 
-def coded_bytes(
+def codec_bytes(
     plan: Plan, stage: Stage, sums: Sequence[tuple[tuple[int, ...], Shapes]], drawing: Sequence[str] = ()
 ) -> int:
     """Bytes of the codes that sum buckets, each over some axes and with tensors of these shapes one after another.
@@ -261,7 +269,7 @@ CAUSE = "replicas"
 _PASSING = ("activations", "temporary")  # what is gone when the backwards are over
 
 
-def with_replicas(plan: Plan, graph: Graph, delay: int, every: int, outer: str | None) -> Plan:
+def with_replica_memory(plan: Plan, graph: Graph, delay: int, every: int, outer: str | None) -> Plan:
     """``plan`` with the memory of replicas that step by themselves. every: steps between averages (1: gradients are
     averaged); outer: the name of the optimizer that applies averages. Raises InfeasibleError where that does not
     fit."""

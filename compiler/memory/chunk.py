@@ -34,13 +34,13 @@ from ..plan.lower import lower
 from ..plan.plan import BUCKET_BYTES, Chunk, Plan, gradient_buckets, parameter_stages
 from ..plan.recompute import PlanLayers
 from ..plan.validation import is_asynchronous
-from .abstract_run import AbstractComm, Memo, Tracker, labelled, with_stand_ins
-from .buffers import ParameterBlock, ReductionRoom, coded_bytes, gather_room, update_bytes, wiring
+from .abstract_run import AbstractComm, Memo, Tracker, allocation_cause, with_stand_ins
+from .buffers import ParameterBlock, ReductionBuffers, codec_bytes, communication_key, gather_bytes, update_bytes
 
-__all__ = ["Bytes", "ChunkKeys", "ChunkRoom", "worst_of"]
+__all__ = ["Bytes", "ChunkMemory", "MemoryContext", "peak_memory"]
 
 
-_MOST_ACTIONS = 64  # microbatches of a schedule that are looked at one by one; the rest only add to those in flight
+_MAX_ACTIONS = 64  # microbatches of a schedule that are looked at one by one; the rest only add to those in flight
 Bytes = Mapping[str, float]
 
 
@@ -52,10 +52,10 @@ class _Run:
     saved: int = 0
 
 
-class ChunkRoom:
+class ChunkMemory:
     """One chunk of a stage, by default the only one."""
 
-    def __init__(self, shared: ChunkKeys, stage: int, place: int = 0) -> None:
+    def __init__(self, shared: MemoryContext, stage: int, place: int = 0) -> None:
         self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
         self.here = here = self.plan.stages[stage]
         self.chunk = here.chunks[place]
@@ -149,7 +149,7 @@ class ChunkRoom:
         drawing = [self.plan.code("activations")] if self.returned else []
         if any(slot.requires_grad and self._is_gathered(slot) for slot in slots.values()):
             drawing.append(self.plan.code("weights"))
-        return coded_bytes(self.plan, self.here, sums, drawing)
+        return codec_bytes(self.plan, self.here, sums, drawing)
 
     # ---- composition
 
@@ -159,7 +159,7 @@ class ChunkRoom:
         if is_asynchronous(self.plan):
             return self._going_on(run, stage)
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
-        return worst_of(self.resident(), [*moments, *self.end()])
+        return peak_memory(self.resident(), [*moments, *self.end()])
 
     def _going_on(self, run: _Run, stage: int) -> Bytes:
         """Bytes by cause in a pipeline that never drains: versions of the weights, which graphs in flight read, their
@@ -179,7 +179,7 @@ class ChunkRoom:
         ends = [Counter({c: int(size) for c, size in end.items()}) for end in self.end()]
         for end in ends:
             end.update({"activations": others * run.saved, "buffers": sent})
-        return worst_of(resident, [*moments, *ends])
+        return peak_memory(resident, [*moments, *ends])
 
     def _whole(self, slot: Slot) -> int:
         """Bytes of an input of the whole batch."""
@@ -215,7 +215,7 @@ class ChunkRoom:
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
         p, m = len(self.plan.stages), self.plan.microbatches
-        few = min(m, max(_MOST_ACTIONS, 2 * p))
+        few = min(m, max(_MAX_ACTIONS, 2 * p))
         more = in_flight_formula(self.plan.schedule, stage, p, m)
         more -= in_flight_formula(self.plan.schedule, stage, p, few)
         row = generate(self.plan.schedule, p, few).actions[stage]
@@ -300,7 +300,7 @@ class ChunkRoom:
         return [
             gather,
             {"gradients": loose + sums, "temporary": worst},
-            {"gradients": loose + sums, "buffers": gather_room(own, self.kind == "cuda")},
+            {"gradients": loose + sums, "buffers": gather_bytes(own, self.kind == "cuda")},
         ]
 
     def _update(self, slot: Slot) -> tuple[int, int]:
@@ -336,7 +336,7 @@ class ChunkRoom:
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
         template, gathers = self._template(), Gathers(self.program.module.graph)
-        room = ReductionRoom(self.blocks, tracker, native)
+        room = ReductionBuffers(self.blocks, tracker, native)
         alike = not self.flat and not room.messages  # without buckets all later backwards are
         count = min(self.plan.microbatches, 2 if alike else 3)
         last = [False]
@@ -375,7 +375,7 @@ class ChunkRoom:
         run.peaks.setdefault("F later", run.peaks["F"])
         return run
 
-    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionRoom, last: list[bool]) -> None:
+    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionBuffers, last: list[bool]) -> None:
         stored_in_parts = name in self._in_parts and name not in room.of
 
         def hook(parameter: torch.Tensor) -> None:
@@ -424,7 +424,7 @@ class ChunkRoom:
         self, arguments: list[Any], exits: tuple[torch.Tensor, ...], tracker: Tracker, comm: AbstractComm
     ) -> None:
         roots, grads, seeds = [], [], []
-        with labelled(tracker, "buffers"):
+        with allocation_cause(tracker, "buffers"):
             for position, exit, count in self.arriving:
                 parts = [torch.empty(self._cotangent(exit), dtype=exit.type.dtype, device="meta") for _ in range(count)]
                 total = parts[0]
@@ -458,7 +458,7 @@ def _with_saved(peak: Bytes, saved: int) -> Bytes:
     return {**peak, "temporary": peak.get("temporary", 0) - kept, "activations": peak.get("activations", 0) + kept}
 
 
-def worst_of(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:
+def peak_memory(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:
     """The fullest moment, with what is resident."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
     causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
@@ -473,7 +473,7 @@ def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:
 # alike
 
 
-class ChunkKeys:
+class MemoryContext:
     """What all stages of a plan look up."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
@@ -527,7 +527,13 @@ class ChunkKeys:
         sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
         modes = self.layers.recompute.modes[slice(*chunk.layers)]
-        machine = device.kind, writes_scores(device), here.mesh_shape, wiring(self.plan, here), str(self.plan.codes)
+        machine = (
+            device.kind,
+            writes_scores(device),
+            here.mesh_shape,
+            communication_key(self.plan, here),
+            str(self.plan.codes),
+        )
         return machine, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attention_of", "room_of_convolution"]
+__all__ = ["attention_stand_in", "convolution_workspace"]
 
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
         return (*made, None, None)
 
 
-def attention_of(writes_scores: bool) -> Callable[..., torch.Tensor]:
+def attention_stand_in(writes_scores: bool) -> Callable[..., torch.Tensor]:
     """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is."""
 
     def attention(
@@ -88,7 +88,7 @@ _OTHERS = ("Slow", "Winograd", "Xnnpack", "Nnpack")  # kernels without blocked c
 _COLOURS = 3  # an input of so few channels is read as it lies, in the backward too
 
 
-def room_of_convolution(args: Sequence[Any], results: Sequence[torch.Tensor | None], backward: bool) -> int:
+def convolution_workspace(args: Sequence[Any], results: Sequence[torch.Tensor | None], backward: bool) -> int:
     """Bytes beyond the results at the worst moment of ``aten.convolution`` or, with ``backward``, of
     ``aten.convolution_backward`` with these arguments; ``results`` of the latter: gradients of input, weight, bias."""
     if backward:

@@ -33,9 +33,9 @@ from ..pipeline.families import generate
 from ..pipeline.virtual_stages import fewer
 from ..plan.plan import Plan
 from ..workers import all_of
-from .chunk import Bytes, ChunkKeys, ChunkRoom, worst_of
+from .chunk import Bytes, ChunkMemory, MemoryContext, peak_memory
 
-__all__ = ["footprints", "message_room", "stage_memory", "with_footprints"]
+__all__ = ["message_bytes", "stage_memories", "stage_memory", "with_stage_memories"]
 
 
 def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
@@ -47,15 +47,15 @@ def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
     what they still owe), "inputs" (the whole batch, as every rank passes it). Raises what the program raises if it
     cannot run on meta tensors.
     """
-    shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
-    return _memory(shared, [ChunkRoom(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
+    shared = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
+    return _memory(shared, [ChunkMemory(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
 
 
-def with_footprints(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
+def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
     each stage whose program cannot run on meta tensors: its estimate from the rules stays. workers: processes."""
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
-    for index, found in enumerate(footprints(graph, plan, workers)):
+    for index, found in enumerate(stage_memories(graph, plan, workers)):
         if isinstance(found, Exception):
             why = str(found).strip().split("\n")[0][:120]
             notes.append(f"memory of stage {index} is estimated op by op: {type(found).__name__}: {why}")
@@ -65,10 +65,10 @@ def with_footprints(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
 
 
-def footprints(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
+def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
     """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so.
     workers: processes, of which the others are forks."""
-    shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
+    shared = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
     found: dict[int, Bytes | Exception] = {}
     keys: dict[int, list[Hashable]] = {}
     for index, stage in enumerate(plan.stages):
@@ -92,35 +92,37 @@ def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[in
     return [part for part in parts if part] or [{}]
 
 
-def _footprints(shared: ChunkKeys, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
+def _footprints(shared: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
     """Of these stages, with the structure of each of their programs."""
-    known: dict[Hashable, ChunkRoom | Exception] = {}
+    known: dict[Hashable, ChunkMemory | Exception] = {}
     found: dict[int, Bytes | Exception] = {}
     for index, keys in stages.items():
         try:
             for chunk, key in enumerate(keys):
                 if key not in known:
-                    known[key] = ChunkRoom(shared, index, chunk)
+                    known[key] = ChunkMemory(shared, index, chunk)
             parts = [known[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
-            found[index] = wrong[0] if wrong else _memory(shared, [p for p in parts if isinstance(p, ChunkRoom)], index)
+            found[index] = (
+                wrong[0] if wrong else _memory(shared, [p for p in parts if isinstance(p, ChunkMemory)], index)
+            )
         except Exception as error:
             known.update(dict.fromkeys(keys, error))
             found[index] = error
     return found
 
 
-def _memory(shared: ChunkKeys, chunks: Sequence[ChunkRoom], stage: int) -> Bytes:
+def _memory(shared: MemoryContext, chunks: Sequence[ChunkMemory], stage: int) -> Bytes:
     """Bytes by cause of a stage with these chunks."""
     found = chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
-    lasting = message_room(shared, stage)
+    lasting = message_bytes(shared, stage)
     return {**found, "buffers": found.get("buffers", 0) + lasting} if lasting else found
 
 
 class _Together:
     """The chunks of one stage, in flight together as the schedule has it."""
 
-    def __init__(self, chunks: Sequence[ChunkRoom], stage: int) -> None:
+    def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
         p, v = len(plan.stages), len(chunks)
         self.row = generate(plan.schedule, p, fewer(p, plan.microbatches), v).actions[stage]
@@ -134,7 +136,7 @@ class _Together:
         for one in self.chunks:
             for total, found in zip(ends, one.end()):
                 total.update({cause: int(size) for cause, size in found.items()})
-        return worst_of(resident, [*self._moments(), *ends])
+        return peak_memory(resident, [*self._moments(), *ends])
 
     def _moments(self) -> Iterator[Counter[str]]:
         """What is held at every action beside what is resident."""
@@ -165,7 +167,7 @@ class _Together:
 _ROOMS, _MOST_ROOMS = 2, 4
 
 
-def message_room(shared: ChunkKeys, stage: int) -> int:
+def message_bytes(shared: MemoryContext, stage: int) -> int:
     """Bytes on one device of the stage."""
     plan, here, nodes = shared.plan, shared.plan.stages[stage], shared.graph.by_name()
     if shared.cluster.device(here.devices[0]).kind != "cpu":

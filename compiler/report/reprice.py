@@ -14,16 +14,16 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.memory import FRAMEWORK_BYTES
 from ..cost.gradient_communication import Communication
 from ..cost.gradient_reduction import lossy_notes
-from ..cost.parameter_sharding import residency_text
+from ..cost.parameter_sharding import sharding_text
 from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
 from ..frontend.strides import note_layouts
 from ..intra_op.section import Restriction, Section, build_section
-from ..intra_op.stage import Assembled, describe_stage
+from ..intra_op.stage import SolvedStage, describe_stage
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair
-from ..memory.stage import with_footprints
+from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
@@ -74,12 +74,12 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         prediction=prediction,
         provenance=provenance,
     )
-    return with_footprints(small, priced)
+    return with_stage_memories(small, priced)
 
 
 def _stage(
     plan: Plan, index: int, graph: Graph, layering: Layering, recompute: Recompute, cluster: Cluster
-) -> Assembled:
+) -> SolvedStage:
     """Stage ``index`` priced with everything pinned to what the plan says."""
     stage = plan.stages[index]
     codes = Communication(weights=plan.code("weights")).priced_for(graph)
@@ -116,7 +116,7 @@ def _section(
     """A chunk as a section in which everything has one choice."""
     nodes = graph.by_name()
     parameters = {
-        node.name: residency_text(part.parameters[node.meta["source"].name])
+        node.name: sharding_text(part.parameters[node.meta["source"].name])
         for node in graph.placeholders("parameter")
         if node.meta["source"].name in part.parameters
     }

@@ -23,7 +23,7 @@ import numpy as np
 from ...costmodel.cluster import Cluster
 from ...costmodel.memory import FRAMEWORK_BYTES
 from ..cost.gradient_communication import Communication
-from ..cost.parameter_sharding import PATTERNS, residency_text
+from ..cost.parameter_sharding import PATTERNS, sharding_text
 from ..cost.pricing import MeshPricer
 from ..errors import TooWide
 from ..frontend.layers import Layering, cluster_layers
@@ -174,7 +174,7 @@ class _Question:
         pinned: dict[str, str] = {}
         for chunk in self.plan.stages[stage].chunks:
             pinned |= {name: ",".join(labels) for name, labels in chunk.ops.items()}
-            pinned |= {self.parameters[name]: residency_text(home) for name, home in chunk.parameters.items()}
+            pinned |= {self.parameters[name]: sharding_text(home) for name, home in chunk.parameters.items()}
             pinned |= {name: str(pair) for name, pair in chunk.sources.items()}
         return pinned
 

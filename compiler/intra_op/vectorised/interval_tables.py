@@ -37,7 +37,7 @@ from .cases import Cases
 from .layer_tables import LayerTables, LayerTemplate, Level, Weights
 from .problem import CaseSection
 from .row_cache import RowCache, column_digests, row_key
-from .section import build_batch_section
+from .section import build_case_section
 
 __all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row", "Taken", "floors_of", "runs_of"]
 
@@ -94,7 +94,7 @@ class IntervalComposer:
     restriction: Restriction
     levels: Sequence[Level]
     modes: Sequence[str]
-    build: Build = build_batch_section
+    build: Build = build_case_section
     alike: Sequence[int] = ()
     kept: RowCache | None = None
     _templates: dict[str, LayerTemplate] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from ...ir.spec import Pair, Placement, R, S, Spec
 from ...rules import MeshChoice, pairs_choice, rule_for
 from ...rules.base import AxisChoice, Internal
 from ...rules.prune import MOST, SMALL
-from ..section import SPLIT_WORK, Restriction, cuts_weights
+from ..section import SPLITTABLE_KINDS, Restriction, cuts_weights
 from .cases import Cases
 
 __all__ = ["AxisUnion", "InternalCollective", "OpChoices", "op_choices"]
@@ -184,7 +184,7 @@ def _filtered(
         allowed = stands & np.array([_allowed(variants, restriction, node, choice) for choice in made.choices])
         fallback = _first(stands) if node.name not in restriction.split else np.zeros_like(stands)
         stands = np.where(allowed.any(axis=1)[:, None], allowed, fallback)
-    if rule_for(node).cost_kind in SPLIT_WORK:
+    if rule_for(node).cost_kind in SPLITTABLE_KINDS:
         combos = np.array(made.combos).reshape(len(made.combos), variants.axes)
         for axis in range(variants.axes):
             if restriction.roles[axis : axis + 1] != ("data",):

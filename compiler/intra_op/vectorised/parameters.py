@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.layer_gathers import GatherUse
-from ...cost.parameter_sharding import PATTERNS, summed
+from ...cost.parameter_sharding import PATTERNS, with_summed_gradient
 from ...ir.graph import TensorType
 from ...ir.spec import P, Pair, R
 from ...plan.plan import BUCKET_BYTES
@@ -102,8 +102,8 @@ class _Table:
             left = offered[:, k]
             if wanted and "replicated" not in allowed:
                 left = left & ~fits[pair][1]
-                if summed(pair) in fits:
-                    left &= ~fits[summed(pair)][1]
+                if with_summed_gradient(pair) in fits:
+                    left &= ~fits[with_summed_gradient(pair)][1]
             if left.any() or not wanted:
                 self._one(pair, "replicated", left, 0, nowhere)
             shared, where, first = fits.get(pair, (0, nowhere, nowhere))

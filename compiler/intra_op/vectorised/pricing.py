@@ -28,7 +28,7 @@ from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
 from ....costmodel.memory import parameter_bytes
 from ...cost.gradient_communication import cheapest_offers
-from ...cost.pricing import PricingContext, facts_of, gradient_type, offered_ways
+from ...cost.pricing import PricingContext, gradient_routes, gradient_type, pricing_context
 from ...cost.signature import signature, sum_signature
 from ...ir.graph import TensorType, tensor_operands, types_of
 from ...ir.reshard import FREE, steps_between
@@ -105,7 +105,7 @@ class CasePricer:
             variants, offers = self.variants, list[Offers | None]()
             for v in range(variants.num):
                 axes = [a for a in range(variants.axes) if mask >> a & 1 and variants.sizes[v, a] > 1]
-                offers.append(cheapest_offers(offered_ways(variants.pricer(v), axes, itemsize)) if axes else None)
+                offers.append(cheapest_offers(gradient_routes(variants.pricer(v), axes, itemsize)) if axes else None)
             self._tariffs[key] = Tariff(offers)
         return self._tariffs[key]
 
@@ -137,7 +137,7 @@ class CasePricer:
     def op(self, nodes: Sequence[Node], origin: Node, choices: OpChoices) -> OpPrices:
         """The prices of an op. nodes: the op at every extent; origin: in the graph at the capture extent."""
         variants, rule = self.variants, rule_for(origin)
-        facts = facts_of(origin, tensor_operands(origin), self.grad)
+        facts = pricing_context(origin, tensor_operands(origin), self.grad)
         whole = np.array([rule.flops(node) for node in nodes])[variants.extent_of]
         flops = whole[:, None] / variants.divisor[:, choices.splits]
         forward, ahead, back = self._compute(nodes, origin, choices, facts, flops)

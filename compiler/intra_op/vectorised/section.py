@@ -14,21 +14,21 @@ import numpy as np
 from torch.fx import Node
 
 from ...cost.layer_gathers import LayerReads
-from ...cost.saved_tensors import Saved, beside_outputs, saved_tensors
+from ...cost.saved_tensors import Saved, extra_saved_bytes, saved_tensors
 from ...ir.graph import op_name, output_of, tensor_operands, types_of
 from ...ir.ops.loss import ONCE, leaving, lone_losses
 from ...ir.spec import P, Pair, R, S, parse_pair, replicated
 from ...plan.independent_axes import lies_loosely
 from ...plan.recompute import Recompute, recompute_of
 from ...rules import rule_for
-from ..section import FREE, Restriction, Sharing, State, normalized, residencies_of, steady
+from ..section import NO_RESTRICTION, Restriction, Sharing, State, allowed_patterns, is_storable, normalize
 from .cases import Cases
 from .op_strategies import OpChoices, op_choices
 from .parameters import ParameterPrices, parameter_prices
 from .pricing import CasePricer
 from .problem import ByMode, CaseEdge, CaseSection, Choice, Conversions
 
-__all__ = ["build_batch_section", "placeholder_pairs", "wanted_pairs"]
+__all__ = ["build_case_section", "placeholder_pairs", "wanted_pairs"]
 
 
 class _Row(NamedTuple):
@@ -50,12 +50,12 @@ class _Row(NamedTuple):
     transient: ByMode
 
 
-def build_batch_section(
+def build_case_section(
     variants: Cases,
     layer: int,
     into: Sequence[State],
     out: Sequence[State],
-    restriction: Restriction = FREE,
+    restriction: Restriction = NO_RESTRICTION,
     modes: Sequence[str] = ("none",),
 ) -> CaseSection:
     """Layer ``layer`` in all cases, its borders in these states (of ``Cases.states``), under these recompute
@@ -127,7 +127,7 @@ class _Builder:
         gives: dict[str, tuple[int, list[Pair]]] = {}
         for name, states in self.entries.items():
             index[name] = self._add_entry(name, states)
-            gives[name] = index[name], [normalized(pair, name in self.grad) for pair in states.pairs]
+            gives[name] = index[name], [normalize(pair, name in self.grad) for pair in states.pairs]
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
@@ -137,13 +137,13 @@ class _Builder:
                 {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
             )
             for k, operand in enumerate(tensor_operands(node)):
-                pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
+                pairs = [normalize(c.inputs[k], operand.name in self.grad) for c in choices]
                 wants.setdefault(operand.name, []).append((i, pairs, k in saves))
             for name, k in self._outputs(node):
-                gives[name] = i, [normalized(c.outputs[k], name in self.grad) for c in choices]
+                gives[name] = i, [normalize(c.outputs[k], name in self.grad) for c in choices]
         for name, states in self.exits.items():
             i = self._add(name, "exit", states.pairs, states.offered)
-            wants.setdefault(name, []).append((i, [normalized(p, name in self.grad) for p in states.pairs], False))
+            wants.setdefault(name, []).append((i, [normalize(p, name in self.grad) for p in states.pairs], False))
         for result in self.variants.source.results:
             if result.node in gives and result.node not in self.entries:
                 i, pairs = self._add_result(result.node, *gives[result.node])
@@ -311,7 +311,7 @@ class _Builder:
         divisor = self.variants.divisor[:, choices.splits]
         for _, rows in self.pricer.devices:
             pricer = self.variants.pricer(int(np.arange(self.variants.num)[rows][0]))
-            extra = np.array([beside_outputs(one, pricer) for one in nodes])
+            extra = np.array([extra_saved_bytes(one, pricer) for one in nodes])
             beside[rows] = extra[self.variants.extent_of][rows, None] / divisor[rows]
         if beside.any():
             for mode, re in self.recompute.items():
@@ -340,17 +340,17 @@ class _Builder:
         offered = np.stack(list(found.values()), axis=1)
         if source.kind == "parameter":
             trainable = source.requires_grad and node.name in self.grad
-            allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
+            allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
             prices = parameter_prices(
                 self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed, self.reads.of(node)
             )
             i = self._add_parameter(node.name, prices)
-            return i, [normalized(choice.pair, node.name in self.grad) for choice in prices.choices]
+            return i, [normalize(choice.pair, node.name in self.grad) for choice in prices.choices]
         resident = None
         if source.kind == "buffer":
             resident = self.pricer.local_bytes(kind, [pair.value for pair in found])
         i = self._add(node.name, "source", tuple(found), offered, resident=resident)
-        return i, [normalized(pair, node.name in self.grad) for pair in found]
+        return i, [normalize(pair, node.name in self.grad) for pair in found]
 
     def _add_parameter(self, name: str, prices: ParameterPrices) -> int:
         return self._add(
@@ -463,7 +463,7 @@ def placeholder_pairs(variants: Cases, node: Node, wanted: Where, roles: Sequenc
     source, axes = node.meta["source"], variants.axes
     everywhere, whole = np.ones(variants.num, dtype=bool), (R,) * axes
     if source.kind == "parameter" and source.requires_grad and node.name in variants.layering.needs_grad:
-        pairs = {p: w for p, w in wanted.items() if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
+        pairs = {p: w for p, w in wanted.items() if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
         return pairs | {Pair(whole, whole): everywhere, Pair(whole, (P,) * axes): everywhere}
     if any(r.kind == "buffer" and r.name == source.name for r in variants.source.results):
         return {Pair(whole, whole): everywhere}

@@ -17,10 +17,10 @@ from meshwright.compiler.cost.signature import signature
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
 from meshwright.compiler.frontend.strides import note_layouts
-from meshwright.compiler.intra_op.section import FREE, Restriction, Section, label
+from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction, Section, label
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases, split_by_axes
 from meshwright.compiler.intra_op.vectorised.problem import CaseSection
-from meshwright.compiler.intra_op.vectorised.section import build_batch_section
+from meshwright.compiler.intra_op.vectorised.section import build_case_section
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
 from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import mesh_choices
@@ -152,7 +152,7 @@ def check(
     name: str,
     cluster: Cluster,
     rng: random.Random,
-    restriction: Restriction = FREE,
+    restriction: Restriction = NO_RESTRICTION,
     modes: Sequence[str] = ("none",),
     cases: Sequence[Case] | None = None,
     probes: int = 1,
@@ -166,7 +166,7 @@ def check(
         classes = list({one.class_key: layer for layer, one in enumerate(layering.layers)}.values())
         for layer in rng.sample(classes, min(layers, len(classes))):
             into, out = (variants.states(b, restriction.roles)[0] for b in (layer, layer + 1))
-            batch = build_batch_section(variants, layer, into, out, restriction, modes)
+            batch = build_case_section(variants, layer, into, out, restriction, modes)
             for v in rng.sample(range(variants.num), min(probes, variants.num)):
                 mode = rng.choice(modes)
                 compare(batch, scalar_section(variants, layer, v, restriction, mode), v, mode)
@@ -274,7 +274,7 @@ def test_pins():
     layer = next(k for k, one in enumerate(layering.layers) if linear in one.ops)
     into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
     with pytest.raises(ValueError, match="may be split by"):
-        build_batch_section(variants, layer, into, out, Restriction(pinned={linear: "nonsense,o"}))
+        build_case_section(variants, layer, into, out, Restriction(pinned={linear: "nonsense,o"}))
 
 
 def test_parts_of_the_seconds_add_up():
@@ -285,7 +285,7 @@ def test_parts_of_the_seconds_add_up():
         pricer = variants.pricer(0)
         for layer in range(len(layering.layers)):
             into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
-            section = build_batch_section(variants, layer, into, out, Restriction(residencies=PATTERNS))
+            section = build_case_section(variants, layer, into, out, Restriction(residencies=PATTERNS))
             for i, name in enumerate(section.names):
                 for c in np.flatnonzero(section.offered[i][0]):
                     total = section.seconds[i][0, c]
@@ -314,7 +314,7 @@ def test_a_tied_weight_is_shared():
     last = len(layering.layers) - 1
     for layer in (0, last):
         into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
-        section = build_batch_section(variants, layer, into, out)
+        section = build_case_section(variants, layer, into, out)
         shares = {
             name: section.floor_seconds[i] / section.seconds[i]
             for i, name in enumerate(section.names)
