@@ -44,7 +44,6 @@ __all__ = [
     "accumulate_seconds",
     "gathered_bytes",
     "parameter_shardings",
-    "pattern_of",
     "sharding_bytes",
     "sharding_seconds",
     "sharding_text",
@@ -143,14 +142,9 @@ def _shared_axes(pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> tupl
     return tuple(axis for axis in partial_axes(pair, mesh_shape) if axis in whole)
 
 
-def pattern_of(residency: ParameterSharding) -> str:
-    """The name of a residency: one of ``PATTERNS``, or "custom" where its specs follow none of them."""
-    return residency.pattern
-
-
 def sharding_text(residency: ParameterSharding) -> str:
     """The text by which a plan pins it: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
-    name = pattern_of(residency)
+    name = residency.pattern
     return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
 
 

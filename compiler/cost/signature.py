@@ -33,7 +33,7 @@ from ..ir.spec import local_shape
 from ..plan.plan import Plan
 from ..rules import MeshChoice, pairs_choice, rule_for
 
-__all__ = ["plan_probes", "signature", "signature_of", "sum_signature"]
+__all__ = ["plan_probes", "signature", "sum_signature"]
 
 
 _SHORT = {
@@ -47,17 +47,11 @@ _TILE = 4096  # random values that a float operand repeats
 # ---- the text
 
 
-def signature_of(node: Node, labels: Sequence[str], mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
-    """The signature of ``node`` as one device of a mesh runs it under these labels, one per axis; "" if it is free.
-
-    needs_grad: names of the nodes through which gradients flow (``layers.differentiable``). ValueError for labels that
-    the op's rule does not offer.
-    """
-    return signature(node, pairs_choice(node, labels, mesh_shape), mesh_shape, needs_grad)
-
-
 def signature(node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
-    """``signature_of`` for a choice at hand."""
+    """Return the signature of ``node`` as one device of a mesh runs it under ``choice``; "" if it is free.
+
+    needs_grad: names of the nodes through which gradients flow (``layers.differentiable``).
+    """
     rule = rule_for(node)
     layout: NodeLayout | None = node.meta.get("layout")
     flows = node.name in needs_grad

@@ -52,6 +52,7 @@ __all__ = [
     "Restriction",
     "Section",
     "Sharing",
+    "StageContext",
     "State",
     "boundary_states",
     "build_section",
@@ -201,38 +202,43 @@ def normalize(pair: Pair, grad: bool) -> Pair:
     return pair if grad else Pair(pair.value, (R,) * len(pair.value))
 
 
+@dataclass(frozen=True, eq=False)
+class StageContext:
+    """The model, the mesh and the restrictions that the problem of a stage is built from."""
+
+    #: The model at the batch extent of one microbatch.
+    graph: Graph
+    layering: Layering
+    #: Prices on the mesh of the stage.
+    pricer: MeshPricer
+    microbatches: int
+    restriction: Restriction = NO_RESTRICTION
+    recompute: Recompute = NOTHING
+
+
 def build_section(
-    graph: Graph,
-    layering: Layering,
+    context: StageContext,
     ops: Sequence[Node],
-    pricer: MeshPricer,
-    microbatches: int,
     entries: Mapping[str, Sequence[Pair]],
     exits: Mapping[str, Sequence[Pair]],
-    restriction: Restriction = NO_RESTRICTION,
-    recompute: Recompute = NOTHING,
 ) -> Section:
     """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
     states."""
-    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction, recompute).build()
+    return _Builder(context, list(ops), entries, exits).build()
 
 
 class _Builder:
     def __init__(
         self,
-        graph: Graph,
-        layering: Layering,
+        context: StageContext,
         ops: list[Node],
-        pricer: MeshPricer,
-        microbatches: int,
         entries: Mapping[str, Sequence[Pair]],
         exits: Mapping[str, Sequence[Pair]],
-        restriction: Restriction,
-        recompute: Recompute,
     ) -> None:
+        graph, layering, pricer, recompute = context.graph, context.layering, context.pricer, context.recompute
         self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
-        self.m, self.entries, self.exits, self.restriction = microbatches, entries, exits, restriction
-        self.recompute = recompute
+        self.m, self.entries, self.exits = context.microbatches, entries, exits
+        self.restriction, self.recompute = context.restriction, recompute
         self.held: list[np.ndarray] = []  # per row, bytes beside those kept while its layer is recomputed
         self.mesh = pricer.mesh_shape
         self.grad = layering.needs_grad

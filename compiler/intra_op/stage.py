@@ -32,9 +32,8 @@ from ..ir.graph import Graph, tensor_operands, types_of
 from ..ir.reshard import FREE, steps_between
 from ..ir.spec import Pair, Spec
 from ..plan.plan import Chunk, GradientReduction, ParameterSharding, Stage, StagePrediction
-from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
-from .section import Restriction, Section, State, build_section
+from .section import Section, StageContext, State, build_section
 from .solver.elimination import eliminate
 from .solver.lagrange import solve
 from .solver.problem import TOLERANCE, InfeasibleAssignment, Problem, evaluate, restrict
@@ -54,17 +53,9 @@ class SolvedStage:
     wasted_flops: float
 
 
-def stage_section(
-    graph: Graph,
-    layering: Layering,
-    pricer: MeshPricer,
-    microbatches: int,
-    layers: tuple[int, int],
-    states: tuple[State, State],
-    restriction: Restriction,
-    recompute: Recompute,
-) -> Section:
-    """Layers [first, end) as one section whose borders are in these states."""
+def stage_section(context: StageContext, layers: tuple[int, int], states: tuple[State, State]) -> Section:
+    """Build layers [first, end) as one section whose borders are in these states."""
+    graph, layering = context.graph, context.layering
     first, end = layers
     ops = layering.ops_of(graph, first, end)
     used = {operand.name for node in ops for operand in node.all_input_nodes}
@@ -76,7 +67,7 @@ def stage_section(
         if name in used or (name in results and name not in leaving)
     }
     exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
-    return build_section(graph, layering, ops, pricer, microbatches, entries, exits, restriction, recompute)
+    return build_section(context, ops, entries, exits)
 
 
 def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:
@@ -108,21 +99,22 @@ def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
 
 
 def describe_stage(
-    graph: Graph,
-    pricer: MeshPricer,
-    layering: Layering,
+    context: StageContext,
     layers: tuple[int, int],
     section: Section,
     chosen: Sequence[int],
     in_flight: int,
     framework: float,
-    microbatches: int,
-    recompute: Recompute = NOTHING,
-    wire: Sequence[GradientReduction] = (),
+    reductions: Sequence[GradientReduction] = (),
 ) -> SolvedStage:
-    """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
-    nodes, grad = graph.by_name(), layering.needs_grad
-    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute, wire)
+    """Return the stage that these choices make, with its prediction.
+
+    chosen: an index per operator of ``section``; in_flight: microbatches whose activations are held at once;
+    framework: bytes of the framework itself; reductions: gradient reductions whose algorithm and codec are fixed.
+    """
+    graph, pricer, recompute = context.graph, context.pricer, context.recompute
+    nodes, grad = graph.by_name(), context.layering.needs_grad
+    price = price_stage(context, section, chosen, reductions)
     memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
@@ -183,7 +175,7 @@ def describe_stage(
         collectives["forward all_gather"] += 1
         collectives["backward all_gather"] += one.again
         collectives["backward reduce_scatter"] += bool(one.sums)
-    memory["activations"] += transient_bytes(section, chosen, layering)
+    memory["activations"] += transient_bytes(section, chosen, context.layering)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
     chunk = Chunk(
@@ -240,28 +232,27 @@ _Chosen = tuple[Section, tuple[int, ...]]
 
 
 def solve_stage(
-    graph: Graph,
-    layering: Layering,
-    pricer: MeshPricer,
-    microbatches: int,
+    context: StageContext,
     layers: tuple[int, int],
-    labels: Mapping[str, str],
-    restriction: Restriction,
-    recompute: Recompute,
     states: tuple[State, State],
+    labels: Mapping[str, str],
     in_flight: int,
     limit_bytes: float,
     framework: float,
-    wire: Sequence[GradientReduction] = (),
+    reductions: Sequence[GradientReduction] = (),
 ) -> SolvedStage:
-    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
-    wire: ways of gradients that stand."""
+    """Solve the stage of ``layers`` [first, end) with its borders in these states.
+
+    labels: the composed choice of ops and weights, which larger stages keep; the other arguments as in
+    ``describe_stage``.
+    """
+    graph, layering, pricer = context.graph, context.layering, context.pricer
 
     def section(pinned: Mapping[str, str] | None) -> Section:
-        mine = replace(restriction, pinned=pinned)
-        return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
+        restriction = replace(context.restriction, pinned=pinned)
+        return stage_section(replace(context, restriction=restriction), layers, states)
 
-    stage = _Stage(graph, layering, pricer, microbatches, recompute, wire, in_flight, limit_bytes)
+    stage = _Stage(context, reductions, in_flight, limit_bytes)
     nodes = graph.by_name()
     composed = section(_but_sharing(labels, graph, layering, layers))
     best = composed, stage.within(composed)
@@ -270,7 +261,7 @@ def solve_stage(
     elif any(what == "layers" for what, _ in _sends(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
         best = stage.improved(best, section(ops))
-    return describe_stage(graph, pricer, layering, layers, *best, in_flight, framework, microbatches, recompute, wire)
+    return describe_stage(context, layers, *best, in_flight, framework, reductions)
 
 
 def _but_sharing(
@@ -289,14 +280,10 @@ def _but_sharing(
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """What choices of a stage are judged by."""
+    """The search for the best choices of one stage, judged by their real price and their memory."""
 
-    graph: Graph
-    layering: Layering
-    pricer: MeshPricer
-    microbatches: int
-    recompute: Recompute
-    wire: Sequence[GradientReduction]
+    context: StageContext
+    reductions: Sequence[GradientReduction]
     in_flight: int
     limit_bytes: float
 
@@ -328,7 +315,7 @@ class _Stage:
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
             if min(priced)[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
-            better = [sent for sent in dict.fromkeys(_sends(self.pricer, *best)) if offer([*banned, sent])]
+            better = [sent for sent in dict.fromkeys(_sends(self.context.pricer, *best)) if offer([*banned, sent])]
             if not better:
                 return found[priced.index(min(priced))]
             banned.append(better[-1])
@@ -337,7 +324,7 @@ class _Stage:
         """The fastest choice by the problem that sends none of this; None if none fits. held: bytes beside those of the
         problem."""
         alive = [
-            np.array([k for k, one in enumerate(choices) if _sent(self.pricer, one) not in without])
+            np.array([k for k, one in enumerate(choices) if _sent(self.context.pricer, one) not in without])
             for choices in section.choices
         ]
         if not all(map(len, alive)):
@@ -352,8 +339,8 @@ class _Stage:
 
     def _price(self, one: _Chosen) -> tuple[float, float]:
         """(bytes over the limit, seconds per microbatch, those of the end of the step in even parts)."""
-        m, (section, chosen) = self.microbatches, one
-        price = price_stage(self.graph, self.pricer, self.layering, section, chosen, m, self.recompute, self.wire)
+        m, (section, chosen) = self.context.microbatches, one
+        price = price_stage(self.context, section, chosen, self.reductions)
         host_s = price.seconds["host"]
         return max(0.0, self._over(one)), price.forward_s + price.backward_s - host_s + price.step_s / m
 
@@ -363,7 +350,7 @@ class _Stage:
         return evaluate(section.problem(self.in_flight), chosen)[1] + self._held(section, chosen) - self.limit_bytes
 
     def _held(self, section: Section, chosen: Sequence[int]) -> float:
-        return transient_bytes(section, chosen, self.layering)
+        return transient_bytes(section, chosen, self.context.layering)
 
 
 def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:

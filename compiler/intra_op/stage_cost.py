@@ -36,15 +36,13 @@ from ..cost.gradient_reduction import (
 )
 from ..cost.layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
 from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, sharding_seconds, unfilled_messages
-from ..cost.pricing import MeshPricer, gradient_type, partial_axes
-from ..frontend.layers import Layering
-from ..ir.graph import Graph, TensorType, output_of, tensor_operands
+from ..cost.pricing import gradient_type, partial_axes
+from ..ir.graph import TensorType, output_of, tensor_operands
 from ..ir.reshard import FREE, steps_between
 from ..ir.spec import Pair, without_partials
 from ..plan.plan import GradientReduction, ParameterSharding
-from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
-from .section import Section
+from .section import Section, StageContext
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
@@ -78,37 +76,29 @@ class StagePrice:
 
 
 def price_stage(
-    graph: Graph,
-    pricer: MeshPricer,
-    layering: Layering,
-    section: Section,
-    chosen: Sequence[int],
-    microbatches: int,
-    recompute: Recompute = NOTHING,
-    wire: Sequence[GradientReduction] = (),
+    context: StageContext, section: Section, chosen: Sequence[int], reductions: Sequence[GradientReduction] = ()
 ) -> StagePrice:
-    """The price of ``chosen`` (an index per operator of ``section``) on one stage. Gradients travel as ``wire`` says,
-    those that it does not name in the best way that ``pricer.communication`` allows."""
-    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute, wire).run()
+    """Return the price of ``chosen`` (an index per operator of ``section``) on one stage.
+
+    Gradients travel as ``reductions`` say. Those that it does not name take the fastest algorithm and codec that
+    ``pricer.communication`` allows.
+    """
+    return _Pricing(context, section, chosen, reductions).run()
 
 
 class _Pricing:
     def __init__(
         self,
-        graph: Graph,
-        pricer: MeshPricer,
-        layering: Layering,
+        context: StageContext,
         section: Section,
         chosen: Sequence[int],
-        microbatches: int,
-        recompute: Recompute,
-        wire: Sequence[GradientReduction],
+        reductions: Sequence[GradientReduction],
     ) -> None:
-        self.layer_of, self.gathers = layering.layer_of, list[LayerGather]()
-        self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
-        self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
-        self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
-        self.nodes = graph.by_name()
+        self.layer_of, self.gathers = context.layering.layer_of, list[LayerGather]()
+        self.reductions, self.ways = reductions, dict[tuple[int, ...], tuple[str, str]]()
+        self.graph, self.pricer, self.grad = context.graph, context.pricer, context.layering.needs_grad
+        self.section, self.chosen, self.m, self.recompute = section, chosen, context.microbatches, context.recompute
+        self.nodes = self.graph.by_name()
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.sources: defaultdict[str, float] = defaultdict(float)
         self.forward = self.backward = self.wasted = 0.0
@@ -302,7 +292,7 @@ class _Pricing:
             total, hidden = reduced(seconds)
             return total - hidden
 
-        self.ways = choose_routes(pricer, buckets, exposed, self.wire)
+        self.ways = choose_routes(pricer, buckets, exposed, self.reductions)
         prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
         total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)

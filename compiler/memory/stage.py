@@ -35,20 +35,7 @@ from ..plan.plan import Plan
 from ..workers import all_of
 from .chunk import Bytes, ChunkMemory, MemoryContext, peak_memory
 
-__all__ = ["message_bytes", "stage_memories", "stage_memory", "with_stage_memories"]
-
-
-def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
-    """Bytes alive on the fullest device of ``stage`` at the worst moment of a training step (its second or a later
-    one), by cause; their sum is the peak of live tensor storages, without the framework itself.
-
-    Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
-    forwards keep for backwards), "temporary", "buffers" (of messages between stages, of tied weights, and of codes with
-    what they still owe), "inputs" (the whole batch, as every rank passes it). Raises what the program raises if it
-    cannot run on meta tensors.
-    """
-    shared = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
-    return _memory(shared, [ChunkMemory(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
+__all__ = ["memory_of_chunks", "message_bytes", "stage_memories", "with_stage_memories"]
 
 
 def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
@@ -68,15 +55,15 @@ def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
 def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
     """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so.
     workers: processes, of which the others are forks."""
-    shared = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
+    context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
     found: dict[int, Bytes | Exception] = {}
     keys: dict[int, list[Hashable]] = {}
     for index, stage in enumerate(plan.stages):
         try:
-            keys[index] = [shared.structure(index, chunk) for chunk in range(len(stage.chunks))]
+            keys[index] = [context.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
             found[index] = error
-    for some in all_of([partial(_footprints, shared, part) for part in _dealt(keys, workers)]):
+    for some in all_of([partial(_footprints, context, part) for part in _dealt(keys, workers)]):
         found |= some
     return [found[index] for index in range(len(plan.stages))]
 
@@ -92,7 +79,7 @@ def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[in
     return [part for part in parts if part] or [{}]
 
 
-def _footprints(shared: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
+def _footprints(context: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
     """Of these stages, with the structure of each of their programs."""
     known: dict[Hashable, ChunkMemory | Exception] = {}
     found: dict[int, Bytes | Exception] = {}
@@ -100,11 +87,13 @@ def _footprints(shared: MemoryContext, stages: Mapping[int, Sequence[Hashable]])
         try:
             for chunk, key in enumerate(keys):
                 if key not in known:
-                    known[key] = ChunkMemory(shared, index, chunk)
+                    known[key] = ChunkMemory(context, index, chunk)
             parts = [known[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
             found[index] = (
-                wrong[0] if wrong else _memory(shared, [p for p in parts if isinstance(p, ChunkMemory)], index)
+                wrong[0]
+                if wrong
+                else memory_of_chunks(context, [p for p in parts if isinstance(p, ChunkMemory)], index)
             )
         except Exception as error:
             known.update(dict.fromkeys(keys, error))
@@ -112,14 +101,20 @@ def _footprints(shared: MemoryContext, stages: Mapping[int, Sequence[Hashable]])
     return found
 
 
-def _memory(shared: MemoryContext, chunks: Sequence[ChunkMemory], stage: int) -> Bytes:
-    """Bytes by cause of a stage with these chunks."""
-    found = chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
-    lasting = message_bytes(shared, stage)
-    return {**found, "buffers": found.get("buffers", 0) + lasting} if lasting else found
+def memory_of_chunks(context: MemoryContext, chunks: Sequence[ChunkMemory], stage: int) -> Bytes:
+    """Bytes alive on the fullest device of a stage with these chunks at the worst moment of a training step, by cause.
+
+    The step is the second or a later one. The sum is the peak of live tensor storages, without the framework itself.
+    Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
+    forwards keep for backwards), "temporary", "buffers" (of messages between stages, of tied weights, and of gradient
+    codecs with their residuals), "inputs" (the whole batch, as every rank passes it).
+    """
+    memory = chunks[0].memory(stage) if len(chunks) == 1 else _VirtualStages(chunks, stage).memory()
+    lasting = message_bytes(context, stage)
+    return {**memory, "buffers": memory.get("buffers", 0) + lasting} if lasting else memory
 
 
-class _Together:
+class _VirtualStages:
     """The chunks of one stage, in flight together as the schedule has it."""
 
     def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
@@ -167,10 +162,10 @@ class _Together:
 _ROOMS, _MOST_ROOMS = 2, 4
 
 
-def message_bytes(shared: MemoryContext, stage: int) -> int:
+def message_bytes(context: MemoryContext, stage: int) -> int:
     """Bytes on one device of the stage."""
-    plan, here, nodes = shared.plan, shared.plan.stages[stage], shared.graph.by_name()
-    if shared.cluster.device(here.devices[0]).kind != "cpu":
+    plan, here, nodes = context.plan, context.plan.stages[stage], context.graph.by_name()
+    if context.cluster.device(here.devices[0]).kind != "cpu":
         return 0
     host = plan.host_of(here.devices[0])
     sizes: set[tuple[int, int]] = set()
@@ -181,7 +176,7 @@ def message_bytes(shared: MemoryContext, stage: int) -> int:
             continue
         if stage == one.source:
             spec = source.chunks[one.source_chunk].sends[one.node]
-        elif one.node in shared.grad:
+        elif one.node in context.grad:
             spec = without_partials(target.chunks[one.target_chunk].receives[one.node].cotangent)
         else:
             continue

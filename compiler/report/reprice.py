@@ -19,7 +19,7 @@ from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
 from ..frontend.strides import note_layouts
-from ..intra_op.section import Restriction, Section, build_section
+from ..intra_op.section import Restriction, Section, StageContext, build_section
 from ..intra_op.stage import SolvedStage, describe_stage
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair
@@ -88,32 +88,18 @@ def _stage(
     flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
     parts = []
     for part in stage.chunks:
-        section = _section(plan, part, graph, layering, recompute, pricer)
+        context = StageContext(graph, layering, pricer, plan.microbatches, recompute=recompute)
+        section = _section(part, context)
         framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
         chosen = [0] * len(section.names)
-        parts.append(
-            describe_stage(
-                graph,
-                pricer,
-                layering,
-                part.layers,
-                section,
-                chosen,
-                flight,
-                framework,
-                plan.microbatches,
-                recompute,
-                stage.wire,
-            )
-        )
+        parts.append(describe_stage(context, part.layers, section, chosen, flight, framework, stage.wire))
     priced = together(parts)
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
 
-def _section(
-    plan: Plan, part: Chunk, graph: Graph, layering: Layering, recompute: Recompute, pricer: MeshPricer
-) -> Section:
+def _section(part: Chunk, context: StageContext) -> Section:
     """A chunk as a section in which everything has one choice."""
+    graph = context.graph
     nodes = graph.by_name()
     parameters = {
         node.name: sharding_text(part.parameters[node.meta["source"].name])
@@ -132,10 +118,10 @@ def _section(
         if (output_of(node)[0].name if op_name(node) == "getitem" else node.name) in part.ops
     ]
     section = build_section(
-        graph, layering, ops, pricer, plan.microbatches,
+        replace(context, restriction=Restriction(pinned=pinned)),
+        ops,
         {name: [pair] for name, pair in part.receives.items()},
         {name: [Pair(spec, spec)] for name, spec in part.sends.items()},
-        Restriction(pinned=pinned), recompute,
-    )  # fmt: skip
+    )
     assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
     return section

@@ -28,7 +28,7 @@ from ..cost.pricing import MeshPricer
 from ..errors import TooWide
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
-from ..intra_op.section import Choice, Restriction, Section, State
+from ..intra_op.section import Choice, Restriction, Section, StageContext, State
 from ..intra_op.solver.elimination import eliminate
 from ..intra_op.solver.lagrange import solve
 from ..intra_op.solver.problem import Problem, evaluate
@@ -198,10 +198,9 @@ class _Question:
         sends = {name: Pair(spec, spec) for name, spec in chunk.sends.items()}
         out: State = tuple(sends.get(name, whole) for name in self.layering.crossing[end])
         recompute = recompute_of(self.graph, self.layering, modes, self.plan.schedule)
-        return stage_section(
-            self.graph, self.layering, pricer, self.plan.microbatches, chunk.layers, (into, out),
-            Restriction(pinned=pinned, residencies=PATTERNS), recompute,
-        )  # fmt: skip
+        restriction = Restriction(pinned=pinned, residencies=PATTERNS)
+        context = StageContext(self.graph, self.layering, pricer, self.plan.microbatches, restriction, recompute)
+        return stage_section(context, chunk.layers, (into, out))
 
     def _flight(self, stage: int) -> int:
         plan = self.plan

@@ -23,6 +23,7 @@ from ...costmodel.memory import FRAMEWORK_BYTES, usable_bytes
 from ..cost.pricing import MeshPricer
 from ..errors import OverfullError
 from ..frontend.layers import Layering
+from ..intra_op.section import StageContext
 from ..intra_op.stage import SolvedStage, solve_stage
 from ..ir.graph import Graph, op_name
 from ..memory.stage import with_stage_memories
@@ -177,17 +178,14 @@ def _assembled(
             parts.append(part)
             continue
         pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
-        restriction = search.restriction(row.submesh.roles)
+        recompute = recompute_of(
+            graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule
+        )
         part = solve_stage(
-            graph,
-            search.layering,
-            pricer,
-            m,
+            StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
             (first, end),
-            labels,
-            restriction,
-            recompute_of(graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule),
             (states[0], states[-1]),
+            labels,
             flight,
             limit,
             FRAMEWORK_BYTES[cluster.device(offset).kind],

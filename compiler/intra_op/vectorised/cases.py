@@ -15,7 +15,7 @@ extent is asked of a *sample*: the op's layer with its surroundings, instantiate
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -33,7 +33,7 @@ from ...ir.graph import Graph, TensorType, copy_at, output_of, rescale
 from ...ir.spec import Pair, Placement, R, S, Spec
 from ..section import State
 
-__all__ = ["Case", "Cases", "Samples", "cut_mask", "split_by_axes"]
+__all__ = ["Case", "Cases", "Samples", "cut_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +149,7 @@ class Cases:
         self.divisor = self.whole_divisor.astype(np.float64)
         self.num_devices = self.whole_divisor[:, -1]
         self.samples = self.samples or Samples(self.graph, self.layering)
-        self._graphs: dict[int, Graph] = {}
         self._pricers: dict[tuple[tuple[int, ...], int], MeshPricer] = {}
-
-    def graph_at(self, v: int) -> Graph:
-        """The whole graph at the microbatch extent of case ``v``."""
-        batch = self.extents[self.extent_of[v]]
-        if batch not in self._graphs:
-            self._graphs[batch] = self.graph.with_batch(batch)
-        return self._graphs[batch]
 
     def pricer(self, v: int) -> MeshPricer:
         """The scalar pricer of case ``v``'s mesh."""
@@ -249,20 +241,6 @@ class Cases:
                 found[tuple(Pair(spec, spec) for spec in specs)] = possible
         mask = np.stack(list(found.values()), axis=1) if found else np.zeros((self.num, 0), dtype=bool)
         return tuple(found), mask
-
-
-def split_by_axes(
-    graph: Graph, layering: Layering, cluster: Cluster, optimizer: str, global_batch: int, cases: Iterable[Case],
-    schedule: str = "1f1b",
-) -> list[Cases]:  # fmt: skip
-    """Cases of any meshes as Variants by number of axes, fewest first, that share their samples."""
-    samples, by_axes = Samples(graph, layering), dict[int, list[Case]]()
-    for case in cases:
-        by_axes.setdefault(len(case.mesh_shape), []).append(case)
-    return [
-        Cases(graph, layering, cluster, optimizer, global_batch, tuple(by_axes[axes]), schedule, samples)
-        for axes in sorted(by_axes)
-    ]
 
 
 def cut_mask(spec: Spec) -> int:

@@ -50,6 +50,30 @@ class _Row(NamedTuple):
     transient: ByMode
 
 
+class _Seconds(NamedTuple):
+    """The seconds of an operator's choices, arrays [num, choices] as in ``CaseSection``; None is 0 everywhere."""
+
+    total: np.ndarray | None = None
+    step: np.ndarray | None = None
+    gradient: np.ndarray | None = None
+    backward: np.ndarray | None = None
+    weight: np.ndarray | None = None
+    #: None: all of ``total``.
+    floor: np.ndarray | None = None
+    again: ByMode | None = None
+
+
+class _Memory(NamedTuple):
+    """The bytes of an operator's choices, arrays [num, choices] as in ``CaseSection``; None is 0 everywhere."""
+
+    resident: np.ndarray | None = None
+    saved: ByMode | None = None
+    transient: ByMode | None = None
+
+
+_NO_SECONDS, _NO_MEMORY = _Seconds(), _Memory()
+
+
 def build_case_section(
     variants: Cases,
     layer: int,
@@ -190,45 +214,35 @@ class _Builder:
         kind: str,
         choices: tuple[Choice, ...],
         offered: np.ndarray,
-        seconds: np.ndarray | None = None,
-        step: np.ndarray | None = None,
-        gradient: np.ndarray | None = None,
-        backward: np.ndarray | None = None,
-        weight: np.ndarray | None = None,
-        floor: np.ndarray | None = None,
-        resident: np.ndarray | None = None,
-        again: ByMode | None = None,
-        saved: ByMode | None = None,
-        transient: ByMode | None = None,
+        seconds: _Seconds = _NO_SECONDS,
+        memory: _Memory = _NO_MEMORY,
     ) -> int:
-        """An operator; what is not given is 0."""
-        nothing = np.broadcast_to(0.0, offered.shape)
+        """Add an operator and return its index."""
+        zeros = np.broadcast_to(0.0, offered.shape)
 
         def filled(part: np.ndarray | None) -> np.ndarray:
-            return nothing if part is None else part
+            return zeros if part is None else part
 
         def by_mode(part: ByMode | None) -> ByMode:
-            return {mode: (part or {}).get(mode, nothing) for mode in self.modes}
+            return {mode: (part or {}).get(mode, zeros) for mode in self.modes}
 
-        total = np.where(offered, filled(seconds), np.inf)
-        least = total if floor is None else np.where(offered, floor, np.inf)
-        parts = [filled(part) for part in (step, gradient, backward, weight)]
+        total = np.where(offered, filled(seconds.total), np.inf)
         self.rows.append(
             _Row(
-                name,
-                kind,
-                choices,
-                offered,
-                total,
-                parts[0],
-                parts[1],
-                parts[2],
-                parts[3],
-                least,
-                filled(resident),
-                by_mode(again),
-                by_mode(saved),
-                by_mode(transient),
+                name=name,
+                kind=kind,
+                choices=choices,
+                offered=offered,
+                seconds=total,
+                step=filled(seconds.step),
+                gradient=filled(seconds.gradient),
+                backward=filled(seconds.backward),
+                weight=filled(seconds.weight),
+                floor=total if seconds.floor is None else np.where(offered, seconds.floor, np.inf),
+                resident=filled(memory.resident),
+                again=by_mode(seconds.again),
+                saved=by_mode(memory.saved),
+                transient=by_mode(memory.transient),
             )
         )
         return len(self.rows) - 1
@@ -241,7 +255,7 @@ class _Builder:
             for mode, re in self.recompute.items()
             if name in self.plain[mode] or (name in re.kept and not all(_keeps(user, re) for user in users))
         }
-        return self._add(name, "entry", states.pairs, states.offered, saved=saved)
+        return self._add(name, "entry", states.pairs, states.offered, memory=_Memory(saved=saved))
 
     def _add_op(self, node: Node) -> int:
         nodes = [sample[node.name] for sample in self.samples]
@@ -269,13 +283,8 @@ class _Builder:
             "op",
             choices.choices,
             choices.offered,
-            seconds=seconds,
-            backward=backward,
-            weight=weight,
-            floor=floor,
-            again=again,
-            saved=saved,
-            transient=transient,
+            _Seconds(seconds, backward=backward, weight=weight, floor=floor, again=again),
+            _Memory(saved=saved, transient=transient),
         )
 
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
@@ -288,7 +297,7 @@ class _Builder:
         once = once / self.variants.microbatches[:, None] * ONCE
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
-        return self._add(name, "result", tuple(pairs), offered, seconds=once, step=once), pairs
+        return self._add(name, "result", tuple(pairs), offered, _Seconds(once, step=once)), pairs
 
     def _saved_bytes(self, nodes: Sequence[Node], node: Node, choices: OpChoices) -> tuple[ByMode, ByMode]:
         """[num, choices] bytes of the op by mode: (kept per microbatch in flight, held while its layer is run again);
@@ -349,7 +358,7 @@ class _Builder:
         resident = None
         if source.kind == "buffer":
             resident = self.pricer.local_bytes(kind, [pair.value for pair in found])
-        i = self._add(node.name, "source", tuple(found), offered, resident=resident)
+        i = self._add(node.name, "source", tuple(found), offered, memory=_Memory(resident))
         return i, [normalize(pair, node.name in self.grad) for pair in found]
 
     def _add_parameter(self, name: str, prices: ParameterPrices) -> int:
@@ -358,14 +367,15 @@ class _Builder:
             "parameter",
             prices.choices,
             prices.offered,
-            seconds=prices.seconds,
-            step=prices.step,
-            gradient=prices.gradient,
-            backward=prices.backward,
-            weight=prices.weight,
-            floor=prices.seconds / self.sharing.uses(name),
-            resident=prices.resident,
-            transient=dict.fromkeys(self.modes, prices.gathered),
+            _Seconds(
+                prices.seconds,
+                prices.step,
+                prices.gradient,
+                prices.backward,
+                prices.weight,
+                floor=prices.seconds / self.sharing.uses(name),
+            ),
+            _Memory(prices.resident, transient=dict.fromkeys(self.modes, prices.gathered)),
         )
 
     # ---- edges

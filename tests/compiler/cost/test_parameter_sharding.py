@@ -14,7 +14,6 @@ from meshwright.compiler.cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
     parameter_shardings,
-    pattern_of,
     sharding_bytes,
     sharding_seconds,
     sharding_text,
@@ -24,7 +23,7 @@ from meshwright.compiler.cost.parameter_sharding import (
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction, label
+from meshwright.compiler.intra_op.section import Restriction, StageContext, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
 from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec
@@ -66,7 +65,7 @@ def test_the_patterns_cut_one_more_dim(shape, mesh, pair, cut):
     found = dict(shardings_by_pattern(kind, parse_pair(pair), mesh, True))
     assert list(found) == list(PATTERNS if cut else PATTERNS[:1])
     for name, residency in found.items():
-        assert pattern_of(residency) == name
+        assert residency.pattern == name
         assert sharding_text(residency) == (pair if name == "replicated" else f"{pair} {name}")
         assert ParameterSharding.from_json(residency.to_json()) == residency
         for spec in (residency.stored, residency.gradient, residency.optimizer):
@@ -89,14 +88,14 @@ def test_only_what_is_allowed_and_frozen_parameters_have_no_gradient_to_cut():
     ]
     frozen = dict(shardings_by_pattern(WEIGHT, parse_pair("R,S0|R,S0"), (4, 2), False))
     assert list(frozen) == ["replicated", "zero3"]
-    assert pattern_of(frozen["zero3"]) == "zero3"
+    assert frozen["zero3"].pattern == "zero3"
     assert frozen["zero3"].scattered_axes == (0,)
 
 
 def test_what_follows_no_pattern_is_custom():
     (_, plain), *_ = shardings_by_pattern(WEIGHT, parse_pair("R|P"), (4,), True)
-    assert pattern_of(replace(plain, stored=parse_spec("S0"))) == "custom"
-    assert pattern_of(replace(plain, gather="microbatch")) == "custom"
+    assert replace(plain, stored=parse_spec("S0")).pattern == "custom"
+    assert replace(plain, gather="microbatch").pattern == "custom"
 
 
 # ---- prices
@@ -163,7 +162,7 @@ def section_of(graph, mesh, microbatches=4, **restriction):
 def test_a_section_offers_what_is_allowed(graph):
     _, plain = section_of(graph, (4,))
     _, wide = section_of(graph, (4,), residencies=PATTERNS)
-    names = {pattern_of(c) for i in plain.index("parameter").values() for c in plain.choices[i]}
+    names = {c.pattern for i in plain.index("parameter").values() for c in plain.choices[i]}
     assert names == {"replicated"}
     for name, i in wide.index("parameter").items():
         labels = [label(choice) for choice in wide.choices[i]]
@@ -188,11 +187,10 @@ def test_a_pinned_stage_costs_what_its_section_says(graph, pattern, pair):
     composer, section = section_of(graph, mesh, pinned=pinned)
     chosen = [0] * len(section.names)
     at = section.index("parameter")
-    assert {pattern_of(section.choices[at[name]][chosen[at[name]]]) for name in weights} == {pattern}
+    assert {section.choices[at[name]][chosen[at[name]]].pattern for name in weights} == {pattern}
     chosen = solve_section(section, 1.0)
-    made = describe_stage(
-        graph, composer.pricer, composer.layering, (0, len(composer.layering.layers)), section, chosen, 1, 0.0, 4
-    )
+    context = StageContext(graph, composer.layering, composer.pricer, 4)
+    made = describe_stage(context, (0, len(composer.layering.layers)), section, chosen, 1, 0.0)
     seen = made.prediction
     took = sum(float(section.seconds[at[name]][chosen[at[name]]]) for name in weights)
     gradient, gather = seen.seconds["gradient"], seen.seconds["gather"]
@@ -210,7 +208,7 @@ def test_a_pinned_stage_costs_what_its_section_says(graph, pattern, pair):
         spent = gradient + gather + seen.seconds["optimizer"] + added - 4 * often - once - gathers
         assert spent == pytest.approx(4 * took, rel=1e-9)
         assert (often > 0, once > 0, gathers > 0) == (pattern == "zero2", pattern == "zero1", True)
-    assert {pattern_of(home) for home in made.stage.chunks[0].parameters.values()} == {pattern}
+    assert {home.pattern for home in made.stage.chunks[0].parameters.values()} == {pattern}
     whole = sum(composer.pricer.local_bytes(graph.by_name()[n].meta["type"], parse_pair(pair).value) for n in weights)
     cut = {"replicated": (1, 1, 1), "zero1": (1, 1, 4), "zero2": (1, 4, 4), "zero3": (4, 4, 4)}[pattern]
     sizes = [whole / cut[0], whole / cut[1], 2 * whole / cut[2]]
@@ -234,7 +232,8 @@ def test_sources_are_those_of_the_messages_that_are_sent(graph):
         composer = Composer(graph, layering, MeshPricer(cluster, 0, (4,)), 4, Restriction(pinned=weights))
         section = composer.section(0, len(layering.layers), [()], [()])
         chosen = solve_section(section, 1.0)
-        made = describe_stage(graph, composer.pricer, layering, (0, len(layering.layers)), section, chosen, 1, 0.0, 4)
+        context = StageContext(graph, layering, composer.pricer, 4)
+        made = describe_stage(context, (0, len(layering.layers)), section, chosen, 1, 0.0)
         found.append((made.sources.get("measured", 0.0), made.prediction.seconds))
     (none, _), (other, summed), (half, seconds), (both, every) = found
     assert none == 0

@@ -18,7 +18,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
 from meshwright.compiler.frontend.strides import note_layouts
 from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction, Section, label
-from meshwright.compiler.intra_op.vectorised.cases import Case, Cases, split_by_axes
+from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.problem import CaseSection
 from meshwright.compiler.intra_op.vectorised.section import build_case_section
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
@@ -30,6 +30,7 @@ from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, Optimiz
 from meshwright.models.architectures import Llama
 
 from tests.oracles.scalar_composer import Composer
+from tests.support.cases import graph_of, split_by_axes
 from tests.support.zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels
 
 BATCH = 64
@@ -109,7 +110,7 @@ def scalar_section(variants: Cases, layer: int, v: int, restriction: Restriction
     case = variants.cases[v]
     recompute = recompute_of(variants.graph, variants.layering, mode, "1f1b")
     pricer = MeshPricer(variants.cluster, case.offset, case.mesh_shape, variants.optimizer)
-    graph = variants.graph_at(v)
+    graph = graph_of(variants, v)
     composer = Composer(graph, variants.layering, pricer, case.microbatches, restriction, recompute=recompute)
     return composer.section(layer, layer + 1, composer.states(layer), composer.states(layer + 1))
 
@@ -294,7 +295,7 @@ def test_parts_of_the_seconds_add_up():
                     assert parts <= total * (1 + 1e-12)
                     assert section.weight_seconds[i][0, c] <= section.backward_seconds[i][0, c] * (1 + 1e-12)
                     if section.kinds[i] == "op":
-                        node, choice = variants.graph_at(0).node(name), section.choices[i][c]
+                        node, choice = graph_of(variants, 0).node(name), section.choices[i][c]
                         choice = replace(choice, work_share=1 / variants.divisor[0, section.ops[name].splits[c]])
                         price = pricer.op(node, choice, layering.needs_grad)
                         close(section.weight_seconds[i][0, c], price.backward_weight_s, name)
@@ -333,5 +334,5 @@ def test_states_are_those_of_the_composer():
         for boundary in range(len(layering.layers) + 1):
             states, mask = variants.states(boundary, roles)
             for v in range(variants.num):
-                composer = Composer(variants.graph_at(v), layering, variants.pricer(v), 1, Restriction(roles))
+                composer = Composer(graph_of(variants, v), layering, variants.pricer(v), 1, Restriction(roles))
                 assert [s for s, ok in zip(states, mask[v]) if ok] == composer.states(boundary)

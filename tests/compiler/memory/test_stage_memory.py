@@ -22,7 +22,7 @@ from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.memory.abstract_run import Tracker
 from meshwright.compiler.memory.buffers import update_bytes
 from meshwright.compiler.memory.kernel_workspace import attention_stand_in
-from meshwright.compiler.memory.stage import stage_memories, stage_memory, with_stage_memories
+from meshwright.compiler.memory.stage import stage_memories, with_stage_memories
 from meshwright.compiler.plan.recompute import NOTHING
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.search.parallel_shape import parse_strategy
@@ -36,6 +36,7 @@ from torch import nn
 from tests.support.peak_memory import MEDIAN, MOST, least_peak
 from tests.support.planning import make_plan
 from tests.support.ranks import RankPool
+from tests.support.stage_memory import stage_memory
 from tests.support.zoo import ZOO
 
 
