@@ -1,21 +1,19 @@
-"""By which algorithm and in which code gradients are summed: what is offered, what it costs, and what is chosen.
+"""Gradient communication: the all-reduce algorithms and codecs that a search may use, and their prices.
 
-A *way* is an all-reduce's algorithm (``collectives.REDUCTIONS``, or "backend": what the library runs by itself) and a
-compressor (``codecs.CODECS``, or "none"). Codes that do not all-reduce run by the backend's own algorithms, or
-hierarchically: exact inside of hosts, in code between them. To sum n
-bytes over a group of p devices takes
+A *route* is an all-reduce algorithm (``collectives.REDUCTIONS``, or "backend": the library's own choice) and a codec
+(``codecs.CODECS``, or "none"). Codecs that cannot be all-reduced run by the backend's algorithms, or hierarchically:
+exact inside hosts, compressed between them. To sum n bytes over a group of p devices takes
 
-    start + coding · n + sending(n),    sending(n) = Σ over the code's messages of min over offers of a + b · share · n
+    start + coding · n + sending(n),    sending(n) = Σ over the codec's messages of min over offers of a + b · share · n
 
-Coding keeps the device busy and hides behind nothing; sending overlaps as any reduction does (``gradient_reduction``).
-Both parts of a step that grow with a bucket's seconds never shrink with them, so of two ways of which one takes no
-longer for any bucket the other need not be looked at; of what is left (a few per group of axes) all combinations are
-tried.
+Encoding and decoding keep the device busy and hide behind nothing. Sending overlaps as any reduction does
+(``gradient_reduction``). A step never becomes shorter when a bucket takes longer, so a route that is no faster than
+another for every bucket is dropped. All combinations of the remaining routes (a few per group of axes) are tried.
 
-Searches price a gradient by its cheapest way as its share of a full bucket, which no choice for whole stages undercuts,
-so bounds hold as they are. Ways are chosen per stage and group of mesh axes once a stage is assembled. Where the
-backend was measured, algorithms that were not are left out, and where codes were, those that were not: an assumed rate
-would win against a measured one.
+The search prices a gradient by its cheapest route, as its share of a full bucket. No choice for a whole stage is
+cheaper than that, so lower bounds hold. Routes are chosen per stage and group of mesh axes once the stage is solved.
+Where the backend was measured, algorithms that were not measured are left out, and so are codecs where some codec was
+measured: an assumed rate would win against a measured one.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ __all__ = ["EXACT", "AskedCommunication", "Communication", "GradientRoute", "che
 
 
 AskedCommunication = str | Sequence[str] | Mapping[str, Any] | None  # see ``Communication.asked``
-#: training differs by it, and prices of codes are off by up to a third: where memory is the wire, to code pays nothing
+#: A lossy codec changes the training, and predicted codec times are off by up to a third. A smaller speedup is no gain.
 MIN_LOSSY_SPEEDUP = 1.4
 Piece = tuple[float, float, float]  # (from_bytes, a, b): seconds = a + b · bytes from there on
 Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
@@ -44,59 +42,65 @@ Offer = tuple[Piece, ...]  # in rising from_bytes, the first at 0
 
 @dataclass(frozen=True)
 class Communication:
-    """How gradients may travel: algorithms, "backend" first, and compressors, "none" first. activations, weights: the
-    codes in which tensors travel between stages, and weights that are stored in blocks ("zero3") with their gradients:
-    no choice, but what was asked for. gain: how many times faster than an exact sum a lossy one must be to be
-    chosen. shapes: of the weights whose gradients travel, for codes whose bytes depend on them."""
+    """The algorithms and codecs that gradients may use, and the codecs that other tensors must use."""
 
+    #: All-reduce algorithms, "backend" first.
     algorithms: tuple[str, ...] = ("backend",)
+    #: Codecs of gradients, "none" first.
     compressors: tuple[str, ...] = ("none",)
+    #: Codec of the tensors between stages. The search does not choose it.
     activations: str = "none"
+    #: Codec of weights that are stored in blocks ("zero3") and of their gradients. The search does not choose it.
     weights: str = "none"
+    #: A lossy sum is chosen only if it is at least this many times faster than the fastest exact one.
     gain: float = 1.0
+    #: Shapes of the weights whose gradients travel, for codecs whose bytes depend on them.
     shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sums_exactly(self) -> bool:
-        """Whether gradients are summed as the backend does it by itself."""
+        """True if gradients are summed as the backend does it by itself."""
         return (self.algorithms, self.compressors) == (EXACT.algorithms, EXACT.compressors)
 
     @property
     def codes(self) -> dict[str, str]:
-        """``Plan.codes``."""
+        """The codecs of other tensors than gradients, as ``Plan.codes`` has them."""
         found = {"activations": self.activations, "weights": self.weights}
         return {what: code for what, code in found.items() if code != "none"}
 
     @property
     def is_lossy(self) -> bool:
-        """Whether gradients may be summed in a code that changes their sum."""
+        """True if gradients may be summed in a code that changes their sum."""
         return any(CODECS[code].lossy for code in self.compressors)
 
     @property
     def every_code(self) -> tuple[str, ...]:
-        """Those of gradients, and those of other tensors."""
+        """The codecs of gradients and of other tensors."""
         return (*self.compressors, *self.codes.values())
 
     def names_codes(self, asked: AskedCommunication) -> bool:
-        """Whether ``asked``, which this is, has codes of gradients by name."""
+        """True if ``asked``, which this is, has codes of gradients by name."""
         gradients = asked.get("gradients") if isinstance(asked, Mapping) else asked
         return len(self.compressors) > 1 and gradients != "auto-lossy"
 
     def priced_for(self, graph: Graph) -> Communication:
-        """The same, for the weights that this graph trains."""
+        """Return the same communication with the shapes of the weights that this graph trains."""
         weights = [node for node in graph.placeholders("parameter") if node.meta["source"].requires_grad]
         return replace(self, shapes=tuple(node.meta["type"].shape for node in weights))
 
     def exactly(self) -> Communication:
-        """The same, with gradients summed as the backend does it."""
+        """Return the same communication with gradients summed by the backend alone, exactly."""
         return replace(self, algorithms=EXACT.algorithms, compressors=EXACT.compressors)
 
     @classmethod
     def asked(cls, asked: AskedCommunication) -> Communication:
-        """None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
-        code that needs no other optimizer or learning rate, where it is ``MIN_LOSSY_SPEEDUP`` times faster; or the names of
-        those that are allowed beside the backend's plain sum, as a sequence or with commas between them. A mapping says
-        that of "gradients", and codes of "activations" and "weights". Raises ValueError for others."""
+        """Parse what a user asks for.
+
+        None or "exact": as the backend does it; "auto": any exact algorithm; "auto-lossy": any algorithm and every
+        codec that needs no other optimizer or learning rate, where it is ``MIN_LOSSY_SPEEDUP`` times faster; or the
+        names of those that are allowed beside the backend's plain sum, as a sequence or with commas between them. A
+        mapping says that of "gradients", and the codecs of "activations" and "weights". Raises ValueError for others.
+        """
         if isinstance(asked, Mapping):
             if unknown := asked.keys() - {"gradients", "activations", "weights"}:
                 raise ValueError(
@@ -126,7 +130,7 @@ class Communication:
 
     @classmethod
     def of(cls, stage: Stage) -> Communication:
-        """What a stage's gradients do, and the default."""
+        """Return the communication that offers the routes of a stage, and the default."""
         algorithms = dict.fromkeys(("backend", *(wire.algorithm for wire in stage.wire)))
         return cls(tuple(algorithms), tuple(dict.fromkeys(("none", *(wire.compressor for wire in stage.wire)))))
 
@@ -136,14 +140,15 @@ EXACT = Communication()
 
 @dataclass(frozen=True)
 class GradientRoute:
-    """A way with its prices in the groups of some axes, for elements of one size. messages: per collective of the code
-    its offers, of which the cheapest counts, by bytes of the gradient; source: where these prices come from."""
+    """An algorithm and a codec with their prices in the groups of some axes, for elements of one size."""
 
     algorithm: str
     compressor: str
     coding_s: float
     coding_s_per_byte: float
+    #: Per collective of the codec its offers by bytes of the gradient. The cheapest offer counts.
     messages: tuple[tuple[Offer, ...], ...]
+    #: The origin of these prices: "measured", "scaled" or "analytic".
     source: str
 
     def sending(self, nbytes: float) -> float:
@@ -157,7 +162,7 @@ class GradientRoute:
         return self.coding_s + self.coding_s_per_byte * nbytes if nbytes else 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Both."""
+        """Seconds to code and send a gradient of so many bytes."""
         return self.coding(nbytes) + self.sending(nbytes)
 
     @property

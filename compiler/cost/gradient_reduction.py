@@ -1,16 +1,15 @@
-"""Which part of a gradient's reduction hides behind the last microbatch's backward.
+"""Overlap of gradient reductions with the backward of the last microbatch, and the choice of their routes.
 
 Gradients are summed in buckets, as ``runtime/parameters/gradients.py`` makes them: parameters with equal axes and
 dtype, the last used first, the first bucket small. A bucket starts when its last gradient is there and the buckets
 before it have started, and they travel one after another. While the backward still runs, the share ``Device.overlap``
 of a transfer costs nothing; the rest of it, and what comes after the backward, is exposed.
 
-How much of the gradients' reductions may hide behind compute: bounds count them as exposed, so they are lowered.
-
-Of one stage at most the share ``Device.overlap`` of one microbatch's backward hides, which is less than that share of
-its pace t; and of all stages at most that share of what reducing every gradient could take. With the largest of all
-devices' shares o, m microbatches and a bound W ≥ m t of the exposed makespan, the true one is at least W (1 − o/m) and
-at least W − o · (all reductions).
+Lower bounds of the search count reductions as exposed, so they are lowered by the most that can hide. In one stage
+that is the share ``Device.overlap`` of one microbatch's backward, which is less than that share of its seconds per
+microbatch t. In all stages together it is that share of the seconds that reducing every gradient could take.
+With the largest of all devices' shares o, m microbatches and a bound W ≥ m t of the exposed makespan, the true one is
+at least W (1 − o/m) and at least W − o · (all reductions).
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient on one device. axes: over which it is a sum of addends; key: what else must agree within
-    a bucket (the dtype)."""
+    """A parameter's gradient on one device. axes: over which it is a sum of addends; key: the dtype, which
+    must agree within a bucket."""
 
     name: str
     axes: tuple[int, ...]
@@ -85,7 +84,7 @@ def hidden_seconds(
     seconds: Callable[[Bucket], float],
     ready_s: Mapping[str, float],
     backward_s: float,
-    max_overlap: float,
+    overlap: float,
 ) -> tuple[float, float]:
     """(all seconds of the reduction, those of them that hide).
 
@@ -99,22 +98,22 @@ def hidden_seconds(
         wire_free = begin + long
         total += long
         beside += max(0.0, min(wire_free, backward_s) - begin)
-    return total, max_overlap * beside
+    return total, overlap * beside
 
 
 def max_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
-    """Seconds of reductions that can hide, whatever the plan over meshes of these shapes."""
+    """Upper bound on the seconds of reductions that can hide in any plan over meshes of these shapes."""
     share = max_overlap(cluster)
     return share * _max_reduction_seconds(graph, cluster, optimizer, shapes) if share else 0.0
 
 
 def lower_by_overlap(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
-    """A bound that counts reductions as exposed, made one of the true makespan."""
+    """Turn a bound that counts reductions as exposed into a bound of the true makespan."""
     return max(bound_s * (1 - max_overlap(cluster) / microbatches), bound_s - hidden_s)
 
 
 def raise_by_overlap(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
-    """What counts reductions as exposed and is ``lower_by_overlap`` to these seconds: what is above can be no faster."""
+    """The inverse of ``lower_by_overlap``: a larger bound with exposed reductions cannot be faster than ``seconds``."""
     share = max_overlap(cluster) / microbatches
     return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
 
@@ -146,12 +145,14 @@ def choose_routes(
     pricer: MeshPricer,
     buckets: Sequence[Bucket],
     exposed: Callable[[Callable[[Bucket], float]], float],
-    wire: Sequence[GradientReduction] = (),
+    reductions: Sequence[GradientReduction] = (),
 ) -> dict[tuple[int, ...], tuple[str, str]]:
-    """(algorithm, compressor) per group of axes that sums some bucket: of least exposed seconds, with the coding; what
-    ``wire`` has of these axes stands. exposed: seconds of a stage's reductions that nothing hides, given how long each
-    bucket travels. Raises ValueError for a wire that its groups cannot do."""
-    fixed = {one.axes: (one.algorithm, one.compressor) for one in wire}
+    """Return (algorithm, codec) per group of axes that sums some bucket: those of the least exposed and coding seconds.
+
+    exposed: seconds of a stage's reductions that nothing hides, given the seconds of each bucket; reductions: those
+    whose route is fixed. Raises ValueError for a fixed route that its groups cannot run.
+    """
+    fixed = {one.axes: (one.algorithm, one.compressor) for one in reductions}
     groups: dict[tuple[int, ...], list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(bucket.axes, []).append(bucket)
@@ -177,7 +178,7 @@ def choose_routes(
 
 
 def fastest_route_index(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
-    """The index of the least; of the least exact one, unless a lossy one is ``gain`` times faster."""
+    """Index of the fastest route. A lossy one wins only if it is at least ``gain`` times faster than any exact one."""
     ranked = sorted(range(len(seconds)), key=seconds.__getitem__)
     exact = next((index for index in ranked if not lossy[index]), ranked[0])
     return ranked[0] if gain * seconds[ranked[0]] <= seconds[exact] else exact
@@ -196,14 +197,14 @@ def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> 
 
 
 def route_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
-    """Where the seconds that a bucket travels come from: "measured", "scaled" or "analytic"."""
+    """The origin of the seconds that a bucket travels: "measured", "scaled" or "analytic"."""
     if way == ("backend", "none"):
         return pricer.reduce_source(bucket.axes)
     return gradient_route(pricer, bucket.axes, itemsize_of(bucket), *way).source
 
 
 def coding_source(pricer: MeshPricer, way: tuple[str, str]) -> str:
-    """Where the seconds to encode and decode come from: "measured" or "analytic"."""
+    """The origin of the seconds to encode and decode: "measured" or "analytic"."""
     return "measured" if pricer.device.coding_rate(way[1]) else "analytic"
 
 
@@ -215,8 +216,7 @@ def itemsize_of(bucket: Bucket) -> int:
 
 
 def _undominated_routes(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
-    """The ways that no other exact or lossy one undercuts for these buckets, the plain sum first where it is among
-    them."""
+    """The routes that are faster than every other exact (or lossy) one for some of these buckets."""
     if pricer.communication.sums_exactly:
         return [("backend", "none")]
     offered: dict[tuple[str, str], list[GradientRoute]] = {}
@@ -234,12 +234,13 @@ def _undominated_routes(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequ
     kept: list[tuple[str, str]] = []
     for name, price in prices.items():
         rivals = [other for other in kept if _is_lossy(other) == _is_lossy(name)]
-        if not any(_is_dominated(prices[other], price) for other in rivals):
-            kept = [other for other in kept if other not in rivals or not _is_dominated(price, prices[other])] + [name]
+        if not any(_dominates(prices[other], price) for other in rivals):
+            kept = [other for other in kept if other not in rivals or not _dominates(price, prices[other])] + [name]
     return kept or [("backend", "none")]
 
 
-def _is_dominated(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True if ``one`` is nowhere slower than ``other``."""
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Prices of the compiler's own things (op choices, reshards, parameters) on one logical mesh, in seconds and bytes.
+"""Prices of op strategies, reshards and parameters on one logical mesh, in seconds and bytes.
 
 This is the only place where graph nodes meet ``costmodel``; it turns them into signatures, FLOPs, bytes and messages
 and asks for the price: of the exact op where the device was measured with it, else from curves, else the roofline. A
@@ -64,22 +64,26 @@ class OpPrice:
 
     @property
     def seconds(self) -> float:
-        """Everything together."""
+        """Seconds of forward and backward with the collectives inside."""
         return self.forward_s + self.backward_s + self.internal_forward_s + self.internal_backward_s
 
 
 @dataclass(frozen=True)
 class PricingContext:
-    """What the price of an op depends on beside the choice: whose gradients it makes, and which of its operands have
-    how many consumers."""
+    """The facts about an op that its price depends on beside the choice."""
 
     flops: float
     dtype: torch.dtype
-    sides: float  # forwards that the backward costs: one per operand with a gradient, for attention two for all three
-    weight_share: float  # of the backward, what is for parameters
-    possible: float  # sides that a backward with all gradients has
-    shared: tuple[tuple[int, float, bool], ...]  # (operand, (n − 1) / n, is a parameter)
-    copies: tuple[bool, bool]  # whether a view moves bytes, forward and backward
+    #: Forwards that the backward costs: one per operand with a gradient, for attention two for all three.
+    sides: float
+    #: The share of the backward that makes the gradients of parameters.
+    weight_share: float
+    #: Forwards that a backward with all gradients would cost.
+    possible: float
+    #: (operand, (n − 1) / n, is a parameter) of every operand with n > 1 consumers, whose cotangents are added.
+    shared: tuple[tuple[int, float, bool], ...]
+    #: True if a view moves bytes, forward and backward.
+    copies: tuple[bool, bool]
 
 
 def nbytes(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> float:
@@ -187,7 +191,7 @@ class MeshPricer:
         return op_price(kind, flops, traffic, dtype, self.device, direction=direction, shapes=shapes)
 
     def add_source(self, kind: TensorType, spec: Spec) -> str:
-        """Where ``add_seconds`` comes from."""
+        """The origin of ``add_seconds``: "measured", or as ``op_price`` says."""
         text = sum_signature(local_shape(kind.shape, spec, self.mesh_shape), kind.dtype)
         if self.device.op_time(text) is not None:
             return "measured"
@@ -307,7 +311,7 @@ class MeshPricer:
         return seconds
 
     def message_source(self, collective: str, axes: Sequence[int]) -> str:
-        """Where ``message_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        """The origin of ``message_seconds``: "measured", "scaled" or "analytic"."""
         return (self.joint(axes) or self.axes[axes[0]]).source(collective)
 
     def message_rate(self, collective: str, axes: Sequence[int], smallest: float, largest: float) -> float:
@@ -329,12 +333,12 @@ class MeshPricer:
         return sum(self.axes[axis].seconds(IN_PLACE, size) for axis in axes)
 
     def reduce_source(self, axes: Sequence[int]) -> str:
-        """Where ``reduce_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        """The origin of ``reduce_seconds``: "measured", "scaled" or "analytic"."""
         return self.message_source(IN_PLACE, axes)
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
         """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full
-        bucket, as if nothing hid behind compute, in the cheapest way. Buckets that are not full cost more per byte,
+        bucket, as if nothing hid behind compute, by the cheapest route. Buckets that are not full cost more per byte,
         never less."""
         axes = partial_axes(pair, self.mesh_shape)
         if not axes:
@@ -382,7 +386,7 @@ def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pricing_context(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
-    """What the price of ``node`` depends on beside the choice, at any batch extent but for the FLOPs."""
+    """Return the facts about ``node`` that its price depends on. Only the FLOPs depend on the batch extent."""
     rule, outputs = rule_for(node), types_of(node)
     dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
     layout = node.meta.get("layout")
@@ -411,7 +415,7 @@ def pricing_context(node: Node, operands: Sequence[Node], needs_grad: frozenset[
 
 
 def _count_gradient_uses(tensor: Node, needs_grad: frozenset[str]) -> int:
-    """How many times ops through which gradients flow read a tensor."""
+    """Count the reads of a tensor by ops through which gradients flow."""
     users = [user for user in tensor.users if user.name in needs_grad]
     return sum(sum(o is tensor for o in tensor_operands(user)) for user in users)
 
@@ -421,14 +425,14 @@ def _scale_offers(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...
     return tuple(tuple((start / share, a, b * share) for start, a, b in offer) for offer in price.pieces_of(kind))
 
 
-# ---- what there is
+# ---- gradient routes
 
 
 def gradient_route(
     pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
 ) -> GradientRoute:
-    """The prices of one way over the groups that ``axes`` form together. Raises ValueError for what is unknown, and for
-    what these groups cannot do."""
+    """Return the prices of one route over the groups that ``axes`` form together. Raises ValueError for an unknown
+    algorithm or codec, and for a route that these groups cannot run."""
     way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
     if way is None:
         raise ValueError(
@@ -483,8 +487,8 @@ def _hierarchical_route(pricer: MeshPricer, axes: Sequence[int], itemsize: int, 
 
 
 def gradient_routes(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
-    """The ways that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes form no
-    groups together (then there is no choice)."""
+    """Return the routes that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes
+    form no groups together (then there is no choice)."""
     key = (tuple(axes), itemsize)
     if key not in pricer.ways:
         allowed, backend = pricer.communication, pricer.joint(axes)

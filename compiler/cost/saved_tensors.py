@@ -1,5 +1,4 @@
-"""What autograd keeps of an op between its forward and its backward, and what of that is kept where layers are
-recomputed."""
+"""The bytes that autograd saves for backward, with and without recomputation of layers."""
 
 from __future__ import annotations
 
@@ -92,7 +91,7 @@ def extra_saved_bytes(node: Node, pricer: MeshPricer) -> float:
 
 
 def _crosses(node: Node, k: int, members: Collection[str], recompute: Recompute) -> bool:
-    """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
+    """True if output ``k`` is kept because a later layer of this section is recomputed from it."""
     layer_of, plain, outputs = recompute.layer_of, recompute.plain, [node]
     if isinstance(node.meta["type"], tuple):
         outputs = [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]

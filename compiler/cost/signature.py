@@ -100,7 +100,7 @@ def _name(value: Any) -> str:
 
 
 def _silent_positions(target: Any) -> tuple[int, ...]:
-    """Where a function of ours takes arguments that do not change the work, if by position."""
+    """Positions of the arguments of our own functions that do not change the work."""
     found = {"dropout": (1, 2, 3), "scaled_mean": (1,)}
     return found.get(getattr(target, "__name__", ""), ()) if not isinstance(target, torch._ops.OpOverload) else ()
 

@@ -1,19 +1,21 @@
-"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state
-costs.
+"""The numeric problem of a run of layers on one mesh: one operator per op, parameter, source and border tensor.
 
-Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, each with every
-residency that is allowed, priced with the reduction of its gradient and the optimizer's traffic), every input, buffer
-and constant (free: the data is on every rank), every *entry* (a tensor that arrives from an earlier layer, in a
-boundary state) and every *exit* (a tensor that must leave in one).
+The operators are
 
-A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
+    op         its sharding strategies on the mesh
+    parameter  the pairs that its consumers could want, each under every allowed sharding pattern, priced with the
+               reduction of its gradient and the optimizer's traffic
+    source     an input, a buffer or a constant; free, because the data is on every rank
+    entry      a tensor that arrives from an earlier layer in a boundary state
+    exit       a tensor that must leave in a boundary state
 
-What several layers use together, and a stage that holds them pays for once.
+A boundary state has equal placements for value and cotangent, each S or R, because a message between stages carries
+nothing else.
 
-A *floating* op (``layers``) that more than one layer needs is computed once per stage, so a layer alone is sure to pay
-nothing for it. A parameter that n layers use is updated, and its gradient reduced, once per stage that holds some of
-them: each pays at least the n-th part. A class of layers is priced by one of them, so what holds for any layer of the
-class is taken for all.
+**Costs that layers share.** A *floating* op (``layers``) that more than one layer needs is computed once per stage, so
+a lower bound of one layer counts nothing for it. A parameter that n layers use is updated, and its gradient reduced,
+once per stage that holds some of them, so a lower bound of one layer counts the n-th part. A class of layers is priced
+by one of its layers, so a fact about any layer of the class is taken for all of them.
 """
 
 from __future__ import annotations
@@ -60,39 +62,40 @@ __all__ = [
 ]
 
 
-# ---- What a search may not do, as the problems of stages read it
+# ---- restrictions of a search
 
 
 @dataclass(frozen=True)
 class Restriction:
-    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
-    no batch, but the work of every heavy op that it can, by its weights where it has any) or None.
+    """Restrictions on the choices of a stage: pinned choices, parameter sharding, axis roles, recompute modes."""
 
-    pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
-    parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
-    residencies: patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned; "replicated"
-    it may where it can take none of them. loose: replicas along the "data" axes send each other nothing but gradients
-    and the loss (``independent_axes``). replicated: parameter nodes that are whole on every device. split: op node →
-    labels each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the
-    recompute modes that its layers may take, where these are not all that the search has.
-    """
-
+    #: Per mesh axis "data" (cuts the batch of every tensor that has one), "tensor" (cuts no batch, but the work of
+    #: every heavy op that it can, by its weights where it has any) or None.
     roles: tuple[str | None, ...] = ()
+    #: Op, parameter or source node → the only choice label: labels joined by ",", a pair's text, or for a parameter a
+    #: pair and a pattern ("R|P zero2").
     pinned: Mapping[str, str] | None = None
+    #: Leave out choices that the runtime cannot run yet.
     executable_only: bool = False
+    #: Patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned. A parameter that can
+    #: take none of them may be "replicated".
     residencies: tuple[str, ...] = ("replicated",)
+    #: Parameter nodes that are whole on every device.
     replicated: frozenset[str] = frozenset()
+    #: Op node → labels each of which some axis must carry. Where no axis can, the op is impossible.
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Class of a layer → the recompute modes that its layers may take, where these are not all of the search's.
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Replicas along the "data" axes are independent: they exchange gradients and the loss only (``independent_axes``).
     loose: bool = False
 
     @property
     def loose_axes(self) -> tuple[int, ...]:
-        """The axes over which replicas are to step by themselves."""
+        """The axes along which replicas are independent."""
         return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
 
     def splits(self, op: str, labels: Sequence[str]) -> bool:
-        """Whether a choice with these labels keeps to ``split``."""
+        """True if a choice with these labels keeps to ``split``."""
         return set(self.split.get(op, ())) <= set(labels)
 
 
@@ -103,7 +106,7 @@ SPLITTABLE_KINDS = frozenset({"matmul", "attention", "convolution", "routing"})
 
 
 def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
-    """Whether a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
+    """True if a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
     weights = [
         pair.value[axis]
         for operand, pair in zip(tensor_operands(node), choice.inputs)
@@ -119,26 +122,27 @@ Choice = MeshChoice | ParameterSharding | Pair
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The numeric problem with the way back to the graph. Parallel arrays over operators.
-
-    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are
-    summed once per step: ``loss``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest;
-    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight). transient
-    and edge_transient, empty where nothing needs them: where layers are recomputed, what autograd saves, beside the
-    bytes kept, while the op's layer is; and ``gathered_bytes`` of a parameter that is stored in parts.
-    """
+    """A numeric problem with the names that lead back to the graph. The tuples run in parallel over operators."""
 
     names: tuple[str, ...]
+    #: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are summed
+    #: once per step: ``loss``).
     kinds: tuple[str, ...]
+    #: ``MeshChoice`` for ops, ``ParameterSharding`` for parameters, ``Pair`` for the rest.
     choices: tuple[tuple[Choice, ...], ...]
+    #: [choices] seconds per microbatch.
     seconds: tuple[np.ndarray, ...]
+    #: [choices] bytes that live through the whole step.
     resident: tuple[np.ndarray, ...]
+    #: [choices] bytes saved for backward per microbatch in flight.
     saved: tuple[np.ndarray, ...]
     edges: tuple[Edge, ...]
-    edge_states: tuple[
-        tuple[tuple[Pair, ...], tuple[Pair, ...]], ...
-    ]  # per edge: the pairs behind its source and target states
+    #: Per edge the pairs behind its source and target states.
+    edge_states: tuple[tuple[tuple[Pair, ...], tuple[Pair, ...]], ...]
+    #: [choices] bytes beside those, while the layer of the operator runs: saved tensors of a recomputed layer, and
+    #: ``gathered_bytes`` of a parameter that is stored in parts. Empty where no operator has any.
     transient: tuple[np.ndarray, ...] = ()
+    #: The same of the copies that edges make.
     edge_transient: tuple[np.ndarray, ...] = ()
 
     def problem(self, in_flight: float) -> Problem:
@@ -187,7 +191,7 @@ def boundary_states(
 
 
 def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
-    """Whether every dim that ``spec`` cuts comes out even."""
+    """True if every dim that ``spec`` cuts comes out even."""
     shape = list(kind.shape)
     for placement, size in zip(spec, mesh_shape):
         if placement.is_shard:
@@ -239,7 +243,7 @@ class _Builder:
         self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
         self.m, self.entries, self.exits = context.microbatches, entries, exits
         self.restriction, self.recompute = context.restriction, recompute
-        self.held: list[np.ndarray] = []  # per row, bytes beside those kept while its layer is recomputed
+        self.held: list[np.ndarray] = []  # per row, ``Section.transient``
         self.mesh = pricer.mesh_shape
         self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -314,17 +318,17 @@ class _Builder:
     # ---- recompute
 
     def _keeps(self, op: str) -> bool:
-        """Whether what this op saves is kept from the forward to the backward: its layer is not recomputed."""
+        """True if the tensors that this op saves are kept until the backward: its layer is not recomputed."""
         return not self.recompute or op in self.recompute.plain
 
     def _recomputed_from(self, entry: Node) -> bool:
-        """Whether a layer of this section is recomputed that begins with this tensor."""
+        """True if a layer of this section is recomputed that begins with this tensor."""
         users = [user.name for user in entry.users if user.name in self.members]
         return entry.name in self.recompute.kept and not all(map(self._keeps, users))
 
     def _keeps_copies(self, edge: Edge) -> bool:
-        """Whether the conversions of a tensor are kept, where layers are recomputed: nobody repeats them, or some
-        reader's layer is not recomputed."""
+        """True if the conversions of a tensor are kept under recomputation: no layer repeats them, or the layer of some
+        reader is not recomputed."""
         readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
         return not self.recompute.converts_again(edge.name) or any(map(self._keeps, readers))
 
@@ -417,7 +421,7 @@ class _Builder:
         return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
 
     def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
-        """given: the pairs in which it may be made."""
+        """Add a tensor that leaves the graph. given: the pairs in which its producer may make it."""
         whole = replicated(len(self.mesh))
         pairs = list(dict.fromkeys(map(leaving, given))) if name in self.late else [whole]
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
@@ -466,18 +470,18 @@ class _Builder:
         return source.kind == "parameter" and source.requires_grad and node.name in self.grad
 
     def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
-        """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
+        """Add one choice per pair and allowed sharding. pattern: the one that it is pinned to, "" if none."""
         kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
         allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
         choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         uses = self.reads.of(node)
-        for i, residency in enumerate(choices):
-            bill = sharding_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
-            price = sharding_seconds(pricer, kind, residency, self.m, trainable, uses)
-            once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
+        for i, sharding in enumerate(choices):
+            bill = sharding_bytes(pricer, kind, sharding, node.meta["source"].requires_grad)
+            price = sharding_seconds(pricer, kind, sharding, self.m, trainable, uses)
+            once = price.per_step_s + (accumulate_seconds(pricer, kind, sharding, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
-            held[i] = gathered_bytes(pricer, kind, residency, trainable and any(use.again for use in uses))
+            held[i] = gathered_bytes(pricer, kind, sharding, trainable and any(use.again for use in uses))
         return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
 
     def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
@@ -531,12 +535,12 @@ def allowed_patterns(parameter: str, restriction: Restriction) -> tuple[str, ...
 
 
 def is_storable(value: object, cotangent: object) -> bool:
-    """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
+    """True if a stored parameter may have this pair on one axis: S|S, R|R or R|P."""
     return (value == cotangent) or (value == R and cotangent == P)
 
 
 class Sharing:
-    """How many layers use each tensor of ``graph`` that belongs to none."""
+    """Counts of the layers that use each tensor of ``graph`` that belongs to none."""
 
     def __init__(self, graph: Graph, layering: Layering) -> None:
         nodes, floating = graph.by_name(), set(layering.floating)
@@ -562,11 +566,11 @@ class Sharing:
         self._floating = floating
 
     def uses(self, name: str) -> int:
-        """How many layers use a tensor, or one in the same place of an equal layer."""
+        """The number of layers that use a tensor, or one in the same place of an equal layer."""
         return self._uses.get(name, 1)
 
     def floats(self, name: str) -> bool:
-        """Whether this is a floating op that several layers need."""
+        """True if this is a floating op that several layers need."""
         return name in self._floating and self.uses(name) > 1
 
     def floor_of(self, node: Node) -> float:

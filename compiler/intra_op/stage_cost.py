@@ -1,4 +1,4 @@
-"""What one stage's choices cost, by cause and by where the price comes from.
+"""The price of the choices of one stage, by cause and by the origin of the price.
 
     per microbatch   forward, backward_input, backward_weight   the ops, with the additions of cotangents and gradients
                      recompute                                  what the backward runs once more
@@ -46,14 +46,8 @@ from .section import Section, StageContext
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
-STEP_CAUSES = (
-    "gradient",
-    "overlapped",
-    "gather",
-    "optimizer",
-    "loss",
-    "tied",
-)  # once per step; the others per microbatch
+#: Causes whose seconds are per step; those of the others are per microbatch.
+STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "loss", "tied")
 CAUSES = (
     "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "sends", "host",
     *STEP_CAUSES,
@@ -62,7 +56,7 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class StagePrice:
-    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by where the price comes from."""
+    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by the origin of the price."""
 
     forward_s: float
     backward_s: float
@@ -70,9 +64,10 @@ class StagePrice:
     seconds: Mapping[str, float]
     sources: Mapping[str, float]
     wasted_flops: float
-    # (algorithm, compressor) by which gradients are summed, per group of axes
+    #: (algorithm, codec) of the gradient reduction per group of axes.
     ways: Mapping[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
-    gathers: Sequence[LayerGather] = ()  # of weights that are gathered in every microbatch
+    #: Messages of the weights that are gathered in every microbatch.
+    gathers: Sequence[LayerGather] = ()
 
 
 def price_stage(
@@ -106,11 +101,12 @@ class _Pricing:
         self.spans: dict[str, float] = {}  # op → seconds of its backward
 
     def run(self) -> StagePrice:
-        trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
-        blocks: dict[
-            str, tuple[TensorType, ParameterSharding]
-        ] = {}  # those whose blocks are, and are gathered once per step
-        layerwise: dict[str, ParameterSharding] = {}  # those that are gathered in every microbatch
+        # parameters whose whole gradients are reduced in buckets
+        trained: dict[str, tuple[Node, Pair]] = {}
+        # parameters whose blocks are reduced in buckets and gathered once per step (ZeRO-1 and ZeRO-2)
+        blocks: dict[str, tuple[TensorType, ParameterSharding]] = {}
+        # parameters that are gathered in every microbatch (ZeRO-3)
+        layerwise: dict[str, ParameterSharding] = {}
         section = self.section
         for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
@@ -159,20 +155,20 @@ class _Pricing:
             for kind in kinds:
                 self.sources[kind] += self.m * inside / len(kinds)
 
-    def _parameter(self, node: Node, residency: ParameterSharding, trainable: bool) -> None:
+    def _parameter(self, node: Node, sharding: ParameterSharding, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
-        price = sharding_seconds(pricer, kind, residency, self.m, trainable)
-        axes = residency.scattered_axes
+        price = sharding_seconds(pricer, kind, sharding, self.m, trainable)
+        axes = sharding.scattered_axes
         if axes:
             self._scattered(price, axes)
         if not trainable:
             return
         self.seconds["optimizer"] += price.update_s
         self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += price.update_s
-        added_s = accumulate_seconds(pricer, kind, residency, self.m)
+        added_s = accumulate_seconds(pricer, kind, sharding, self.m)
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m
-        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), residency.compute.value)] += added_s
+        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), sharding.compute.value)] += added_s
 
     def _loss(self, kind: TensorType, pair: Pair) -> None:
         """The sum of the addends that the microbatches have left."""
@@ -195,12 +191,12 @@ class _Pricing:
         self.seconds[cause] += seconds
         self.sources[self.pricer.message_source(collective, axes)] += seconds
 
-    def _layerwise(self, homes: Mapping[str, ParameterSharding]) -> None:
+    def _layerwise(self, shardings: Mapping[str, ParameterSharding]) -> None:
         """Weights that are gathered in every microbatch, in a message per layer and kind."""
-        if not homes:
+        if not shardings:
             return
         members = [node for node in self.graph if output_of(node)[0].name in self.spans]
-        self.gathers = layer_gathers(members, self.layer_of, homes, self.grad, self.recompute)
+        self.gathers = layer_gathers(members, self.layer_of, shardings, self.grad, self.recompute)
         for one in self.gathers:
             ahead = gather_seconds(self.pricer, one)
             back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
@@ -252,7 +248,7 @@ class _Pricing:
         return ops, order
 
     def _blocks(self, found: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
-        """What messages of blocks take beyond their share of full ones."""
+        """Add the seconds that messages of blocks take beyond their share of full ones."""
         if not found:
             return
         _, order = self._order

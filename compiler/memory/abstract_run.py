@@ -215,7 +215,7 @@ def _counts(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _accumulates_in_place(limit: tuple[int, int] | None, *args: Any) -> bool:
-    """Whether the engine, seeing no mode, would add the second of two gradients into the first: nobody else holds it,
+    """True if the engine, seeing no mode, would add the second of two gradients into the first: nobody else holds it,
     and it is dense."""
     x = args[0]
     if limit is None or len(args) != 2 or not isinstance(args[1], torch.Tensor) or x.device.type != "meta":

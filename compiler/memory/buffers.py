@@ -71,7 +71,7 @@ class ParameterBlock:
 
     @property
     def mixed(self) -> bool:
-        """Whether the block is a master."""
+        """True if the block is a master."""
         return self.sums != self.dtype
 
     @property
@@ -124,7 +124,7 @@ class ReductionBuffers:
         self.rows: list[torch.Tensor] = []
 
     def takes(self, name: str, last: bool) -> bool:
-        """Whether the parameter's gradient goes into a message in this backward."""
+        """True if the parameter's gradient goes into a message in this backward."""
         return name in self.often or (name in self.of and (last or self.mixed))
 
     def arm(self) -> None:
@@ -306,13 +306,13 @@ def _without(memory: Mapping[str, float]) -> Mapping[str, float]:
 def _bytes(graph: Graph, plan: Plan, stage: Stage, outer: str | None, kind: str) -> tuple[int, int]:
     """(G, of the outer optimizer's state)."""
     gradients = states = 0
-    homes = {name: home for chunk in stage.chunks for name, home in chunk.parameters.items()}
+    shardings = {name: sharding for chunk in stage.chunks for name, sharding in chunk.parameters.items()}
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
-    for name, home in homes.items():
+    for name, sharding in shardings.items():
         node = nodes[name]
         if node.meta["source"].requires_grad:
             made = gradient_type(node.meta["type"], graph.mixed)
-            shape = local_shape(made.shape, home.optimizer, stage.mesh_shape)
+            shape = local_shape(made.shape, sharding.optimizer, stage.mesh_shape)
             gradients += prod(shape) * made.dtype.itemsize
             states += update_bytes(tuple(shape), made.dtype, outer, kind)[0] if outer else 0
     return gradients, states

@@ -82,8 +82,8 @@ class ChunkMemory:
         return _bytes(self._local(slot), slot)
 
     def _is_gathered(self, slot: Slot) -> bool:
-        home = self.homes[slot.name]
-        return home.stored != home.compute.value
+        sharding = self.homes[slot.name]
+        return sharding.stored != sharding.compute.value
 
     def _leaf_type(self, slot: Slot) -> TensorType:
         """Type of what the stage stores of a slot: masters are what programs gather."""
@@ -121,13 +121,13 @@ class ChunkMemory:
         found: list[ParameterBlock | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
-                home = self.homes[slot.name]
-                cut = Cut.between(slot.name, home.stored, home.optimizer, self.mesh)
-                often = home.reduce == "microbatch"
-                key = cut.axes, cut.sizes, often, slot.type.dtype, home.compute.cotangent
+                sharding = self.homes[slot.name]
+                cut = Cut.between(slot.name, sharding.stored, sharding.optimizer, self.mesh)
+                often = sharding.reduce == "microbatch"
+                key = cut.axes, cut.sizes, often, slot.type.dtype, sharding.compute.cotangent
                 apart = cut.axes or (self.graph.mixed and not self._is_gathered(slot))
                 whole = not apart or not slot.requires_grad or slot.node not in self.grad
-                shape, sums = self._local(slot, home.stored), gradient_type(slot.type, self.graph.mixed).dtype
+                shape, sums = self._local(slot, sharding.stored), gradient_type(slot.type, self.graph.mixed).dtype
                 found.append(
                     None if whole else ParameterBlock(slot.name, shape, slot.type.dtype, sums, cut, key, often)
                 )
@@ -500,7 +500,7 @@ class MemoryContext:
         number: dict[str, int] = {}
         rows: list[Hashable] = []
         results = {(r.node, r.kind) for r in self.graph.results}
-        layered = any(chunk.recompute) or any(home.pattern == "zero3" for home in chunk.parameters.values())
+        layered = any(chunk.recompute) or any(sharding.pattern == "zero3" for sharding in chunk.parameters.values())
         first = chunk.layers[0]
 
         def look(x: Any) -> Hashable:
@@ -544,8 +544,16 @@ class MemoryContext:
         if source.kind != "parameter":
             return source.kind, chunk.sources.get(node.name), kind, source.batch_dim
         holders = self.holders[source.name]
-        home = chunk.parameters[source.name]
-        return "parameter", home, kind, source.requires_grad, node.name in self.grad, holders[0] == stage, len(holders)
+        sharding = chunk.parameters[source.name]
+        return (
+            "parameter",
+            sharding,
+            kind,
+            source.requires_grad,
+            node.name in self.grad,
+            holders[0] == stage,
+            len(holders),
+        )
 
 
 class _Number(int):

@@ -203,7 +203,7 @@ def _assembled(
 def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
     """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
     mode."""
-    if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
+    if row.composer.cases.schedule != "1f1b" or schedule == "1f1b":
         return dict(enumerate(modes, first))
     losses = {result.node for result in search.graph.results if result.kind == "loss"}
     layers = search.layering.layers

@@ -341,10 +341,10 @@ class RowGroup:
 
     def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
         """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
-        v, num = self.variant(sub, m), len(self.composer.variants.layering.crossing)
+        v, num = self.variant(sub, m), len(self.composer.cases.layering.crossing)
         both, known = np.zeros((2, num)), dict[Hashable, list[float]]()
         for border in range(1, num - 1):
-            key = self.composer.variants.border_key(border)
+            key = self.composer.cases.border_key(border)
             if key not in known:
                 possible = self.composer.states(border)[1][v]
                 seconds = self.composer.border_seconds(border)

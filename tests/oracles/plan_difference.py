@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import unified_diff
 
+from meshwright.compiler.cost.parameter_sharding import sharding_text
 from meshwright.compiler.ir.spec import spec_text
 from meshwright.compiler.plan.plan import Plan
 

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class EliminatedRows:
-    """What following a recipe left for some rows.
+    """The result of a recipe for some rows.
 
     cost: [*kept choices, rows]; argmins: per step of the recipe [*scope, rows], None where a map says it.
     """
@@ -77,7 +77,7 @@ class EliminatedRows:
 
 
 def chunk_rows(recipe: Recipe) -> int:
-    """How many rows go together."""
+    """The number of rows that are eliminated together."""
     row = 8 * recipe.most_cells
     return max(1, min(_MOST_ROWS, max(_LEAST_ROWS, _TEMPORARY_BYTES // row), _MOST_BYTES // row))
 

@@ -130,7 +130,7 @@ class Cases:
     def __post_init__(self) -> None:
         counts = {len(case.mesh_shape) for case in self.cases}
         if len(counts) != 1 or max(counts) > 2:
-            raise ValueError(f"variants have one number of mesh axes, 0, 1 or 2, but got {sorted(counts)}; split them")
+            raise ValueError(f"cases have one number of mesh axes, 0, 1 or 2, but got {sorted(counts)}; split them")
         for case in self.cases:
             if self.global_batch % case.microbatches:
                 raise ValueError(

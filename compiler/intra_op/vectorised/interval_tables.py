@@ -90,7 +90,7 @@ class IntervalComposer:
     case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
     """
 
-    variants: Cases
+    cases: Cases
     restriction: Restriction
     levels: Sequence[Level]
     modes: Sequence[str]
@@ -106,20 +106,20 @@ class IntervalComposer:
 
     def states(self, boundary: int) -> tuple[tuple[State, ...], np.ndarray]:
         """The states of a border in any case, and bool [cases, states] in which."""
-        return self.variants.states(boundary, self.restriction.roles)
+        return self.cases.states(boundary, self.restriction.roles)
 
     def template(self, layer: int) -> LayerTemplate:
         """The template of a layer's class."""
-        key = self.variants.layering.layers[layer].class_key
+        key = self.cases.layering.layers[layer].class_key
         if key not in self._templates:
             self._templates[key] = self._template(layer)
         return self._templates[key]
 
     def _template(self, layer: int) -> LayerTemplate:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
-        modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)
-        section = self.build(self.variants, layer, into, out, self.restriction, modes)
-        crossing = self.variants.layering.crossing
+        modes = self.restriction.modes.get(self.cases.layering.layers[layer].class_key, self.modes)
+        section = self.build(self.cases, layer, into, out, self.restriction, modes)
+        crossing = self.cases.layering.crossing
         entering, leaving = crossing[layer], crossing[layer + 1]
         possible = np.ones((len(into), len(out)), dtype=bool)
         for t, name in enumerate(entering):
@@ -150,7 +150,7 @@ class IntervalComposer:
         return made
 
     def _weights(self, rows: Sequence[Row]) -> Weights:
-        return Weights.of([(variant, self.levels[level]) for variant, level in rows])
+        return Weights.of([(case, self.levels[level]) for case, level in rows])
 
     def _own(self, row: Row) -> Row:
         """The row whose tables stand for a row's own."""
@@ -161,20 +161,20 @@ class IntervalComposer:
     def border_seconds(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
         """(entry, exit) seconds [states, cases]: receiving the tensors that cross here in each state, and getting their
         cotangents back. Without a stage's actions."""
-        key = self.variants.border_key(boundary)
+        key = self.cases.border_key(boundary)
         if key not in self._borders:
             self._borders[key] = self._price_border(boundary)
         return self._borders[key]
 
     def _price_border(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
-        variants = self.variants
+        cases = self.cases
         states, _ = self.states(boundary)
-        entry, leave = (np.zeros((len(states), variants.num)) for _ in range(2))
-        nodes, grad = variants.source.by_name(), variants.layering.needs_grad
-        for t, name in enumerate(variants.layering.crossing[boundary]):
+        entry, leave = (np.zeros((len(states), cases.num)) for _ in range(2))
+        nodes, grad = cases.source.by_name(), cases.layering.needs_grad
+        for t, name in enumerate(cases.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
-            whole = variants.shapes(kind).prod(axis=1)[variants.extent_of] * float(kind.dtype.itemsize)
-            whole *= wire_share(variants.communication.activations, kind)
+            whole = cases.shapes(kind).prod(axis=1)[cases.extent_of] * float(kind.dtype.itemsize)
+            whole *= wire_share(cases.communication.activations, kind)
             for i, state in enumerate(states):
                 entry[i] += self._transfer(whole, state[t].value, True)
                 if name in grad:
@@ -185,35 +185,33 @@ class IntervalComposer:
         """[cases] seconds to send a tensor of these whole bytes to each device, cut as ``spec`` says."""
         mask = sum(1 << axis for axis, placement in enumerate(spec) if placement.is_shard)
         key = "transfer", mask, before, whole.tobytes()
-        cache = self.variants.cache
+        cache = self.cases.cache
         if key not in cache:
-            sizes = whole / self.variants.divisor[:, mask]
-            pricers = [self.variants.pricer(v) for v in range(self.variants.num)]
+            sizes = whole / self.cases.divisor[:, mask]
+            pricers = [self.cases.pricer(v) for v in range(self.cases.num)]
             cache[key] = np.array([p.transfer_seconds(size, before) for p, size in zip(pricers, sizes.tolist())])
         return np.asarray(cache[key])
 
     @cached_property
     def actions(self) -> np.ndarray:
         """[cases] seconds of a stage's two actions, beside their ops."""
-        return np.array([2 * self.variants.pricer(v).device.action_s for v in range(self.variants.num)])
+        return np.array([2 * self.cases.pricer(v).device.action_s for v in range(self.cases.num)])
 
     def peak_bytes(self, layer: int) -> np.ndarray:
         """[cases] the gradients of the operands and outputs of the largest op, cut evenly over the mesh: an estimate
         of the peak beside what is kept."""
-        key = self.variants.layering.layers[layer].class_key
+        key = self.cases.layering.layers[layer].class_key
         if key not in self._peaks:
-            nodes = self.variants.source.by_name()
+            nodes = self.cases.source.by_name()
             sizes = []
-            for node in map(nodes.__getitem__, self.variants.layering.layers[layer].ops):
+            for node in map(nodes.__getitem__, self.cases.layering.layers[layer].ops):
                 if op_name(node) == "getitem":
                     continue
                 kinds = [*types_of(node)]
                 kinds += [types_of(o)[0] for o in node.all_input_nodes if o.op != "placeholder"]
-                sizes.append(
-                    sum(self.variants.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds)
-                )
-            most = np.max(sizes, axis=0)[self.variants.extent_of]
-            self._peaks[key] = most / self.variants.num_devices
+                sizes.append(sum(self.cases.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds))
+            most = np.max(sizes, axis=0)[self.cases.extent_of]
+            self._peaks[key] = most / self.cases.num_devices
         return self._peaks[key]
 
     # ---- intervals
@@ -226,7 +224,7 @@ class IntervalComposer:
     def _floors(self, rows: Sequence[Row]) -> np.ndarray:
         """[runs, rows]."""
         runs, _ = self._runs
-        actions = self.actions[[variant for variant, _ in rows]]
+        actions = self.actions[[case for case, _ in rows]]
         tables = {self._alike[0][k]: self._layer_floors(k, rows) for k in self._distinct[0]}
 
         def work(part: slice) -> np.ndarray:
@@ -257,13 +255,13 @@ class IntervalComposer:
             return {key: (values[0], values[1:]) for key, values in taken.items()}
 
         runs, _ = self._runs
-        variant = np.array([row[0] for row in rows], dtype=np.intp)
-        borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
+        case = np.array([row[0] for row in rows], dtype=np.intp)
+        borders = {b: self.border_seconds(b) for b in range(len(self.cases.layering.crossing))}
         actions = self.actions
-        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
+        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.cases.layering.layers)}
 
         def work(part: slice) -> np.ndarray:
-            return Composition(runs, layers(part), borders, actions, peaks, variant[part]).run()
+            return Composition(runs, layers(part), borders, actions, peaks, case[part]).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
         return np.concatenate(parts, axis=2)
@@ -306,15 +304,15 @@ class IntervalComposer:
 
     def _key(self, row: Row, whole: bool) -> bytes:
         """The key of a row. whole: of its intervals, with messages and peaks; else of its floors."""
-        variant, level = row
-        source = self._own(row)[0] if whole else variant
+        case, level = row
+        source = self._own(row)[0] if whole else case
         layers, borders = self._distinct
         others: list[np.ndarray] = []
         if whole:
-            others += [seconds[:, variant] for b in borders for seconds in self.border_seconds(b)]
-            others += [self.peak_bytes(k)[[variant]] for k in layers]
+            others += [seconds[:, case] for b in borders for seconds in self.border_seconds(b)]
+            others += [self.peak_bytes(k)[[case]] for k in layers]
         columns = [column[source] for column in self._columns.values()]
-        return row_key(self._sequence, columns, self.levels[level], float(self.actions[variant]), others)
+        return row_key(self._sequence, columns, self.levels[level], float(self.actions[case]), others)
 
     @cached_property
     def _columns(self) -> dict[int, list[bytes]]:
@@ -334,8 +332,8 @@ class IntervalComposer:
     @cached_property
     def _alike(self) -> tuple[list[str], list[Any]]:
         """The classes of the layers, and what the borders depend on."""
-        layers = self.variants.layering.layers
-        return [layer.class_key for layer in layers], [self.variants.border_key(b) for b in range(len(layers) + 1)]
+        layers = self.cases.layering.layers
+        return [layer.class_key for layer in layers], [self.cases.border_key(b) for b in range(len(layers) + 1)]
 
     @cached_property
     def _runs(self) -> tuple[list[LayerRun], np.ndarray]:
@@ -390,7 +388,7 @@ class IntervalComposer:
 
     def _names(self, source: int, layer: int) -> dict[str, str]:
         """Ops and parameters of layer ``source`` → those in the same place of ``layer``, of the same class."""
-        layers, nodes = self.variants.layering.layers, self.variants.source.by_name()
+        layers, nodes = self.cases.layering.layers, self.cases.source.by_name()
         names = dict(zip(layers[source].ops, layers[layer].ops, strict=True))
         for ours, theirs in list(names.items()):
             for one, other in zip(tensor_operands(nodes[ours]), tensor_operands(nodes[theirs]), strict=True):
@@ -469,7 +467,7 @@ class Composition:
     """The min-plus products of all runs, for some rows: arrays [runs, states, rows].
 
     tables: by class; borders: by border, entry and exit seconds [states, cases];
-    actions [cases]; peaks: by class, [cases]; variant [rows]: which case each row is of.
+    actions [cases]; peaks: by class, [cases]; case [rows]: the case of each row.
     """
 
     def __init__(
@@ -479,11 +477,11 @@ class Composition:
         borders: Mapping[int, tuple[np.ndarray, np.ndarray]],
         actions: np.ndarray,
         peaks: Mapping[str, np.ndarray],
-        variant: np.ndarray,
+        case: np.ndarray,
     ) -> None:
-        self.runs, self.tables, self.borders, self.variant = runs, tables, borders, variant
-        self.actions, self.peaks = actions[variant], {key: peak[variant] for key, peak in peaks.items()}
-        self.results = np.empty((9, len(runs), len(variant)))
+        self.runs, self.tables, self.borders, self.case = runs, tables, borders, case
+        self.actions, self.peaks = actions[case], {key: peak[case] for key, peak in peaks.items()}
+        self.results = np.empty((9, len(runs), len(case)))
 
     def run(self) -> np.ndarray:
         """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
@@ -511,12 +509,12 @@ class Composition:
         run = self.runs[number]
         if run.before >= 0:
             return before[run.before]
-        entry = self.borders[run.first][0][:, self.variant]
+        entry = self.borders[run.first][0][:, self.case]
         start = np.zeros((8, *entry.shape))
         start[0] = entry + self.actions
         start[1] = start[2] = self.actions
         start[4] = entry
-        return start, np.zeros(len(self.variant))
+        return start, np.zeros(len(self.case))
 
     def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
         """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
@@ -550,7 +548,7 @@ class Composition:
     def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
         """The best state to leave in, for the runs ``members``."""
         _, num_runs, num_out, num_rows = vectors.shape
-        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.variant] for n in members])
+        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.case] for n in members])
         state = (vectors[0] + back).argmin(axis=1)
         at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
         chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")

@@ -1,4 +1,4 @@
-"""Parameters in all variants at once: every pair in every allowed residency, with the prices of
+"""Parameters in all cases at once: every pair in every allowed residency, with the prices of
 ``parameter_sharding``."""
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def parameter_prices(
     gradient reaches it; requires_grad: whether one could; uses: the layers that read it. Choices of one pair stand
     together, "replicated" first."""
     key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed), uses)
-    if key not in pricer.variants.cache:
+    if key not in pricer.cases.cache:
         table = _Table(pricer, kind, trainable, requires_grad, uses)
         table.add_all(pairs, offered, allowed)
-        pricer.variants.cache[key] = table.prices()
-    found: ParameterPrices = pricer.variants.cache[key]
+        pricer.cases.cache[key] = table.prices()
+    found: ParameterPrices = pricer.cases.cache[key]
     return found
 
 
@@ -81,9 +81,9 @@ class _Table:
     ) -> None:
         self.uses = uses
         self.pricer, self.kind, self.trainable, self.requires_grad = pricer, kind, trainable, requires_grad
-        self.variants, self.sums = pricer.variants, pricer.gradient_type(kind)
-        self.shapes = self.variants.shapes(kind)[self.variants.extent_of]
-        self.elements = pricer.numel(kind)[:, None] / self.variants.divisor  # by mask
+        self.cases, self.sums = pricer.cases, pricer.gradient_type(kind)
+        self.shapes = self.cases.shapes(kind)[self.cases.extent_of]
+        self.elements = pricer.numel(kind)[:, None] / self.cases.divisor  # by mask
         self.columns: list[tuple[np.ndarray, ...]] = []
         self.choices: list[ParameterChoice] = []
 
@@ -96,7 +96,7 @@ class _Table:
         """The residencies of all pairs; see ``parameter_sharding.parameter_residencies``. offered: bool [num,
         pairs]."""
         wanted = [name for name in PATTERNS[1:] if name in allowed and (self.trainable or name == "zero3")]
-        nowhere = np.zeros(self.variants.num, dtype=np.int64)
+        nowhere = np.zeros(self.cases.num, dtype=np.int64)
         fits = {pair: self._fit(pair, offered[:, k]) for k, pair in enumerate(pairs)} if wanted else {}
         for k, pair in enumerate(pairs):
             left = offered[:, k]
@@ -117,9 +117,9 @@ class _Table:
             for axis, (value, cotangent) in enumerate(zip(pair.value, pair.cotangent))
             if value == R and (cotangent == P or not self.trainable)
         )
-        divisor = self.variants.whole_divisor[:, shared]
+        divisor = self.cases.whole_divisor[:, shared]
         taken = {placement.dim for placement in pair.value if placement.is_shard}
-        fits, first = np.zeros(self.variants.num, dtype=bool), np.zeros(self.variants.num, dtype=np.int64)
+        fits, first = np.zeros(self.cases.num, dtype=bool), np.zeros(self.cases.num, dtype=np.int64)
         for dim in range(self.shapes.shape[1]):
             if dim not in taken:
                 here = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
@@ -135,12 +135,12 @@ class _Table:
         kept = part if pattern in ("zero2", "zero3") else whole
         rates = self.pricer.parameter_rates(self.kind, self.requires_grad)
         if pattern == "zero3" and self.requires_grad and self.sums != self.kind:  # programs gather the master
-            stored = np.zeros(self.variants.num)
+            stored = np.zeros(self.cases.num)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
         beside = 1 + (self.trainable and any(use.again for use in self.uses))  # the value, and its gradient
-        gathered = beside * whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
+        gathered = beside * whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.cases.num)
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
-        m = self.variants.microbatches
+        m = self.cases.microbatches
         step = (gradient + update) / m
         self.choices.append(ParameterChoice(pair, pattern))
         self.columns.append((offered, ahead + back + step, step, gradient / m, back, added, resident, gathered))
@@ -150,7 +150,7 @@ class _Table:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """[num] each: (per microbatch in the forward, in the backward, of this to add gradients up; reduction and
         gathers per step, update)."""
-        nothing = np.zeros(self.variants.num)
+        nothing = np.zeros(self.cases.num)
         size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
         if pattern == "zero3":
             gathers = [self._share("all_gather", shared, self.kind, use, whole, whole + part) for use in self.uses]
@@ -181,7 +181,7 @@ class _Table:
         and decode."""
         if not mask:
             return np.zeros_like(whole)
-        code = self.variants.communication.weights
+        code = self.cases.communication.weights
         each = sent.dtype.itemsize * wire_share(code, sent)
         rate = self.pricer.tariff(mask, collective).least_rate(whole * each, np.full_like(whole, use.largest * each))
         return whole * each * rate + coded * self.pricer.coder_seconds(code, sent)
@@ -191,11 +191,11 @@ class _Table:
         local = self.shapes.copy()
         for axis, placement in enumerate(pair.value):
             if placement.is_shard:
-                local[:, placement.dim] //= self.variants.sizes[:, axis]
+                local[:, placement.dim] //= self.cases.sizes[:, axis]
         if shared:
             rows = np.arange(len(local))
-            local[rows, dim] //= self.variants.whole_divisor[:, shared]
-        m = self.variants.microbatches
+            local[rows, dim] //= self.cases.whole_divisor[:, shared]
+        m = self.cases.microbatches
         return (m - 1) / m * self.pricer.sum_seconds(self.sums, local)
 
     def _bucket(self, collective: str, mask: int, size: np.ndarray) -> np.ndarray:

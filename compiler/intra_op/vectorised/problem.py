@@ -62,7 +62,7 @@ class Conversions:
         for axis in self.loose:
             pairs = product(self.sources, self.targets)
             sends = np.array([converts_over(*pair, self.kind, self.grad, axis) for pair in pairs], dtype=bool)
-            there = self.pricer.variants.sizes[:, axis, None, None] > 1
+            there = self.pricer.cases.sizes[:, axis, None, None] > 1
             seconds = np.where(there & sends.reshape(seconds.shape[1:]), np.inf, seconds)
         return seconds
 

@@ -1,4 +1,4 @@
-"""One layer as a numeric problem in all variants at once: ``section.build_section`` with a leading axis over the cases.
+"""One layer as a numeric problem in all cases at once: ``section.build_section`` with a leading axis over the cases.
 
 Operators, edges and their order are those of ``section``. A choice that a case does not offer costs inf there; what is
 offered costs what the scalar section says, to rounding. Recompute modes share everything but four parts (``again``,
@@ -75,7 +75,7 @@ _NO_SECONDS, _NO_MEMORY = _Seconds(), _Memory()
 
 
 def build_case_section(
-    variants: Cases,
+    cases: Cases,
     layer: int,
     into: Sequence[State],
     out: Sequence[State],
@@ -84,39 +84,39 @@ def build_case_section(
 ) -> CaseSection:
     """Layer ``layer`` in all cases, its borders in these states (of ``Cases.states``), under these recompute
     modes."""
-    return _Builder(variants, layer, into, out, restriction, tuple(modes)).build()
+    return _Builder(cases, layer, into, out, restriction, tuple(modes)).build()
 
 
-def pricer_of(variants: Cases) -> CasePricer:
+def pricer_of(cases: Cases) -> CasePricer:
     """The pricer that all sections of ``cases`` share."""
-    if "pricer" not in variants.cache:
-        variants.cache["pricer"] = CasePricer(variants)
-    found: CasePricer = variants.cache["pricer"]
+    if "pricer" not in cases.cache:
+        cases.cache["pricer"] = CasePricer(cases)
+    found: CasePricer = cases.cache["pricer"]
     return found
 
 
 class _Builder:
     def __init__(
         self,
-        variants: Cases,
+        cases: Cases,
         layer: int,
         into: Sequence[State],
         out: Sequence[State],
         restriction: Restriction,
         modes: tuple[str, ...],
     ) -> None:
-        self.variants, self.layer, self.restriction, self.modes = variants, layer, restriction, modes
-        self.layering, self.grad, self.pricer = variants.layering, variants.layering.needs_grad, pricer_of(variants)
-        self.nodes, self.samples = variants.source.by_name(), variants.samples_of(layer)
-        self.ops = variants.ops(layer)
-        self.members, self.late = {node.name for node in self.ops}, lone_losses(variants.source)
+        self.cases, self.layer, self.restriction, self.modes = cases, layer, restriction, modes
+        self.layering, self.grad, self.pricer = cases.layering, cases.layering.needs_grad, pricer_of(cases)
+        self.nodes, self.samples = cases.source.by_name(), cases.samples_of(layer)
+        self.ops = cases.ops(layer)
+        self.members, self.late = {node.name for node in self.ops}, lone_losses(cases.source)
         self.saved = saved_tensors(self.ops, self.grad)
-        self.recompute = {mode: _recompute(variants, mode) for mode in modes}
+        self.recompute = {mode: _recompute(cases, mode) for mode in modes}
         self.plain = {  # by mode, what of ``saved`` is kept because ops save it whose layer is not run again
             mode: saved_tensors([op for op in self.ops if _keeps(op.name, re)], self.grad)
             for mode, re in self.recompute.items()
         }
-        self.sharing = _sharing(variants)
+        self.sharing = _sharing(cases)
         self.reads = LayerReads(self.ops, self.layering.layer_of, self.grad)
         self.rows: list[_Row] = []
         self.op_choices: dict[str, OpChoices] = {}
@@ -125,7 +125,7 @@ class _Builder:
     def _borders(self, into: Sequence[State], out: Sequence[State]) -> tuple[dict[str, _States], dict[str, _States]]:
         used = {operand.name for node in self.ops for operand in node.all_input_nodes}
         entering, leaving = self.layering.crossing[self.layer], self.layering.crossing[self.layer + 1]
-        results = {r.node for r in self.variants.source.results if r.kind in ("loss", "output")}
+        results = {r.node for r in self.cases.source.results if r.kind in ("loss", "output")}
         entries = {
             name: self._states(entering, t, into)
             for t, name in enumerate(entering)
@@ -138,11 +138,11 @@ class _Builder:
         """The pairs of one crossing tensor, and in which cases some state has them."""
         found: dict[Pair, np.ndarray] = {}
         for state in states:
-            possible = np.ones(self.variants.num, dtype=bool)
+            possible = np.ones(self.cases.num, dtype=bool)
             for name, pair in zip(tensors, state):
                 possible &= self.pricer.divides(self.nodes[name].meta["type"], pair.value)
             found[state[t]] = found[state[t]] | possible if state[t] in found else possible
-        offered = np.array(list(found.values()), dtype=bool).reshape(len(found), self.variants.num)
+        offered = np.array(list(found.values()), dtype=bool).reshape(len(found), self.cases.num)
         return _States(tuple(found), offered.T)
 
     def build(self) -> CaseSection:
@@ -168,7 +168,7 @@ class _Builder:
         for name, states in self.exits.items():
             i = self._add(name, "exit", states.pairs, states.offered)
             wants.setdefault(name, []).append((i, [normalize(p, name in self.grad) for p in states.pairs], False))
-        for result in self.variants.source.results:
+        for result in self.cases.source.results:
             if result.node in gives and result.node not in self.entries:
                 i, pairs = self._add_result(result.node, *gives[result.node])
                 wants.setdefault(result.node, []).append((i, pairs, False))
@@ -197,7 +197,7 @@ class _Builder:
             transient=tuple(row.transient for row in rows),
             edges=edges,
             ops=self.op_choices,
-            extent_of=self.variants.extent_of,
+            extent_of=self.cases.extent_of,
         )
 
     def _outputs(self, node: Node) -> list[tuple[str, int]]:
@@ -259,18 +259,18 @@ class _Builder:
 
     def _add_op(self, node: Node) -> int:
         nodes = [sample[node.name] for sample in self.samples]
-        choices = self.op_choices[node.name] = op_choices(self.variants, nodes, self.restriction)
+        choices = self.op_choices[node.name] = op_choices(self.cases, nodes, self.restriction)
         prices = self.pricer.op(nodes, node, choices)
         again = {mode: prices.ahead for mode, re in self.recompute.items() if node.name in re.repeated}
         seconds, backward, weight = prices.ahead + prices.back, prices.back, prices.backward_weight
         if node.name in self.layering.static:  # once per stage however many layers use it: ``stage`` prices it
             seconds = backward = weight = np.zeros_like(seconds)
         if not self.restriction.roles and self.restriction.pinned is None:
-            extents = np.array(self.variants.extents)[self.variants.extent_of]
+            extents = np.array(self.cases.extents)[self.cases.extent_of]
             allowed = 0.01 * self.layering.total_flops * extents / self.layering.batch
             seconds = np.where(prices.wasted_flops > allowed[:, None], np.inf, seconds)
         if node.name in self.restriction.split:
-            fits = choices.keeps_to(self.restriction, node.name, self.variants)
+            fits = choices.keeps_to(self.restriction, node.name, self.cases)
             seconds = np.where(fits, seconds, np.inf)
         if loose := self.restriction.loose_axes:
             seconds = np.where(choices.sends_over(node, loose, self.grad), np.inf, seconds)
@@ -289,12 +289,12 @@ class _Builder:
 
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """given: the pairs in which its producer makes it, by choice."""
-        whole = replicated(self.variants.axes)
+        whole = replicated(self.cases.axes)
         left = [leaving(pair) if name in self.late else whole for pair in given]
         pairs = list(dict.fromkeys(left))
         values = tuple(pair.value for pair in pairs)
         once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
-        once = once / self.variants.microbatches[:, None] * ONCE
+        once = once / self.cases.microbatches[:, None] * ONCE
         made = self.rows[producer].offered
         offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
         return self._add(name, "result", tuple(pairs), offered, _Seconds(once, step=once)), pairs
@@ -317,11 +317,11 @@ class _Builder:
                 if stays or _is_in(self.saved, node, k):
                     note(mode, stays, local)
         beside = np.zeros(choices.offered.shape)
-        divisor = self.variants.divisor[:, choices.splits]
+        divisor = self.cases.divisor[:, choices.splits]
         for _, rows in self.pricer.devices:
-            pricer = self.variants.pricer(int(np.arange(self.variants.num)[rows][0]))
+            pricer = self.cases.pricer(int(np.arange(self.cases.num)[rows][0]))
             extra = np.array([extra_saved_bytes(one, pricer) for one in nodes])
-            beside[rows] = extra[self.variants.extent_of][rows, None] / divisor[rows]
+            beside[rows] = extra[self.cases.extent_of][rows, None] / divisor[rows]
         if beside.any():
             for mode, re in self.recompute.items():
                 note(mode, node.name in re.heavy or _keeps(node.name, re), beside)
@@ -333,10 +333,10 @@ class _Builder:
         source, kind = node.meta["source"], node.meta["type"]
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
         if pinned:
-            found = {parse_pair(pinned): np.ones(self.variants.num, dtype=bool)}
+            found = {parse_pair(pinned): np.ones(self.cases.num, dtype=bool)}
         else:
             asked = wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
-            found = placeholder_pairs(self.variants, node, asked, self.restriction.roles)
+            found = placeholder_pairs(self.cases, node, asked, self.restriction.roles)
             if node.name in self.restriction.replicated:
                 found = {p: where for p, where in found.items() if not any(value.is_shard for value in p.value)}
             if source.kind in ("parameter", "buffer"):
@@ -391,8 +391,8 @@ class _Builder:
             self.restriction.loose_axes,
         )  # fmt: skip
         key = ("edge", *asked)
-        if key not in self.variants.cache:
-            self.variants.cache[key] = Conversions(self.pricer, *asked)
+        if key not in self.cases.cache:
+            self.cases.cache[key] = Conversions(self.pricer, *asked)
         again = frozenset(mode for mode, re in self.recompute.items() if re.converts_again(name))
         kept = frozenset(self.modes) - again
         kept |= {mode for mode, re in self.recompute.items() if self._some_keep(wanted, re)}
@@ -402,7 +402,7 @@ class _Builder:
             np.array([sources[p] for p in offered], dtype=np.intp),
             tuple((i, np.array([targets[p] for p in pairs], dtype=np.intp)) for i, pairs, _ in wanted),
             (tuple(sources), tuple(targets)),
-            self.variants.cache[key],
+            self.cases.cache[key],
             name not in self.layering.static and any(saved for *_, saved in wanted),
             kept,
             again,
@@ -411,7 +411,7 @@ class _Builder:
         )
 
     def _some_keep(self, wanted: list[tuple[int, list[Pair], bool]], recompute: Recompute) -> bool:
-        """Whether a consumer is in a layer that is not run again: then the copies that it reads stay."""
+        """True if a consumer is in a layer that is not run again: then the copies that it reads stay."""
         return any(self.rows[i].kind == "op" and _keeps(self.rows[i].name, recompute) for i, *_ in wanted)
 
 
@@ -422,41 +422,44 @@ class _States(NamedTuple):
     offered: np.ndarray
 
 
-def _recompute(variants: Cases, mode: str) -> Recompute:
-    key, cache = ("recompute", mode, variants.schedule), variants.samples.cache
+def _recompute(cases: Cases, mode: str) -> Recompute:
+    key, cache = ("recompute", mode, cases.schedule), cases.samples.cache
     if key not in cache:
-        cache[key] = recompute_of(variants.source, variants.layering, mode, variants.schedule)
+        cache[key] = recompute_of(cases.source, cases.layering, mode, cases.schedule)
     found: Recompute = cache[key]
     return found
 
 
-def _sharing(variants: Cases) -> Sharing:
-    cache = variants.samples.cache
+def _sharing(cases: Cases) -> Sharing:
+    cache = cases.samples.cache
     if "sharing" not in cache:
-        cache["sharing"] = Sharing(variants.source, variants.layering)
+        cache["sharing"] = Sharing(cases.source, cases.layering)
     found: Sharing = cache["sharing"]
     return found
 
 
 def _keeps(op: str, recompute: Recompute) -> bool:
-    """Whether what this op saves is kept because its layer is not run again."""
+    """True if what this op saves is kept because its layer is not run again."""
     return not recompute or op in recompute.plain
 
 
 def _is_in(saved: Saved, node: Node, k: int) -> bool:
-    """Whether output ``k`` of an op is among saved tensors."""
+    """True if output ``k`` of an op is among saved tensors."""
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
 # ---- The pairs in which parameters, inputs, buffers and constants may lie, and in which cases:
-# ``section._Builder._pairs`` for all variants at once
+# ``section._Builder._pairs`` for all cases at once
 
 
 Where = dict[Pair, np.ndarray]  # bool [num] by pair
 
 
 def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Where:
-    """Where some offered choice wants each pair. consumers: (bool [num, choices], the pair that each choice wants)."""
+    """The cases in which some offered choice wants each pair.
+
+    consumers: (bool [num, choices], the pair that each choice wants).
+    """
     found: Where = {}
     for offered, pairs in consumers:
         columns: dict[Pair, list[int]] = {}
@@ -468,14 +471,14 @@ def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Wher
     return found
 
 
-def placeholder_pairs(variants: Cases, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
+def placeholder_pairs(cases: Cases, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
     """The pairs in which a placeholder may lie, given those that its consumers want."""
-    source, axes = node.meta["source"], variants.axes
-    everywhere, whole = np.ones(variants.num, dtype=bool), (R,) * axes
-    if source.kind == "parameter" and source.requires_grad and node.name in variants.layering.needs_grad:
+    source, axes = node.meta["source"], cases.axes
+    everywhere, whole = np.ones(cases.num, dtype=bool), (R,) * axes
+    if source.kind == "parameter" and source.requires_grad and node.name in cases.layering.needs_grad:
         pairs = {p: w for p, w in wanted.items() if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
         return pairs | {Pair(whole, whole): everywhere, Pair(whole, (P,) * axes): everywhere}
-    if any(r.kind == "buffer" and r.name == source.name for r in variants.source.results):
+    if any(r.kind == "buffer" and r.name == source.name for r in cases.source.results):
         return {Pair(whole, whole): everywhere}
     frozen, pairs = source.kind == "parameter", {Pair(whole, whole): everywhere}
     for pair, where in wanted.items():

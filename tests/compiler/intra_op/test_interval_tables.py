@@ -285,7 +285,7 @@ def test_floors_are_what_nothing_undercuts(axes):
 
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
     composer = IntervalComposer(variants_of(graph, axes), NO_RESTRICTION, PRICED, MODES)
-    rows = [(v, level) for v in range(composer.variants.num) for level in range(len(PRICED))]
+    rows = [(v, level) for v in range(composer.cases.num) for level in range(len(PRICED))]
     floors, run = composer.floors(rows)
     made = composer.intervals(rows)
     np.testing.assert_array_equal(run, made.run)
@@ -302,7 +302,7 @@ def test_floors_are_what_nothing_undercuts(axes):
 def test_cases_of_equal_prices_share_their_tables():
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
     composer = IntervalComposer(variants_of(graph, 1), NO_RESTRICTION, PRICED, MODES)
-    twice = replace(composer, alike=[0] * composer.variants.num)
+    twice = replace(composer, alike=[0] * composer.cases.num)
     first = twice.intervals([(0, 1), (1, 1)])
     np.testing.assert_array_equal(first.pace_s[:, 0], first.pace_s[:, 1])
     np.testing.assert_array_equal(first.pace_s[:, 0], composer.intervals([(0, 1)]).pace_s[:, 0])
