@@ -129,19 +129,19 @@ class Tracker(TorchDispatchMode):
         out = self._made(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             if func is aten.mse_loss.default and self.on_cpu and not out.dim():
-                out = args[0].new_empty(args[0].shape).as_strided((), ())  # the scalar keeps the room of its addends
+                out = args[0].new_empty(args[0].shape).as_strided((), ())  # the scalar keeps the storage of its addends
             self.watch(out)
         elif isinstance(out, tuple | list):
             for x in out:
                 if isinstance(x, torch.Tensor):
                     self.watch(x)
-        if self.on_cpu and (room := _room(func, args, out)):
-            self.watch(torch.empty(room, dtype=torch.uint8, device="meta"))
+        if self.on_cpu and (workspace := _workspace_bytes(func, args, out)):
+            self.watch(torch.empty(workspace, dtype=torch.uint8, device="meta"))
         return out
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` returns; the second time for operands of the same types without running it, if all that it
-        makes is new."""
+        """Return the results of ``func``. For operands of types seen before it is not run again, if all its results are
+        new tensors."""
         if self.devices_as_given or func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
             return func(*args, **kwargs)
         key = (func, _signature(args), _signature(tuple(sorted(kwargs.items()))))
@@ -157,15 +157,15 @@ class Tracker(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _balanced(self, picks: int, bins: int) -> torch.Tensor:
-        """How many of ``picks`` choices fall to each expert here if all are chosen alike; the last bin is for the
-        others."""
+        """The tokens of each expert on this device if ``picks`` choices are spread evenly; the last bin counts those of
+        other devices."""
         experts = bins - 1
         here = picks // self.expert_blocks
         counts = [here // experts + (e < here % experts) for e in range(experts)]
         return torch.tensor([*counts, picks - here])
 
 
-def _room(func: Any, args: Any, out: Any) -> int:
+def _workspace_bytes(func: Any, args: Any, out: Any) -> int:
     """Bytes that a CPU kernel takes beside its results and gives back: addends, operands in another layout."""
     if func is aten.mse_loss.default:
         return max(args[0].nbytes, args[1].nbytes)
@@ -226,7 +226,7 @@ def _accumulates_in_place(limit: tuple[int, int] | None, *args: Any) -> bool:
 
 @cache
 def _in_place_counts() -> tuple[int, int] | None:
-    """What ``_counts`` says in a dispatch mode of a gradient that the engine alone holds; None if this torch cannot
+    """The ``_counts`` of a gradient that the engine alone holds, as a dispatch mode sees it; None if this torch cannot
     say."""
     seen: list[tuple[int, int]] = []
 
@@ -333,12 +333,12 @@ class AbstractComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What arrives."""
+        """Allocate the tensors that arrive."""
         above, below = (None if x is None else torch.empty_like(x) for x in (after, before))
         return above, below
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """What leaves, and room for what arrives."""
+        """Allocate the tensors that leave and arrive."""
         x = x.contiguous()
         came = torch.empty_like(x)
         return partial(_arrived, x, came)
@@ -348,7 +348,7 @@ class AbstractComm:
         return _Underway(x, [])
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Underway:
-        """What leaves and what arrives. Gloo gathers into room of its own first."""
+        """Allocate the tensors that leave and arrive. Gloo gathers into a buffer of its own first."""
         parts = prod(self.mesh_shape[axis] for axis in axes)
         if _is_coded(code, x):
             row = x.new_empty(carried_bytes(code, x.numel(), x.element_size()), dtype=torch.uint8)
@@ -361,7 +361,7 @@ class AbstractComm:
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
     ) -> _Underway:
-        """What leaves, what arrives, and its sum."""
+        """Allocate the blocks that leave, those that arrive, and their sum."""
         parts, n = x.shape
         if _is_coded(code, x):
             rows = x.new_empty((parts, carried_bytes(code, n, x.element_size())), dtype=torch.uint8)
@@ -381,7 +381,7 @@ class _Underway:
     last: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
-        """What arrives."""
+        """Return the tensor that arrives, and release the buffers of the message."""
         self.held.clear()
         out = self.out
         del self.out
@@ -403,7 +403,7 @@ def _decoded(came: torch.Tensor, rows: int, n: int, dtype: torch.dtype) -> torch
 
 
 def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-    """What came, once ``left`` may be let go."""
+    """Return the tensor that arrived, and release ``left``."""
     return came
 
 

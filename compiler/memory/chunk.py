@@ -1,6 +1,6 @@
-"""The bytes that one chunk of a stage holds: each kind of action run once without data, and what stays between them.
+"""The memory of one virtual stage (a *chunk* of a plan): each kind of action run once without data.
 
-``stage`` says how these are put together.
+``stage`` puts the virtual stages of one stage together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from .buffers import ParameterBlock, ReductionBuffers, codec_bytes, communicatio
 __all__ = ["Bytes", "ChunkMemory", "MemoryContext", "peak_memory"]
 
 
-_MAX_ACTIONS = 64  # microbatches of a schedule that are looked at one by one; the rest only add to those in flight
+#: Microbatches of a schedule that are simulated one by one; the others only add to those in flight.
+_MAX_ACTIONS = 64
 Bytes = Mapping[str, float]
 
 
@@ -48,12 +49,13 @@ Bytes = Mapping[str, float]
 class _Run:
     """Peaks by cause of each kind of action, and what one microbatch keeps between its F and its B."""
 
-    peaks: dict[str, Bytes] = field(default_factory=dict)  # "F", "F later", "B first", "B", "B last"
+    #: By kind of action: "F", "F later", "B first", "B", "B last".
+    peaks: dict[str, Bytes] = field(default_factory=dict)
     saved: int = 0
 
 
 class ChunkMemory:
-    """One chunk of a stage, by default the only one."""
+    """The memory of one virtual stage of a stage, by default its only one."""
 
     def __init__(self, shared: MemoryContext, stage: int, place: int = 0) -> None:
         self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
@@ -67,7 +69,7 @@ class ChunkMemory:
         holders = shared.holders
         self.copies = {name for name in names if holders[name][0] != stage}
         self.shared_with = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
-        self.homes = self.chunk.parameters
+        self.shardings = self.chunk.parameters
         self.received = [slot for slot in self.program.slots if slot.kind == "receive"]
         self.returned = [slot for slot in self.received if slot.node in self.grad]
         exits = enumerate(self.program.exits)
@@ -82,7 +84,7 @@ class ChunkMemory:
         return _bytes(self._local(slot), slot)
 
     def _is_gathered(self, slot: Slot) -> bool:
-        sharding = self.homes[slot.name]
+        sharding = self.shardings[slot.name]
         return sharding.stored != sharding.compute.value
 
     def _leaf_type(self, slot: Slot) -> TensorType:
@@ -98,17 +100,17 @@ class ChunkMemory:
         return local_shape(slot.type.shape, slot.pair.value if spec is None else spec, self.mesh)
 
     def _flat(self) -> dict[str, int]:
-        """The parameters whose gradients end in a flat bucket of several → their bytes."""
+        """Bytes of the parameters whose gradients end in a flat bucket of several."""
         return {slot.name: self._sum_bytes(slot) for _, group in self._whole_sums() if len(group) > 1 for slot in group}
 
     def _whole_sums(self) -> list[tuple[tuple[int, ...], list[Slot]]]:
-        """Axes and parameters of each bucket whose sums all devices need."""
+        """The axes and parameters of each bucket that is summed whole on all devices."""
         slots = [slot for slot in self.program.slots if slot.kind == "parameter"]
         keys: list[tuple[Any, int]] = []
         for slot in slots:
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and self.mesh[a] > 1)
             apart = self.graph.mixed and not self._is_gathered(slot)
-            axes = axes if self.homes[slot.name].optimizer == slot.pair.value and not apart else ()
+            axes = axes if self.shardings[slot.name].optimizer == slot.pair.value and not apart else ()
             dtype = self._leaf_type(slot).dtype
             keys.append(((axes, dtype) if axes and slot.requires_grad else None, self._sum_bytes(slot)))
         groups = gradient_buckets(keys, BUCKET_BYTES)
@@ -121,7 +123,7 @@ class ChunkMemory:
         found: list[ParameterBlock | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
-                sharding = self.homes[slot.name]
+                sharding = self.shardings[slot.name]
                 cut = Cut.between(slot.name, sharding.stored, sharding.optimizer, self.mesh)
                 often = sharding.reduce == "microbatch"
                 key = cut.axes, cut.sizes, often, slot.type.dtype, sharding.compute.cotangent
@@ -133,7 +135,7 @@ class ChunkMemory:
                 )
         return found
 
-    def coded(self) -> int:
+    def codec_bytes(self) -> int:
         """Bytes that the codes of gradients hold: residuals and buffers of a sum per bucket."""
         sums = [(axes, [self._local(slot) for slot in group]) for axes, group in self._whole_sums()]
         blocks = {block.name: block for block in self.blocks if block is not None}
@@ -142,9 +144,9 @@ class ChunkMemory:
         names = [None if b is None else b.name for b in self.blocks]
         for group in gradient_buckets(keys, BUCKET_BYTES):
             members = [name for i in group if (name := names[i]) is not None]
-            cut, pair = blocks[members[0]].cut, self.homes[members[0]].compute
+            cut, pair = blocks[members[0]].cut, self.shardings[members[0]].compute
             partial = {a for a, p in enumerate(pair.cotangent) if p.is_partial and self.mesh[a] > 1}
-            parts = [self._local(slots[name], self.homes[name].optimizer) for name in members]
+            parts = [self._local(slots[name], self.shardings[name].optimizer) for name in members]
             sums.append((tuple(sorted({*cut.axes, *partial})), parts * cut.parts))
         drawing = [self.plan.code("activations")] if self.returned else []
         if any(slot.requires_grad and self._is_gathered(slot) for slot in slots.values()):
@@ -157,11 +159,11 @@ class ChunkMemory:
         """Bytes by cause if this is the program of ``stage``."""
         run = self.measured
         if is_asynchronous(self.plan):
-            return self._going_on(run, stage)
+            return self._asynchronous_memory(run, stage)
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
         return peak_memory(self.resident(), [*moments, *self.end()])
 
-    def _going_on(self, run: _Run, stage: int) -> Bytes:
+    def _asynchronous_memory(self, run: _Run, stage: int) -> Bytes:
         """Bytes by cause in a pipeline that never drains: versions of the weights, which graphs in flight read, their
         batches, of which each stage has a copy, and updates while microbatches are in flight."""
         p, m = len(self.plan.stages), self.plan.microbatches
@@ -171,7 +173,9 @@ class ChunkMemory:
         resident = Counter({cause: int(size) for cause, size in self.resident().items()})
         resident["parameters"] += versions * sum(map(self._bytes, trained))
         if others:
-            resident["inputs"] += (versions + 1) * sum(self._whole(slot) for slot in slots if slot.kind == "input")
+            resident["inputs"] += (versions + 1) * sum(
+                self._batch_bytes(slot) for slot in slots if slot.kind == "input"
+            )
         sent = self.outgoing * (others + 2)  # held until a forward proves that they have arrived
         moments = [self._at(run, kind, others, self.incoming["B"] + sent) for kind in ("F", "F later")]
         backwards = ("B first", "B", "B last") if m > 1 else ("B last",)
@@ -181,8 +185,8 @@ class ChunkMemory:
             end.update({"activations": others * run.saved, "buffers": sent})
         return peak_memory(resident, [*moments, *ends])
 
-    def _whole(self, slot: Slot) -> int:
-        """Bytes of an input of the whole batch."""
+    def _batch_bytes(self, slot: Slot) -> int:
+        """Bytes of an input for the whole batch."""
         times = 1 if slot.batch_dim is None else self.plan.microbatches
         return prod(slot.type.shape) * slot.type.dtype.itemsize * times
 
@@ -249,21 +253,21 @@ class ChunkMemory:
         found["buffers"] += messages
         return found
 
-    # ---- what stays
+    # ---- resident bytes
 
     def resident(self, alone: bool = True) -> Bytes:
-        """What lives through the whole step; without the batch and constants, where another chunk counts them."""
+        """Bytes that live through the whole step, by cause. alone: count the batch and constants, too."""
         found: Counter[str] = Counter()
         for slot in self.program.slots:
             if slot.kind == "buffer":
                 found["parameters"] += _bytes(self._local(slot), slot)
             if slot.kind == "parameter":
-                leaf = prod(self._local(slot, self.homes[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
+                leaf = prod(self._local(slot, self.shardings[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
                 found["parameters"] += leaf
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
                 found["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
-        found["gradients"] += sum(self.flat.values()) + sum(self._in_parts.values())
-        found["buffers"] += self.coded()
+        found["gradients"] += sum(self.flat.values()) + sum(self._sharded_gradients.values())
+        found["buffers"] += self.codec_bytes()
         found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
             return found
@@ -277,13 +281,13 @@ class ChunkMemory:
         return found
 
     def end(self) -> list[Bytes]:
-        """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
+        """The moments after the last backward: tied gradients arrive, the optimizer runs, values are gathered."""
         grads = {
-            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
+            slot.name: self._sum_bytes(slot, self.shardings[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
-        counted = {**self.flat, **self._in_parts}
+        counted = {**self.flat, **self._sharded_gradients}
         loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
         tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
         arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
@@ -304,25 +308,25 @@ class ChunkMemory:
         ]
 
     def _update(self, slot: Slot) -> tuple[int, int]:
-        shape = self._local(slot, self.homes[slot.name].optimizer)
+        shape = self._local(slot, self.shardings[slot.name].optimizer)
         return update_bytes(shape, slot.type.dtype, self.plan.optimizer, self.kind)
 
     # ---- parameters that are cut further than ops read them
 
     @cached_property
-    def _in_parts(self) -> dict[str, int]:
+    def _sharded_gradients(self) -> dict[str, int]:
         """Parameters whose gradients every microbatch reduces → the bytes that stay of them."""
         return {
-            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
+            slot.name: self._sum_bytes(slot, self.shardings[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
-            and self.homes[slot.name].pattern == "zero2"
+            and self.shardings[slot.name].pattern == "zero2"
         }  # fmt: skip
 
     @cached_property
-    def loose(self) -> int:
+    def unbucketed_gradients(self) -> int:
         """Bytes of the gradients that stay after a backward, in no bucket."""
-        counted = {**self.flat, **self._in_parts}
+        counted = {**self.flat, **self._sharded_gradients}
         slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
         return sum(self._sum_bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
 
@@ -336,13 +340,13 @@ class ChunkMemory:
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
         template, gathers = self._template(), Gathers(self.program.module.graph)
-        room = ReductionBuffers(self.blocks, tracker, native)
-        alike = not self.flat and not room.messages  # without buckets all later backwards are
+        buffers = ReductionBuffers(self.blocks, tracker, native)
+        alike = not self.flat and not buffers.messages  # without buckets all later backwards are
         count = min(self.plan.microbatches, 2 if alike else 3)
         last = [False]
         for position, slot in enumerate(self.program.slots):
             if slot.kind == "parameter" and slot.requires_grad:
-                self._hook(template[position], slot.name, tracker, room, last)
+                self._hook(template[position], slot.name, tracker, buffers, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
         code = self.plan.code("weights")
         with use(Context(comm, repeating=tracker.repeating, code=code)), tracker:
@@ -357,13 +361,13 @@ class ChunkMemory:
                 run.peaks["F later" if index else "F"] = _with_saved(tracker.peak, run.saved)
                 tracker.relabel_all("temporary", "activations")
                 tracker.restart()
-                room.arm()
+                buffers.arm()
                 tracker.in_backward = True
                 self._backward(arguments, exits, tracker, comm)
                 tracker.in_backward = False
-                room.flush(last[0])
+                buffers.flush(last[0])
                 if last[0]:
-                    room.finish()
+                    buffers.finish()
                 kind = "B last" if last[0] else "B" if index else "B first"
                 run.peaks[kind] = dict(tracker.peak)
                 del arguments, exits
@@ -375,13 +379,15 @@ class ChunkMemory:
         run.peaks.setdefault("F later", run.peaks["F"])
         return run
 
-    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionBuffers, last: list[bool]) -> None:
-        stored_in_parts = name in self._in_parts and name not in room.of
+    def _hook(
+        self, leaf: nn.Parameter, name: str, tracker: Tracker, buffers: ReductionBuffers, last: list[bool]
+    ) -> None:
+        stored_in_parts = name in self._sharded_gradients and name not in buffers.of
 
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if room.takes(name, last[0]):
-                room.fill(name, last[0])
+            if buffers.takes(name, last[0]):
+                buffers.fill(name, last[0])
                 parameter.grad = None
             elif stored_in_parts or (last[0] and name in self.flat):
                 parameter.grad = None  # copied into the bucket, or summed into the part, which is counted already
@@ -469,12 +475,11 @@ def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:
     return prod(shape) * tensor.type.dtype.itemsize
 
 
-# ---- What all stages of a plan look up while their bytes are counted, and which of their programs run
-# alike
+# ---- facts that all stages share, and the keys of equal programs
 
 
 class MemoryContext:
-    """What all stages of a plan look up."""
+    """The graph, the plan and derived facts that the memory of every stage needs."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
@@ -494,7 +499,7 @@ class MemoryContext:
         return self.layers.layering.layer_of
 
     def structure(self, stage: int, place: int = 0) -> Hashable:
-        """Equal for chunks that run alike: what their programs are made from, with the nodes numbered."""
+        """A key that is equal for chunks with equal programs: the inputs of lowering, with the nodes numbered."""
         here, nodes = self.plan.stages[stage], self.graph.by_name()
         chunk = here.chunks[place]
         number: dict[str, int] = {}
@@ -537,7 +542,7 @@ class MemoryContext:
         return machine, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
-        """What a tensor is that the chunk does not make."""
+        """The key of a tensor that comes from outside of the chunk."""
         if node.name in chunk.receives:
             return "receive", chunk.receives[node.name], str(node.meta["type"]), node.name in self.grad
         source, kind = node.meta["source"], str(node.meta["type"])

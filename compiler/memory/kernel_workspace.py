@@ -1,8 +1,9 @@
-"""A stand-in for attention that allocates what the real kernels do, on tensors without data.
+"""The workspace of kernels: a stand-in for attention on tensors without data, and the copies of CPU convolutions.
 
-Dropout is no matter here: capture writes attention with dropout as matmuls, a softmax and a dropout.
+The stand-in for attention allocates what the real kernels do. It ignores dropout, because capture writes attention
+with dropout as matmuls, a softmax and a dropout.
 
-Room that the CPU's convolutions take beside their results, and give back before they return.
+A CPU convolution holds workspace beside its results, and frees it before it returns:
 
     oneDNN    forward   x' w' y' (blocked by channels), then y' y
               backward  g' w' x', then x' and the input's gradient; then both gradients with x' g' w'
@@ -28,9 +29,11 @@ aten = torch.ops.aten
 
 
 class _Attention(torch.autograd.Function):
-    """What attention allocates: the output in the query's layout, and gradients with heads and positions swapped. A
-    fused kernel keeps the log-sum-exp of every row. Others write the scores, keep the probabilities, and have the
-    gradients of both in the backward."""
+    """The allocations of attention: the output in the query's layout, and gradients with heads and positions swapped.
+
+    A fused kernel keeps the log-sum-exp of every row. Other kernels write the scores, keep the probabilities, and
+    allocate the gradients of both in the backward.
+    """
 
     @staticmethod
     def forward(

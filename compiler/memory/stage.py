@@ -1,5 +1,5 @@
-"""The bytes that one device of a stage holds at the worst moment of a training step, by cause, from running its lowered
-program on tensors without data (``abstract_run.py``) in the order in which the runtime will.
+"""The peak memory of one device of a stage, by cause: its lowered program is run on tensors without data
+(``abstract_run.py``) in the order in which the runtime runs it.
 
     resident   parameters, buffers, constants, optimizer state, the flat buckets of gradients, the caller's batch, pages
                through which messages pass
@@ -8,14 +8,13 @@ program on tensors without data (``abstract_run.py``) in the order in which the 
                messages that are posted or not yet known to have arrived
     step       gradients of tied copies, then the optimizer, one parameter after the other (all at once on CUDA devices)
 
-Stages with equal programs share one run. Of a stage with several chunks each is run, and the schedule says which of
-them are in flight together; a weight that two of them use is counted in each.
+Stages with equal programs share one run. Each virtual stage (chunk) of a stage is run, and the schedule says which of
+them are in flight together. A weight that two of them use is counted in each.
 
-What a stage's messages to others on its machine hold for good: the pages through which ranks on CPUs pass them
-(``runtime/transport/shared_memory.py``).
-
-A rank keeps as many rooms of a size for each peer as there ever were messages on their way to it at once: two where a
-stage sends and then waits for an answer, more where it runs ahead, four at the most.
+**Shared memory.** Ranks on the CPUs of one host pass messages through shared pages
+(``runtime/transport/shared_memory.py``), which they never free. A rank keeps as many buffers of a size for each peer as
+there ever were messages on their way to it at once: two where a stage sends and then waits for an answer, more where it
+runs ahead, four at the most.
 """
 
 from __future__ import annotations
@@ -39,8 +38,11 @@ __all__ = ["memory_of_chunks", "message_bytes", "stage_memories", "with_stage_me
 
 
 def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
-    """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
-    each stage whose program cannot run on meta tensors: its estimate from the rules stays. workers: processes."""
+    """Return ``plan`` with the memory of every stage's prediction from ``stage_memories`` ("framework" stays).
+
+    A stage whose program cannot run on meta tensors keeps its estimate from the rules, and the plan gets a note.
+    workers: number of processes.
+    """
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
     for index, found in enumerate(stage_memories(graph, plan, workers)):
         if isinstance(found, Exception):
@@ -53,8 +55,8 @@ def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
 
 
 def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
-    """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so.
-    workers: processes, of which the others are forks."""
+    """Return the bytes by cause of every stage (``memory_of_chunks``), or the error of its program. Equal programs run
+    once. workers: number of processes; all but the first are forks."""
     context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
     found: dict[int, Bytes | Exception] = {}
     keys: dict[int, list[Hashable]] = {}
@@ -63,13 +65,13 @@ def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | E
             keys[index] = [context.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
             found[index] = error
-    for some in all_of([partial(_footprints, context, part) for part in _dealt(keys, workers)]):
+    for some in all_of([partial(_stage_memories, context, part) for part in _dealt(keys, workers)]):
         found |= some
     return [found[index] for index in range(len(plan.stages))]
 
 
 def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[int, Sequence[Hashable]]]:
-    """The stages dealt out to so many: to whoever has most of their programs, else to whoever has the fewest."""
+    """Deal the stages out to workers: to the one that has most of their programs, else to the one with the fewest."""
     parts: list[dict[int, Sequence[Hashable]]] = [{} for _ in range(workers)]
     known: list[set[Hashable]] = [set() for _ in parts]
     for index, programs in keys.items():
@@ -79,8 +81,8 @@ def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[in
     return [part for part in parts if part] or [{}]
 
 
-def _footprints(context: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
-    """Of these stages, with the structure of each of their programs."""
+def _stage_memories(context: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
+    """The memory of these stages, given with the structure of each of their programs."""
     known: dict[Hashable, ChunkMemory | Exception] = {}
     found: dict[int, Bytes | Exception] = {}
     for index, keys in stages.items():
@@ -115,7 +117,7 @@ def memory_of_chunks(context: MemoryContext, chunks: Sequence[ChunkMemory], stag
 
 
 class _VirtualStages:
-    """The chunks of one stage, in flight together as the schedule has it."""
+    """The virtual stages of one stage, in flight together as the schedule has it."""
 
     def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
@@ -134,7 +136,7 @@ class _VirtualStages:
         return peak_memory(resident, [*self._moments(), *ends])
 
     def _moments(self) -> Iterator[Counter[str]]:
-        """What is held at every action beside what is resident."""
+        """The bytes at every action beside the resident ones."""
         chunks, row = self.chunks, self.row
         last = {action.chunk: index for index, action in enumerate(row) if action.kind != "F"}
         flying, backwards = [0] * len(chunks), [0] * len(chunks)
@@ -151,7 +153,7 @@ class _VirtualStages:
             for c, other in enumerate(chunks):
                 own = int(c == k and action.kind != "F")  # the one in work is in the peak
                 moment["activations"] += (flying[c] - own) * other.measured.saved
-                moment["gradients"] += other.loose if c != k and backwards[c] else 0
+                moment["gradients"] += other.unbucketed_gradients if c != k and backwards[c] else 0
             yield moment
             if action.kind == "F":
                 flying[k] += 1
@@ -159,11 +161,12 @@ class _VirtualStages:
                 flying[k], backwards[k] = flying[k] - 1, backwards[k] + 1
 
 
-_ROOMS, _MOST_ROOMS = 2, 4
+#: Shared-memory buffers of one size per peer: where a stage waits for an answer, and where it runs ahead.
+_BUFFERS, _MAX_BUFFERS = 2, 4
 
 
 def message_bytes(context: MemoryContext, stage: int) -> int:
-    """Bytes on one device of the stage."""
+    """Bytes of the shared-memory pages that one device of the stage keeps."""
     plan, here, nodes = context.plan, context.plan.stages[stage], context.graph.by_name()
     if context.cluster.device(here.devices[0]).kind != "cpu":
         return 0
@@ -185,4 +188,4 @@ def message_bytes(context: MemoryContext, stage: int) -> int:
         elements = prod(local_shape(kind.shape, spec, here.mesh_shape))
         sizes.add((other, carried_bytes(code, elements, kind.dtype.itemsize)))
     ahead = plan.num_chunks > 1 or plan.schedule == "gpipe"
-    return min(plan.microbatches, _MOST_ROOMS if ahead else _ROOMS) * sum(size for _, size in sizes)
+    return min(plan.microbatches, _MAX_BUFFERS if ahead else _BUFFERS) * sum(size for _, size in sizes)

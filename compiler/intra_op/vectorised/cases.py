@@ -52,7 +52,8 @@ class Samples:
 
     graph: Graph
     layering: Layering
-    cache: dict[Any, Any] = field(default_factory=dict)  # what follows from them, by content
+    #: Values that follow from the layers, by content.
+    cache: dict[Any, Any] = field(default_factory=dict)
     _ops: dict[int, list[Node]] = field(default_factory=dict)
     _around: dict[int, list[Node]] = field(default_factory=dict)
     _at: dict[tuple[int, int], dict[str, Node]] = field(default_factory=dict)
@@ -111,9 +112,9 @@ def _surroundings(ops: Sequence[Node]) -> set[Node]:
 class Cases:
     """Cases of one model on one cluster, all with the same number of mesh axes (0, 1 or 2).
 
-    sizes: int [num, axes]; microbatches: int [num]; extents: the distinct batch extents of a microbatch; extent_of: int
-    [num]. Raises ValueError for cases of unlike meshes, for a batch that the microbatches do not divide and for devices
-    that the cluster does not have.
+    sizes: int [num, axes] of the mesh; microbatches: int [num]; extents: the distinct batch extents of a microbatch;
+    extent_of: int [num], the index of each case's extent. Raises ValueError for cases of unlike meshes, for a batch
+    that the microbatches do not divide and for devices that the cluster does not have.
     """
 
     graph: Graph
@@ -122,9 +123,12 @@ class Cases:
     optimizer: str
     global_batch: int
     cases: tuple[Case, ...]
-    schedule: str = "1f1b"  # decides only whether the layer with the loss is run again
-    samples: Samples = field(default=None)  # type: ignore[assignment]  # of the same graph; by default its own
-    cache: dict[Any, Any] = field(default_factory=dict)  # prices by content, shared by all templates
+    #: Decides only whether the layer with the loss is recomputed.
+    schedule: str = "1f1b"
+    #: Samples of the same graph; by default its own.
+    samples: Samples = field(default=None)  # type: ignore[assignment]
+    #: Prices by content, shared by all templates.
+    cache: dict[Any, Any] = field(default_factory=dict)
     communication: Communication = EXACT
 
     def __post_init__(self) -> None:
@@ -152,7 +156,7 @@ class Cases:
         self._pricers: dict[tuple[tuple[int, ...], int], MeshPricer] = {}
 
     def pricer(self, v: int) -> MeshPricer:
-        """The scalar pricer of case ``v``'s mesh."""
+        """Return the scalar pricer of the mesh of case ``v``."""
         case = self.cases[v]
         key = case.mesh_shape, case.offset
         if key not in self._pricers:
@@ -170,7 +174,7 @@ class Cases:
         return self.samples.ops(layer)
 
     def array(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array of this key, made once."""
+        """Return the array of this key, computed once."""
         if key not in self.cache:
             self.cache[key] = make()
         found: np.ndarray = self.cache[key]
@@ -219,7 +223,7 @@ class Cases:
         return found
 
     def border_key(self, boundary: int) -> tuple[Any, ...]:
-        """What the states of a border and their prices depend on."""
+        """The key of a border: equal keys have equal states at equal prices."""
         nodes, grad = self.source.by_name(), self.layering.needs_grad
         tensors = self.layering.crossing[boundary]
         return tuple((nodes[t].meta["type"], self.layering.batch_dims[t][0], t in grad) for t in tensors)
@@ -255,7 +259,7 @@ def prod_of(sizes: np.ndarray, mask: int) -> np.ndarray:
 
 
 def _modes(kinds: Sequence[TensorType], batch: Sequence[int | None], role: str | None) -> list[list[Placement]]:
-    """What one axis may do to the tensors of a border; ``compose.Composer`` has the same list."""
+    """The placements that one axis may give to the tensors of a border."""
     whole: list[Placement] = [R] * len(kinds)
     data = [R if b is None else S(b) for b in batch]
     if role == "data":

@@ -1,23 +1,20 @@
-"""Stage costs for every run of layers, of many rows at once: (mesh, microbatches) cases under levels of weights.
+"""Stage costs of every interval of layers, for many rows at once: cases (mesh, microbatches) under memory multipliers.
 
-A run of layers costs the min-plus product of its layers' tables (``layer_tables``) between entering a border in some
-state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so equal sequences are
-one run (``interval_tables``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals. All runs of one
-length are extended together.
+The cost of an interval is the min-plus product of its layers' tables (``layer_tables``) from a state of its first
+border to a state of its last one. It depends on the sequence of layer classes and borders alone, so intervals with
+equal sequences are one *run*: a GPT of 98 layers has 4,851 intervals and some 500 runs. All runs of one length are
+extended together. Runs are numbered by
 
-**What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
-the transfer x of what crosses its borders, forward and back,
+    id(i, j + 1) = cons(id(i, j), class of layer j, border j + 1)
+
+**The cost of an interval.** With seconds p per microbatch and s per step (divided by the microbatches), the two
+actions a of a stage, and the transfer x of the tensors that cross its borders, forward and back,
 
     cost = min over border states of   objective(p + s, bytes) + a + x
     floor_s = min over border states of   objective(p + s, bytes) + a            (its own minimum: nothing follows x)
 
-so with no weights on bytes, floor_s is the least seconds of a microbatch, and with weights the value of the Lagrangian.
+so floor_s is a lower bound on the seconds of a microbatch where the multipliers are 0, and else on the Lagrangian.
 pace_s (actions included), step_s, transfer_s and the bytes are those of the choices behind cost.
-
-Runs of layers, and the min-plus products of all of them at once (``interval_tables``).
-
-A run depends on its sequence of layer classes and on its borders alone: id(i, j + 1) = cons(id(i, j), class of layer j,
-border j + 1), and equal sequences are one run.
 """
 
 from __future__ import annotations
@@ -86,8 +83,7 @@ class IntervalTables:
 class IntervalComposer:
     """Tables and intervals of one model for the cases of ``cases``, at any of ``levels``.
 
-    modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
-    case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
+    modes: recompute modes that each layer may choose from; build: makes a layer's section for all cases.
     """
 
     cases: Cases
@@ -95,7 +91,9 @@ class IntervalComposer:
     levels: Sequence[Level]
     modes: Sequence[str]
     build: Build = build_case_section
+    #: Per case another one with equal prices but for messages, whose tables serve for both; () if there is none.
     alike: Sequence[int] = ()
+    #: Rows that other searches computed.
     kept: RowCache | None = None
     _templates: dict[str, LayerTemplate] = field(default_factory=dict)
     _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
@@ -217,7 +215,7 @@ class IntervalComposer:
     # ---- intervals
 
     def floors(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """(floor_s [runs, rows], the run of every interval): what ``intervals`` has under that name, alone."""
+        """Return (floor_s [runs, rows], the run of every interval): ``floor_s`` as ``intervals`` has it, alone."""
         runs, index = self._runs
         return self._recalled(rows, lambda row: self._key(row, False), (len(runs),), self._floors), index
 
@@ -294,7 +292,7 @@ class IntervalComposer:
         shape: tuple[int, ...],
         make: Callable[[Sequence[Row]], np.ndarray],
     ) -> np.ndarray:
-        """[*shape, rows]: what ``make`` makes of rows, or made of equal ones before."""
+        """[*shape, rows]: the result of ``make``, from the row cache where an equal row was computed before."""
         if self.kept is None:
             return make(rows)
         return self.kept.recall([key(row) for row in rows], shape, lambda some: make([rows[k] for k in some]))
@@ -316,12 +314,12 @@ class IntervalComposer:
 
     @cached_property
     def _columns(self) -> dict[int, list[bytes]]:
-        """By the first layer of a class the digests of all cases."""
+        """The column digests of all cases, by the first layer of a class."""
         return {k: column_digests(self.template(k)) for k in self._distinct[0]}
 
     @cached_property
     def _sequence(self) -> bytes:
-        """Which layers, and which borders, are alike."""
+        """A key of the sequence of layer classes and borders."""
         return repr([[found.index(one) for one in found] for found in self._alike]).encode()
 
     @cached_property
@@ -348,7 +346,7 @@ class IntervalComposer:
                 self._made(classes.index(key), [own])
         return [self._found[key, own] for key in classes[first:end]]
 
-    # ---- the way back
+    # ---- the choices behind a cost
 
     def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
@@ -403,7 +401,7 @@ def _positions(section: CaseSection, operator: int, states: Sequence[State], ten
     return np.array([position[state[tensor]] for state in states], dtype=np.intp)
 
 
-Row = tuple[int, int]  # (variant, level)
+Row = tuple[int, int]  # (case, level)
 Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]
 
 
@@ -505,7 +503,7 @@ class Composition:
         return self.results
 
     def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """What came before the last layer of a run: [8, in states, rows], and the peak [rows]."""
+        """The values of a run before its last layer: [8, in states, rows], and the peak [rows]."""
         run = self.runs[number]
         if run.before >= 0:
             return before[run.before]

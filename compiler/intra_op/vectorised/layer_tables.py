@@ -1,17 +1,18 @@
 """Tables of one layer class for many rows at once: what the layer costs between two borders, per row.
 
-A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* (weights of bytes, and what of the
-seconds counts). Its objective is, for the recompute mode that is best in each cell,
+A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* (memory multipliers, and the share of
+per-step seconds that counts). Its objective is, for the recompute mode that is best in each cell,
 
     seconds + again[mode]
         − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds) · floor_seconds / seconds
         + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
-where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
-that layers share): so that no stage undercuts the sum of its layers' floors.
+where floor_seconds are a lower bound on the share of this layer in a stage of several layers (all of its seconds but
+for floating ops and weights that layers share). So no stage costs less than the sum of its layers' lower bounds.
 
-Modes are rows of the elimination and minimised over afterwards. Then choices are walked back for the cells that are
-left, and what they take is added up, each resharded copy once per (tensor, target state). Rows are arrays' last axis.
+Recompute modes are rows of the elimination, and the best one is taken afterwards. Then the choices behind every
+possible cell are walked back and their seconds and bytes are added up, each resharded copy once per (tensor, target
+state). Rows are the last axis of arrays.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from .problem import CaseEdge, CaseSection
 
 __all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 
-TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
+#: Seconds per byte that let the leaner of equally fast choices win; 0.1 ns for a terabyte.
+TIE = 1e-22
 
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts, and of the
-    gradients of weights: all, unless per-step work counts nothing (``_corners``)."""
+    """The memory multipliers of an objective, and the shares of the seconds that count."""
 
+    #: Seconds per resident byte.
     byte: float = 0.0
+    #: Seconds per byte that is saved for backward.
     saved_byte: float = 0.0
+    #: The share of per-step seconds that counts.
     step_share: float = 1.0
+    #: The share of the gradients of weights that counts: all of it, unless ``step_share`` is 0 (``_corners``).
     weight_share: float = 1.0
 
     @property
@@ -77,8 +82,8 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What an operator or a tensor adds, [*choice axes, cases], in the last three by mode; None where that is
-    nothing at all."""
+    """The seconds and bytes of an operator or a tensor: [*choice axes, cases], in the last three by mode; None is 0
+    everywhere."""
 
     seconds: np.ndarray  # inf where impossible
     sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
@@ -95,7 +100,7 @@ class Terms:
         return not (self.seconds.any() or _any(self.again) or _any(self.saved) or _any(self.transient))
 
     def counted(self, seconds: np.ndarray) -> np.ndarray:
-        """What the objective counts of some seconds."""
+        """The part of some seconds that counts in the objective."""
         return seconds if self.sure is None else self.sure * seconds
 
     def objective(self, weights: Weights, case_indices: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
@@ -223,8 +228,8 @@ class LayerTemplate:
         return replace(tables, chunks=tuple(chunks))
 
     def floors(self, weights: Weights) -> np.ndarray:
-        """[in states, out states, rows] what no objective undercuts: the least where each op and each copy may have a
-        mode of its own (the least itself where bytes have no price and a mode runs nothing again), rounded down."""
+        """[in states, out states, rows] lower bounds of the objective, rounded down: the minimum where each op and each
+        copy may have a mode of its own. It is exact where multipliers are 0 and some mode recomputes nothing."""
         cost = np.full((*self.possible.shape[:2], len(weights.case)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
         terms = len(self.operators) + len(self.tensors) + 8
@@ -257,7 +262,7 @@ class LayerTemplate:
     def _chunk(
         self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables
     ) -> EliminatedRows:
-        """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
+        """Fill these rows of ``tables``. cells: the (in, out) states that are possible together in some case."""
         case, (into, out) = weights.case, cells
         case_indices = _as_slice(case)
         chunk, by_mode = self._eliminated(weights, tables.modes, cells)

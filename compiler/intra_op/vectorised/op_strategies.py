@@ -1,4 +1,4 @@
-"""The choices of one op over all cases: what some case offers, and which cases offer it.
+"""The sharding strategies of one op over all cases: the union of what cases offer, and a mask of who offers which.
 
 Choices are told apart by what they do, not by their labels, since a label's meaning may depend on the batch extent (a
 view of one sample has no dim for the batch, so "d0" is the next one). A choice is one single-axis choice u per mesh
@@ -52,29 +52,30 @@ class InternalCollective:
 
 @dataclass(frozen=True, eq=False)
 class OpChoices:
-    """Choices of one op, parallel tuples of C entries.
+    """The choices of one op, parallel tuples of C entries."""
 
-    choices: with the labels of some case, and a work_share of 1 (``splits`` says what it is); texts: per group of
-    extents the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask;
-    reads: per operand and choice its value spec as the work sees it; offered: bool [num, C].
-    """
-
+    #: Choices with the labels of some case and a work_share of 1, which ``splits`` replaces.
     choices: tuple[MeshChoice, ...]
+    #: Per group of extents the label of every choice.
     texts: tuple[tuple[str, ...], ...]
+    #: [extents] the group of each.
     group_of: np.ndarray
+    #: [C] the axes that share the work, as a mask.
     splits: np.ndarray
+    #: Per operand and choice the value spec that the kernel reads.
     reads: tuple[tuple[Spec, ...], ...]
     messages: tuple[InternalCollective, ...]
+    #: bool [num, C].
     offered: np.ndarray
 
     def keeps_to(self, restriction: Restriction, op: str, cases: Cases) -> np.ndarray:
-        """bool [num, C]: which choices have the labels that a restriction wants split."""
+        """bool [num, C]: the choices that have the labels that a restriction wants split."""
         fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
         found: np.ndarray = np.array(fits)[self.group_of][cases.extent_of]
         return found
 
     def sends_over(self, node: Node, axes: Sequence[int], needs_grad: Collection[str]) -> np.ndarray:
-        """bool [C]: which choices send something over one of the axes themselves."""
+        """bool [C]: the choices with a collective over one of the axes."""
         found = np.zeros(len(self.choices), dtype=bool)
         for message in self.messages:
             if message.axis in axes and message.internal.is_sent(node, needs_grad):
@@ -159,7 +160,7 @@ def _filtered(
     stands: np.ndarray,
     restriction: Restriction,
 ) -> np.ndarray:
-    """Which of the choices that stand are offered: ``section._Builder._choices`` for all cases at once."""
+    """The mask of the choices that are offered: ``section._Builder._choices`` for all cases at once."""
     node = nodes[0]
     stands = made.once(stands)
     kept = np.zeros((len(union.labels), len(made.combos)), dtype=bool)

@@ -1,4 +1,4 @@
-"""Parameters in all cases at once: every pair in every allowed residency, with the prices of
+"""Parameters in all cases at once: every pair under every allowed sharding pattern, with the prices of
 ``parameter_sharding``."""
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ class ParameterChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParameterPrices:
-    """Arrays [num, choices]. seconds: per microbatch, everything; step: of these what is done once per step; gradient:
-    of these the reduction and gathers; backward: what is done per microbatch; weight: of the backward, the addition of
-    gradients; gathered: ``parameter_sharding.gathered_bytes``."""
+    """The prices of a parameter, arrays [num, choices]."""
 
     choices: tuple[ParameterChoice, ...]
     offered: np.ndarray
+    #: Seconds per microbatch, all included.
     seconds: np.ndarray
+    #: The part of ``seconds`` that is spent once per step, divided by the microbatches.
     step: np.ndarray
+    #: The part of ``step`` that reduces and gathers.
     gradient: np.ndarray
+    #: The part of ``seconds`` in the backward of every microbatch.
     backward: np.ndarray
+    #: The part of ``backward`` that adds gradients up.
     weight: np.ndarray
     resident: np.ndarray
+    #: ``parameter_sharding.gathered_bytes``.
     gathered: np.ndarray
 
 
@@ -88,13 +92,12 @@ class _Table:
         self.choices: list[ParameterChoice] = []
 
     def prices(self) -> ParameterPrices:
-        """All columns so far."""
+        """Return the prices of all columns so far."""
         offered, *rest = (np.stack(column, axis=1) for column in zip(*self.columns))
         return ParameterPrices(tuple(self.choices), offered, *rest)
 
     def add_all(self, pairs: Sequence[Pair], offered: np.ndarray, allowed: Collection[str]) -> None:
-        """The residencies of all pairs; see ``parameter_sharding.parameter_residencies``. offered: bool [num,
-        pairs]."""
+        """Add the shardings of all pairs as ``parameter_shardings`` has them. offered: bool [num, pairs]."""
         wanted = [name for name in PATTERNS[1:] if name in allowed and (self.trainable or name == "zero3")]
         nowhere = np.zeros(self.cases.num, dtype=np.int64)
         fits = {pair: self._fit(pair, offered[:, k]) for k, pair in enumerate(pairs)} if wanted else {}
@@ -128,7 +131,7 @@ class _Table:
         return shared, fits & offered & (divisor > 1), first
 
     def _one(self, pair: Pair, pattern: str, offered: np.ndarray, shared: int, dim: np.ndarray) -> None:
-        """One residency. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
+        """Add one sharding. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
         cut = sum(1 << axis for axis, placement in enumerate(pair.value) if placement.is_shard)
         whole, part = self.elements[:, cut], self.elements[:, cut | shared]
         stored = part if pattern == "zero3" else whole

@@ -436,7 +436,7 @@ class Tariff:
 
 
 def num_terms(axes: int) -> int:
-    """How many terms there are on a mesh: steps that communicate by kind, axis and cuts, and copies last."""
+    """The number of terms on a mesh: steps that communicate by kind, axis and cuts, and copies last."""
     return len(KINDS) * axes * (1 << axes) + 1
 
 

@@ -1,8 +1,8 @@
-"""One layer as a numeric problem in all cases at once: ``section.build_section`` with a leading axis over the cases.
+"""The numeric problem of one layer in all cases at once: ``section.build_section`` with a leading axis over cases.
 
-Operators, edges and their order are those of ``section``. A choice that a case does not offer costs inf there; what is
-offered costs what the scalar section says, to rounding. Recompute modes share everything but four parts (``again``,
-``saved`` and ``transient`` of operators, ``again``, ``bytes`` and ``transient`` of edges), which are given by mode.
+Operators, edges and their order are those of ``section``. A choice that a case does not offer costs inf there. An
+offered choice costs what the scalar section says, but for rounding. Recompute modes share everything but ``again``,
+``saved`` and ``transient`` of operators, and ``again``, ``bytes`` and ``transient`` of edges, which are given by mode.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def build_case_section(
     restriction: Restriction = NO_RESTRICTION,
     modes: Sequence[str] = ("none",),
 ) -> CaseSection:
-    """Layer ``layer`` in all cases, its borders in these states (of ``Cases.states``), under these recompute
+    """Build layer ``layer`` in all cases, with its borders in these states (of ``Cases.states``), under these recompute
     modes."""
     return _Builder(cases, layer, into, out, restriction, tuple(modes)).build()
 
@@ -288,7 +288,7 @@ class _Builder:
         )
 
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
-        """given: the pairs in which its producer makes it, by choice."""
+        """Add a tensor that leaves the graph. given: the pairs in which its producer makes it, by choice."""
         whole = replicated(self.cases.axes)
         left = [leaving(pair) if name in self.late else whole for pair in given]
         pairs = list(dict.fromkeys(left))
@@ -448,8 +448,7 @@ def _is_in(saved: Saved, node: Node, k: int) -> bool:
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
-# ---- The pairs in which parameters, inputs, buffers and constants may lie, and in which cases:
-# ``section._Builder._pairs`` for all cases at once
+# ---- pairs of parameters, inputs, buffers and constants: ``section._Builder._pairs`` for all cases at once
 
 
 Where = dict[Pair, np.ndarray]  # bool [num] by pair
