@@ -65,8 +65,8 @@ class Communication:
     @property
     def codes(self) -> dict[str, str]:
         """The codecs of other tensors than gradients, as ``Plan.codes`` has them."""
-        found = {"activations": self.activations, "weights": self.weights}
-        return {what: code for what, code in found.items() if code != "none"}
+        codecs = {"activations": self.activations, "weights": self.weights}
+        return {what: code for what, code in codecs.items() if code != "none"}
 
     @property
     def is_lossy(self) -> bool:
@@ -109,20 +109,20 @@ class Communication:
             others = {what: str(code) for what, code in asked.items() if what != "gradients"}
             if wrong := next(carrier_faults(others), ""):
                 raise ValueError(f"{wrong}; use one of these")
-            found = cls.asked(asked.get("gradients"))
+            communication = cls.asked(asked.get("gradients"))
             activations, weights = others.get("activations", "none"), others.get("weights", "none")
-            return replace(found, activations=activations, weights=weights)
+            return replace(communication, activations=activations, weights=weights)
         every, codes = ("backend", *REDUCTIONS), tuple(CODECS)
         drop_in = tuple(name for name, codec in CODECS.items() if codec.drop_in)
         modes = {"exact": cls(), "auto": cls(every), "auto-lossy": cls(every, drop_in, gain=MIN_LOSSY_SPEEDUP)}
         if asked is None:
             return modes["exact"]
-        known = f"exact, auto, auto-lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
+        allowed = f"exact, auto, auto-lossy, or names of algorithms ({', '.join(every)}) and codes ({', '.join(codes)})"
         if isinstance(asked, str) and asked in modes:
             return modes[asked]
         names = [name.strip() for name in asked.split(",")] if isinstance(asked, str) else list(asked)
         if not names or any(name not in (*every, *codes) for name in names):
-            raise ValueError(f"communication is {known}, but got {asked!r}; use one of these")
+            raise ValueError(f"communication is {allowed}, but got {asked!r}; use one of these")
         return cls(
             tuple(name for name in every if name == "backend" or name in names),
             tuple(name for name in codes if name == "none" or name in names),
@@ -169,13 +169,13 @@ class GradientRoute:
     def offers(self) -> tuple[Offer, ...]:
         """``seconds`` as ``AxisPrice.pieces_of`` has it: the cheapest offer counts."""
         coding: Offer = ((0.0, self.coding_s, self.coding_s_per_byte),)
-        found: list[Offer] = []
+        sums: list[Offer] = []
         for combination in product(*self.messages):
             total = coding
             for offer in combination:
                 total = _sum_offers(total, offer)
-            found.append(total)
-        return tuple(found)
+            sums.append(total)
+        return tuple(sums)
 
 
 def _offer_seconds(offer: Offer, nbytes: float) -> float:

@@ -247,8 +247,8 @@ def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
 def lossy_notes(stages: Sequence[Stage], codes: Mapping[str, str]) -> list[str]:
     """A line for a plan whose gradients are not summed exactly, and for each of its ``codes``."""
     notes = [f"{what} are compressed by {code}, which is lossy: training differs" for what, code in codes.items()]
-    found = {wire.compressor for stage in stages for wire in stage.wire}
-    lossy = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
+    codecs = {wire.compressor for stage in stages for wire in stage.wire}
+    lossy = sorted(name for name in codecs if name in CODECS and CODECS[name].lossy)
     if lossy:
         text = f"gradients are compressed by {', '.join(lossy)}, which is lossy: training differs from the exact sum"
         notes.insert(0, text)

@@ -64,7 +64,7 @@ def layer_gathers(
 ) -> list[LayerGather]:
     """The messages of a stage. ops: in program order, outputs of several taken apart; homes: by the names of their
     nodes, the weights that are gathered in every microbatch."""
-    found = []
+    gathers = []
     for members in _by_layer(ops, layer_of).values():
         read = {o.name: o for node in members for o in node.all_input_nodes if o.name in shardings}
         if not read:
@@ -78,8 +78,8 @@ def layer_gathers(
             values = tuple((node.meta["type"], shardings[node.name]) for node in nodes)
             trained = [node.meta["source"].requires_grad and node.name in needs_grad for node in nodes]
             sums = tuple(one for one, sent in zip(values, trained) if sent)
-            found.append(LayerGather(shardings[nodes[0].name].scattered_axes, values, sums, again))
-    return found
+            gathers.append(LayerGather(shardings[nodes[0].name].scattered_axes, values, sums, again))
+    return gathers
 
 
 def gather_seconds(pricer: MeshPricer, gather: LayerGather) -> float:
@@ -140,11 +140,11 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _by_layer(ops: Sequence[Node], layer_of: Mapping[str, int]) -> dict[int, list[Node]]:
-    found: dict[int, list[Node]] = {}
+    by_layer: dict[int, list[Node]] = {}
     for node in ops:
         if node.name in layer_of:
-            found.setdefault(layer_of[node.name], []).append(node)
-    return found
+            by_layer.setdefault(layer_of[node.name], []).append(node)
+    return by_layer
 
 
 def _runs_again(
@@ -152,11 +152,11 @@ def _runs_again(
 ) -> bool:
     """True if the backward of a layer repeats its gathers: it reads a tensor that follows from these weights alone, or
     the output of an op that is recomputed."""
-    made = set(wholes)
+    derived = set(wholes)
     for node in ops:
         inputs = node.all_input_nodes
-        if inputs and all(operand.name in made for operand in inputs):
-            made.add(node.name)
+        if inputs and all(operand.name in derived for operand in inputs):
+            derived.add(node.name)
     for node in ops:
         if op_name(node) == "getitem" or node.name not in needs_grad:
             continue
@@ -169,7 +169,7 @@ def _runs_again(
             maker = node if side == "output" else output_of(operands[k])[0]
             if maker.name in recompute.repeated:
                 return True
-            if maker.name not in made:
+            if maker.name not in derived:
                 continue
             if side == "output" or not _is_product(node):
                 return True

@@ -97,13 +97,13 @@ def shardings_by_pattern(
     cut = _cut_further(kind, pair, mesh_shape, trainable) if wanted else None
     if cut is None:
         return (replicated,)
-    found = [replicated] if "replicated" in allowed else []
+    shardings = [replicated] if "replicated" in allowed else []
     for name in wanted:
         stored = cut if name == "zero3" else pair.value
         gather = "microbatch" if name == "zero3" else "step"
         reduce = "microbatch" if name in ("zero2", "zero3") and trainable else "step"
-        found.append((name, ParameterSharding(pair, stored, cut, cut, gather, reduce)))
-    return tuple(found)
+        shardings.append((name, ParameterSharding(pair, stored, cut, cut, gather, reduce)))
+    return tuple(shardings)
 
 
 def parameter_shardings(
@@ -115,12 +115,14 @@ def parameter_shardings(
     its ``with_summed_gradient`` pair has another pattern.
     """
     by_pair = {pair: shardings_by_pattern(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
-    stays = {pair for pair, found in by_pair.items() if found[0][0] == "replicated"}
+    stays = {pair for pair, options in by_pair.items() if options[0][0] == "replicated"}
     if "replicated" not in allowed:
         stays = {
             pair for pair in stays if with_summed_gradient(pair) not in by_pair or with_summed_gradient(pair) in stays
         }
-    return [r for pair, found in by_pair.items() if pair in stays or found[0][0] != "replicated" for _, r in found]
+    return [
+        r for pair, options in by_pair.items() if pair in stays or options[0][0] != "replicated" for _, r in options
+    ]
 
 
 def with_summed_gradient(pair: Pair) -> Pair:

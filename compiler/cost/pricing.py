@@ -120,12 +120,12 @@ class MeshPricer:
         """The price of ``node`` under ``choice``."""
         rule = rule_for(node)
         operands, outputs = tensor_operands(node), types_of(node)
-        facts = self._known.get(node)
-        if facts is None:
-            facts = self._known[node] = pricing_context(node, operands, needs_grad)
-        flops = facts.flops * choice.work_share
-        forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
-        for k, share, weight in facts.shared:
+        context = self._known.get(node)
+        if context is None:
+            context = self._known[node] = pricing_context(node, operands, needs_grad)
+        flops = context.flops * choice.work_share
+        forward, ahead, back, source = self._compute(node, choice, needs_grad, context, flops)
+        for k, share, weight in context.shared:
             added = share * self.add_seconds(types_of(operands[k])[0], choice.inputs[k].value)
             ahead, back = (ahead, back + added) if weight else (ahead + added, back)
         internal = {"forward": 0.0, "backward": 0.0}
@@ -137,12 +137,12 @@ class MeshPricer:
             if message.is_sent(node, needs_grad):
                 size = elements * message.itemsize * message.scale
                 internal[message.phase] += message.count * self.axes[axis].seconds(message.kind, size)
-        times = 1 + facts.sides if rule.cost_kind in TWO_SIDED else 1
-        wasted = max(0.0, (flops * self.num_devices - facts.flops) * times)
+        times = 1 + context.sides if rule.cost_kind in TWO_SIDED else 1
+        wasted = max(0.0, (flops * self.num_devices - context.flops) * times)
         return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)
 
     def _compute(
-        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: PricingContext, flops: float
+        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], context: PricingContext, flops: float
     ) -> tuple[float, float, float, str]:
         """(forward, backward of activations, backward of parameters, source) of one device's share of the work."""
         if self.device.op_times:
@@ -163,20 +163,22 @@ class MeshPricer:
             specs = (*choice.reads, choice.outputs[0].value)
             sizes = zip((*map(types_of, tensor_operands(node)), outputs), specs)
             shapes = tuple(tuple(local_shape(types[0].shape, spec, self.mesh_shape)) for types, spec in sizes)
-        forward = self._price("pointwise" if facts.copies[0] else kind, flops, traffic, facts.dtype, "forward", shapes)
+        forward = self._price(
+            "pointwise" if context.copies[0] else kind, flops, traffic, context.dtype, "forward", shapes
+        )
         if not flows:
             return forward.seconds, 0.0, 0.0, forward.source
         if kind not in TWO_SIDED:
             back = self._price(
-                "pointwise" if facts.copies[1] else kind, flops, traffic, facts.dtype, "backward", shapes
+                "pointwise" if context.copies[1] else kind, flops, traffic, context.dtype, "backward", shapes
             )
             backward = back.seconds
-        elif measured_backward(kind, facts.dtype, self.device):
-            back = self._price(kind, flops, traffic, facts.dtype, "backward", shapes)
-            backward = back.seconds * facts.sides / facts.possible
+        elif measured_backward(kind, context.dtype, self.device):
+            back = self._price(kind, flops, traffic, context.dtype, "backward", shapes)
+            backward = back.seconds * context.sides / context.possible
         else:
-            backward = facts.sides * forward.seconds
-        weight = backward * facts.weight_share
+            backward = context.sides * forward.seconds
+        weight = backward * context.weight_share
         return forward.seconds, backward - weight, weight, forward.source
 
     def _price(
@@ -219,12 +221,12 @@ class MeshPricer:
         """(forward, backward) seconds of the conversion between a producer's pair and a consumer's; inf where there is
         none."""
         key = (source, target, kind, grad)
-        found = self._reshards.get(key)
-        if found is None:
+        seconds = self._reshards.get(key)
+        if seconds is None:
             forward = self.convert(source.value, target.value, kind)
             backward = self.convert(target.cotangent, source.cotangent, kind) if grad and kind.is_float else 0.0
-            found = self._reshards[key] = (forward, backward)
-        return found
+            seconds = self._reshards[key] = (forward, backward)
+        return seconds
 
     def convert(self, source: Spec, target: Spec, kind: TensorType) -> float:
         """Seconds of a conversion in one direction."""
@@ -272,12 +274,12 @@ class MeshPricer:
         if first == last and algorithm == "backend":
             return self.axes[first]
         if key not in self._joint:
-            found = None
+            price = None
             if key[0] == tuple(range(first, last + 1)):
                 size = prod(self.mesh_shape[axis] for axis in axes)
                 shape = (*self.mesh_shape[:first], size, *self.mesh_shape[last + 1 :])
-                found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
-            self._joint[key] = found
+                price = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
+            self._joint[key] = price
         return self._joint[key]
 
     def levels(self, axes: Sequence[int]) -> tuple[AxisPrice, AxisPrice] | None:
@@ -493,12 +495,12 @@ def gradient_routes(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> t
     if key not in pricer.ways:
         allowed, backend = pricer.communication, pricer.joint(axes)
         measured = backend is not None and backend.source(IN_PLACE) != "analytic"
-        found = []
+        routes = []
         for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
             way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
             if way is None or (measured and algorithm != "backend" and way.source == "analytic"):
                 continue
             if compressor == "none" or not pricer.device.codings or pricer.device.coding_rate(compressor):
-                found.append(way)
-        pricer.ways[key] = tuple(found)
+                routes.append(way)
+        pricer.ways[key] = tuple(routes)
     return pricer.ways[key]

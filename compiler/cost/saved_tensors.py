@@ -62,17 +62,17 @@ def saved_bytes(
     """
     kept, held = np.zeros(len(choices)), np.zeros(len(choices))
     flows = node.name in grad
-    dear = flows and node.name in recompute.heavy
+    heavy = flows and node.name in recompute.heavy
     for k, kind in enumerate(types_of(node)):
         stays = (
-            dear or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+            heavy or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
         )
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
     if flows and (extra := extra_saved_bytes(node, pricer)):
         size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
-        stays = dear or not recompute or node.name in recompute.plain
+        stays = heavy or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
     return kept, held
 

@@ -364,11 +364,11 @@ class _Builder:
             return [pairs_choice(node, labels, self.mesh)]
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
-        kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
+        choices = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         if self.restriction.executable_only:
-            kept = [c for c in kept if c.executable] or mesh_choices(node, self.mesh, 1)
-        kept = [c for c in kept if self.restriction.splits(node.name, c.labels)] or kept[:1]
-        allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
+            choices = [c for c in choices if c.executable] or mesh_choices(node, self.mesh, 1)
+        choices = [c for c in choices if self.restriction.splits(node.name, c.labels)] or choices[:1]
+        allowed = [c for c in choices if self._allowed(node, c)] or choices[:1]
         # repeating heavy work on several devices is worse than leaving them idle
         if rule_for(node).cost_kind in SPLITTABLE_KINDS:
             for axis in range(len(self.mesh)):
@@ -560,9 +560,9 @@ class Sharing:
         self._uses = dict(uses)
         for members in by_class.values():
             for alike in zip(*members):
-                most = max(uses[name] for name in alike)
+                largest = max(uses[name] for name in alike)
                 for name in alike:
-                    self._uses[name] = max(self._uses[name], most)
+                    self._uses[name] = max(self._uses[name], largest)
         self._floating = floating
 
     def uses(self, name: str) -> int:

@@ -90,9 +90,9 @@ def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
     try:
         return eliminate(problem, byte_weight=1e-30).assignment()
     except TooWide:
-        found = solve(problem)
-        assert not isinstance(found, InfeasibleAssignment)
-        return found.choice
+        solution = solve(problem)
+        assert not isinstance(solution, InfeasibleAssignment)
+        return solution.choice
 
 
 def describe_stage(
@@ -298,24 +298,24 @@ class _Stage:
 
     def improve(self, first: _Chosen, free: Section) -> _Chosen:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
-        found, priced = [first], [self._price(first)]
+        candidates, prices = [first], [self._price(first)]
 
         def offer(without: Sequence[_Message]) -> bool:
             """Solve without these messages, and return whether the choice is better than all before."""
-            best = min(priced)
+            best = min(prices)
             chosen = self._solve_without(free, without, self._transient(*first))
             if chosen is None:
                 return False
-            found.append((free, chosen))
-            priced.append(self._price(found[-1]))
-            return priced[-1] < best
+            candidates.append((free, chosen))
+            prices.append(self._price(candidates[-1]))
+            return prices[-1] < best
 
         offer(())
         banned: list[_Message] = []
         while True:
-            best = found[priced.index(min(priced))]
+            best = candidates[prices.index(min(prices))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
-            if min(priced)[1] <= seconds * (1 + PRICE_TOLERANCE):
+            if min(prices)[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
             better = [
                 sent
@@ -323,7 +323,7 @@ class _Stage:
                 if offer([*banned, sent])
             ]
             if not better:
-                return found[priced.index(min(priced))]
+                return candidates[prices.index(min(prices))]
             banned.append(better[-1])
 
     def _solve_without(self, section: Section, without: Sequence[_Message], held: float) -> tuple[int, ...] | None:
@@ -336,23 +336,23 @@ class _Stage:
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
-        near = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
-        mine = restrict(problem, alive) if without else problem
-        found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
-        if isinstance(found, InfeasibleAssignment):
+        gap = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
+        restricted = restrict(problem, alive) if without else problem
+        solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap)
+        if isinstance(solution, InfeasibleAssignment):
             return None
-        return tuple(int(some[k]) for some, k in zip(alive, found.choice))
+        return tuple(int(some[k]) for some, k in zip(alive, solution.choice))
 
-    def _price(self, one: _Chosen) -> tuple[float, float]:
+    def _price(self, candidate: _Chosen) -> tuple[float, float]:
         """(bytes over the limit, seconds per microbatch, those of the end of the step in even parts)."""
-        m, (section, chosen) = self.context.microbatches, one
+        m, (section, chosen) = self.context.microbatches, candidate
         price = price_stage(self.context, section, chosen, self.reductions)
         host_s = price.seconds["host"]
-        return max(0.0, self._excess_bytes(one)), price.forward_s + price.backward_s - host_s + price.step_s / m
+        return max(0.0, self._excess_bytes(candidate)), price.forward_s + price.backward_s - host_s + price.step_s / m
 
-    def _excess_bytes(self, one: _Chosen) -> float:
+    def _excess_bytes(self, candidate: _Chosen) -> float:
         """Bytes above the limit."""
-        section, chosen = one
+        section, chosen = candidate
         return (
             evaluate(section.problem(self.in_flight), chosen)[1] + self._transient(section, chosen) - self.limit_bytes
         )

@@ -172,12 +172,12 @@ class _Pricing:
 
     def _loss(self, kind: TensorType, pair: Pair) -> None:
         """The sum of the addends that the microbatches have left."""
-        once = self.pricer.convert(pair.value, without_partials(pair.value), kind)
-        self.seconds["loss"] += once
-        self.once += once
+        seconds = self.pricer.convert(pair.value, without_partials(pair.value), kind)
+        self.seconds["loss"] += seconds
+        self.once += seconds
         axes = [axis for axis, placement in enumerate(pair.value) if placement.is_partial]
         for axis in axes:
-            self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
+            self.sources[self.pricer.axes[axis].source("all_reduce")] += seconds / len(axes)
 
     def _scattered(self, price: ShardingPrice, axes: tuple[int, ...]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
@@ -197,13 +197,13 @@ class _Pricing:
             return
         members = [node for node in self.graph if output_of(node)[0].name in self.spans]
         self.gathers = layer_gathers(members, self.layer_of, shardings, self.grad, self.recompute)
-        for one in self.gathers:
-            ahead = gather_seconds(self.pricer, one)
-            back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
+        for gather in self.gathers:
+            ahead = gather_seconds(self.pricer, gather)
+            back, reduce = ahead if gather.again else 0.0, scatter_seconds(self.pricer, gather)
             self.forward += ahead
             self.backward += back + reduce
-            self._sent("gather", "all_gather", one.axes, self.m * (ahead + back))
-            self._sent("gradient", "reduce_scatter", one.axes, self.m * reduce)
+            self._sent("gather", "all_gather", gather.axes, self.m * (ahead + back))
+            self._sent("gradient", "reduce_scatter", gather.axes, self.m * reduce)
 
     def _reshards(self) -> None:
         section, chosen = self.section, self.chosen
@@ -222,11 +222,11 @@ class _Pricing:
                 self.backward += back + again
                 steps = [*steps_between(pair.value, want.value)]
                 steps += steps_between(want.cotangent, pair.cotangent) if needs else ()
-                found = {
+                sources = {
                     self.pricer.axes[s.axis].source(s.kind.removesuffix("_max")) for s in steps if s.kind not in FREE
                 }
-                for source in found or {"analytic"}:
-                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(found))
+                for source in sources or {"analytic"}:
+                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(sources))
 
     def _host(self) -> None:
         each = self.pricer.device.action_s
@@ -247,12 +247,12 @@ class _Pricing:
                 order.setdefault(operand.name, index)
         return ops, order
 
-    def _blocks(self, found: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
+    def _blocks(self, blocks: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
         """Add the seconds that messages of blocks take beyond their share of full ones."""
-        if not found:
+        if not blocks:
             return
         _, order = self._order
-        inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
+        inside = [blocks[name] for name in sorted((name for name in blocks if name in order), key=order.__getitem__)]
         for more in unfilled_messages(self.pricer, inside):
             if more.often:
                 self.backward += more.seconds

@@ -160,9 +160,9 @@ class Tracker(TorchDispatchMode):
         """The tokens of each expert on this device if ``picks`` choices are spread evenly; the last bin counts those of
         other devices."""
         experts = bins - 1
-        here = picks // self.expert_blocks
-        counts = [here // experts + (e < here % experts) for e in range(experts)]
-        return torch.tensor([*counts, picks - here])
+        local = picks // self.expert_blocks
+        counts = [local // experts + (e < local % experts) for e in range(experts)]
+        return torch.tensor([*counts, picks - local])
 
 
 def _workspace_bytes(func: Any, args: Any, out: Any) -> int:
@@ -194,16 +194,16 @@ def _layouts(out: Any, args: Any) -> Layouts | None:
     items = [out] if single else list(out)
     given = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
     seen = {x.untyped_storage()._cdata for x in given if isinstance(x, torch.Tensor)}
-    found: list[tuple[Any, Any, torch.dtype] | None] = []
+    layouts: list[tuple[Any, Any, torch.dtype] | None] = []
     for x in items:
         if x is None:
-            found.append(None)
+            layouts.append(None)
         elif isinstance(x, torch.Tensor) and x.device.type == "meta" and x.untyped_storage()._cdata not in seen:
             seen.add(x.untyped_storage()._cdata)
-            found.append((x.shape, x.stride(), x.dtype))
+            layouts.append((x.shape, x.stride(), x.dtype))
         else:
             return None
-    return single, found
+    return single, layouts
 
 
 # ---- sums that autograd makes

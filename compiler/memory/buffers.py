@@ -255,8 +255,8 @@ def update_bytes(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, dev
 
 def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: bool) -> tuple[int, int]:
     name, _, momentum = optimizer.partition("+")
-    known = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
-    make: Any = getattr(torch.optim, known.get(name.lower(), name))
+    classes = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
+    make: Any = getattr(torch.optim, classes.get(name.lower(), name))
     options: dict[str, Any] = {"momentum": 0.9} if momentum else {}
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty(shape, dtype=dtype, device="meta")
@@ -289,21 +289,22 @@ def with_replica_memory(plan: Plan, graph: Graph, delay: int, every: int, outer:
         return replace(plan, prediction=replace(plan.prediction, stages=tuple(without)))
     cluster = Cluster.from_json(json.dumps(plan.cluster))
     usable, stages = usable_bytes(cluster), []
-    for index, (stage, found) in enumerate(zip(plan.stages, without)):
+    for index, (stage, prediction) in enumerate(zip(plan.stages, without)):
         device = cluster.device(stage.devices[0])
         gradients, states = _bytes(graph, plan, stage, outer, device.kind)
-        passing = 2 * gradients - sum(found.memory_bytes.get(cause, 0.0) for cause in _FREED_CAUSES)
+        passing = 2 * gradients - sum(prediction.memory_bytes.get(cause, 0.0) for cause in _FREED_CAUSES)
         if every == 1:
             more = 2 * delay * gradients + max(0.0, passing)
         else:
             more = gradients + states + (2 * gradients if delay else max(0.0, passing))
         more -= gradients
-        stages.append(replace(found, memory_bytes={**found.memory_bytes, CAUSE: more}))
+        stages.append(replace(prediction, memory_bytes={**prediction.memory_bytes, CAUSE: more}))
         least = min(usable[device] for device in stage.devices)
-        if stages[-1].peak_bytes - found.memory_bytes.get("framework", 0.0) > least:
+        if stages[-1].peak_bytes - prediction.memory_bytes.get("framework", 0.0) > least:
             raise InfeasibleError(
                 f"replicas that step by themselves keep {more / 2**30:.3g} GiB more on each device of stage {index} "
-                f"(delay={delay}, local_steps={every}), where {(least - found.peak_bytes) / 2**30:.3g} GiB are free; "
+                f"(delay={delay}, local_steps={every}), where "
+                f"{(least - prediction.peak_bytes) / 2**30:.3g} GiB are free; "
                 "use a smaller delay, or a strategy with more tensor or pipeline parallelism"
             )
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages)))

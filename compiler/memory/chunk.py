@@ -120,7 +120,7 @@ class ChunkMemory:
     def blocks(self) -> list[ParameterBlock | None]:
         """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read, or the
         master."""
-        found: list[ParameterBlock | None] = []
+        blocks: list[ParameterBlock | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
                 sharding = self.shardings[slot.name]
@@ -130,10 +130,10 @@ class ChunkMemory:
                 apart = cut.axes or (self.graph.mixed and not self._is_gathered(slot))
                 whole = not apart or not slot.requires_grad or slot.node not in self.grad
                 shape, sums = self._local(slot, sharding.stored), gradient_type(slot.type, self.graph.mixed).dtype
-                found.append(
+                blocks.append(
                     None if whole else ParameterBlock(slot.name, shape, slot.type.dtype, sums, cut, key, often)
                 )
-        return found
+        return blocks
 
     def codec_bytes(self) -> int:
         """Bytes that the codes of gradients hold: residuals and buffers of a sum per bucket."""
@@ -198,11 +198,11 @@ class ChunkMemory:
     @cached_property
     def incoming(self) -> dict[str, int]:
         """Bytes of the messages that an action of each kind waits for."""
-        found = {
+        sizes = {
             "F": sum(self._message(self._local(slot), slot) for slot in self.received),
             "B": sum(count * self._message(self._cotangent(exit), exit) for _, exit, count in self.arriving),
         }
-        return found | {"I": found["B"], "W": 0}
+        return sizes | {"I": sizes["B"], "W": 0}
 
     @cached_property
     def outgoing(self) -> int:
@@ -248,37 +248,37 @@ class ChunkMemory:
         return local_shape(exit.type.shape, without_partials(exit.pair.cotangent), self.mesh)
 
     def _at(self, run: _Run, kind: str, others: int, messages: int) -> Counter[str]:
-        found = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
-        found["activations"] += others * run.saved
-        found["buffers"] += messages
-        return found
+        moment = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
+        moment["activations"] += others * run.saved
+        moment["buffers"] += messages
+        return moment
 
     # ---- resident bytes
 
     def resident(self, alone: bool = True) -> Bytes:
         """Bytes that live through the whole step, by cause. alone: count the batch and constants, too."""
-        found: Counter[str] = Counter()
+        resident: Counter[str] = Counter()
         for slot in self.program.slots:
             if slot.kind == "buffer":
-                found["parameters"] += _bytes(self._local(slot), slot)
+                resident["parameters"] += _bytes(self._local(slot), slot)
             if slot.kind == "parameter":
                 leaf = prod(self._local(slot, self.shardings[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
-                found["parameters"] += leaf
+                resident["parameters"] += leaf
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
-                found["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
-        found["gradients"] += sum(self.flat.values()) + sum(self._sharded_gradients.values())
-        found["buffers"] += self.codec_bytes()
-        found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
+                resident["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
+        resident["gradients"] += sum(self.flat.values()) + sum(self._sharded_gradients.values())
+        resident["buffers"] += self.codec_bytes()
+        resident["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
-            return found
-        found["parameters"] += sum(
+            return resident
+        resident["parameters"] += sum(
             {x.data_ptr(): x.untyped_storage().nbytes() for x in self.graph.constants.values()}.values()
         )
         for node in self.graph.placeholders("input"):
             source, kind = node.meta["source"], node.meta["type"]
             times = 1 if source.batch_dim is None else self.plan.microbatches
-            found["inputs"] += kind.numel * kind.dtype.itemsize * times
-        return found
+            resident["inputs"] += kind.numel * kind.dtype.itemsize * times
+        return resident
 
     def end(self) -> list[Bytes]:
         """The moments after the last backward: tied gradients arrive, the optimizer runs, values are gathered."""
@@ -288,12 +288,12 @@ class ChunkMemory:
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
         counted = {**self.flat, **self._sharded_gradients}
-        loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
+        unbucketed = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
         tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
         arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
         flat = {*self.flat, *(block.name for block in self.blocks if block is not None and not block.cut.axes)}
         sums = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others and name in flat)
-        gather = {"gradients": loose + tied, "buffers": arriving}
+        gather = {"gradients": unbucketed + tied, "buffers": arriving}
         temporary = [
             self._update(slot)[1]
             for slot in self.program.slots
@@ -303,8 +303,8 @@ class ChunkMemory:
         own = [block for block in self.blocks if block is not None and block.name not in self.copies]
         return [
             gather,
-            {"gradients": loose + sums, "temporary": worst},
-            {"gradients": loose + sums, "buffers": gather_bytes(own, self.kind == "cuda")},
+            {"gradients": unbucketed + sums, "temporary": worst},
+            {"gradients": unbucketed + sums, "buffers": gather_bytes(own, self.kind == "cuda")},
         ]
 
     def _update(self, slot: Slot) -> tuple[int, int]:

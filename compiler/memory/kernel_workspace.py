@@ -63,12 +63,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *_, beside = ctx.saved_tensors
         of_both = [torch.empty_like(beside) for _ in range(2)] if ctx.writes_scores else []
-        made = []
+        gradients = []
         for x in (query, key, value):
             batch, heads, length, width = x.shape
-            made.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
+            gradients.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
         del of_both
-        return (*made, None, None)
+        return (*gradients, None, None)
 
 
 def attention_stand_in(writes_scores: bool) -> Callable[..., torch.Tensor]:

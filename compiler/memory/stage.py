@@ -44,13 +44,13 @@ def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     workers: number of processes.
     """
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
-    for index, found in enumerate(stage_memories(graph, plan, workers)):
-        if isinstance(found, Exception):
-            why = str(found).strip().split("\n")[0][:120]
-            notes.append(f"memory of stage {index} is estimated op by op: {type(found).__name__}: {why}")
+    for index, memory in enumerate(stage_memories(graph, plan, workers)):
+        if isinstance(memory, Exception):
+            why = str(memory).strip().split("\n")[0][:120]
+            notes.append(f"memory of stage {index} is estimated op by op: {type(memory).__name__}: {why}")
         else:
             framework = stages[index].memory_bytes.get("framework", 0.0)
-            stages[index] = replace(stages[index], memory_bytes={**found, "framework": framework})
+            stages[index] = replace(stages[index], memory_bytes={**memory, "framework": framework})
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
 
 
@@ -58,16 +58,16 @@ def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | E
     """Return the bytes by cause of every stage (``memory_of_chunks``), or the error of its program. Equal programs run
     once. workers: number of processes; all but the first are forks."""
     context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
-    found: dict[int, Bytes | Exception] = {}
+    memories: dict[int, Bytes | Exception] = {}
     keys: dict[int, list[Hashable]] = {}
     for index, stage in enumerate(plan.stages):
         try:
             keys[index] = [context.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
-            found[index] = error
+            memories[index] = error
     for some in all_of([partial(_stage_memories, context, part) for part in _dealt(keys, workers)]):
-        found |= some
-    return [found[index] for index in range(len(plan.stages))]
+        memories |= some
+    return [memories[index] for index in range(len(plan.stages))]
 
 
 def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[int, Sequence[Hashable]]]:
@@ -83,24 +83,24 @@ def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[in
 
 def _stage_memories(context: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
     """The memory of these stages, given with the structure of each of their programs."""
-    known: dict[Hashable, ChunkMemory | Exception] = {}
-    found: dict[int, Bytes | Exception] = {}
+    runs: dict[Hashable, ChunkMemory | Exception] = {}
+    memories: dict[int, Bytes | Exception] = {}
     for index, keys in stages.items():
         try:
             for chunk, key in enumerate(keys):
-                if key not in known:
-                    known[key] = ChunkMemory(context, index, chunk)
-            parts = [known[key] for key in keys]
+                if key not in runs:
+                    runs[key] = ChunkMemory(context, index, chunk)
+            parts = [runs[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
-            found[index] = (
+            memories[index] = (
                 wrong[0]
                 if wrong
                 else memory_of_chunks(context, [p for p in parts if isinstance(p, ChunkMemory)], index)
             )
         except Exception as error:
-            known.update(dict.fromkeys(keys, error))
-            found[index] = error
-    return found
+            runs.update(dict.fromkeys(keys, error))
+            memories[index] = error
+    return memories
 
 
 def memory_of_chunks(context: MemoryContext, chunks: Sequence[ChunkMemory], stage: int) -> Bytes:
@@ -127,12 +127,12 @@ class _VirtualStages:
     def memory(self) -> Bytes:
         """Bytes by cause at the worst moment."""
         resident = Counter[str]()
-        for index, one in enumerate(self.chunks):
-            resident.update(one.resident(alone=index == 0))
+        for index, chunk in enumerate(self.chunks):
+            resident.update(chunk.resident(alone=index == 0))
         ends = [Counter[str](), Counter[str]()]
-        for one in self.chunks:
-            for total, found in zip(ends, one.end()):
-                total.update({cause: int(size) for cause, size in found.items()})
+        for chunk in self.chunks:
+            for total, moment in zip(ends, chunk.end()):
+                total.update({cause: int(size) for cause, size in moment.items()})
         return peak_memory(resident, [*self._moments(), *ends])
 
     def _moments(self) -> Iterator[Counter[str]]:
@@ -172,18 +172,18 @@ def message_bytes(context: MemoryContext, stage: int) -> int:
         return 0
     host = plan.host_of(here.devices[0])
     sizes: set[tuple[int, int]] = set()
-    for one in plan.transfers:
-        source, target = plan.stages[one.source], plan.stages[one.target]
-        other = one.target if stage == one.source else one.source
-        if stage not in (one.source, one.target) or plan.host_of(plan.stages[other].devices[0]) != host:
+    for transfer in plan.transfers:
+        source, target = plan.stages[transfer.source], plan.stages[transfer.target]
+        other = transfer.target if stage == transfer.source else transfer.source
+        if stage not in (transfer.source, transfer.target) or plan.host_of(plan.stages[other].devices[0]) != host:
             continue
-        if stage == one.source:
-            spec = source.chunks[one.source_chunk].sends[one.node]
-        elif one.node in context.grad:
-            spec = without_partials(target.chunks[one.target_chunk].receives[one.node].cotangent)
+        if stage == transfer.source:
+            spec = source.chunks[transfer.source_chunk].sends[transfer.node]
+        elif transfer.node in context.grad:
+            spec = without_partials(target.chunks[transfer.target_chunk].receives[transfer.node].cotangent)
         else:
             continue
-        kind = nodes[one.node].meta["type"]
+        kind = nodes[transfer.node].meta["type"]
         code = plan.code("activations") if kind.is_float else "none"
         elements = prod(local_shape(kind.shape, spec, here.mesh_shape))
         sizes.add((other, carried_bytes(code, elements, kind.dtype.itemsize)))

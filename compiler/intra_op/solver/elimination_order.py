@@ -150,19 +150,19 @@ def plan_elimination(
     would have more than ``max_cells`` cells per row."""
     if math.prod(len(alive[i]) for i in keep) > max_cells:
         raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
-    found: list[Recipe] = []
+    recipes: list[Recipe] = []
     wide: TooWide | None = None
     for by_growth, holds in _ORDERS:
         try:
-            found.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
+            recipes.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
         except TooWide as error:
             wide = wide or error
-        if found and min(one.work for one in found) < _HEAVY:
+        if recipes and min(one.work for one in recipes) < _HEAVY:
             break
-    if not found:
+    if not recipes:
         assert wide is not None
         raise wide
-    return min(found, key=lambda one: one.work)
+    return min(recipes, key=lambda one: one.work)
 
 
 class _Planner:

@@ -96,16 +96,16 @@ class Samples:
 
 def _surroundings(ops: Sequence[Node]) -> set[Node]:
     """``ops`` with their operands (and what those are taken from), their users and their users' users."""
-    found = set(ops)
+    nodes = set(ops)
     for node in ops:
-        found.update(output_of(operand)[0] for operand in node.all_input_nodes)
-        found.update(node.all_input_nodes)
-    for node in list(found):  # an operand's users decide what partial gradients may pass through a view of it
+        nodes.update(output_of(operand)[0] for operand in node.all_input_nodes)
+        nodes.update(node.all_input_nodes)
+    for node in list(nodes):  # an operand's users decide what partial gradients may pass through a view of it
         for user in node.users:
             if user.op != "output":
-                found.add(user)
-                found.update(after for after in user.users if after.op != "output")
-    return found
+                nodes.add(user)
+                nodes.update(after for after in user.users if after.op != "output")
+    return nodes
 
 
 @dataclass(eq=False)
@@ -177,8 +177,8 @@ class Cases:
         """Return the array of this key, computed once."""
         if key not in self.cache:
             self.cache[key] = make()
-        found: np.ndarray = self.cache[key]
-        return found
+        array: np.ndarray = self.cache[key]
+        return array
 
     @property
     def source(self) -> Graph:
@@ -219,8 +219,8 @@ class Cases:
             kinds = [nodes[name].meta["type"] for name in tensors]
             batch = [self.layering.batch_dims[name][0] for name in tensors]
             self.cache[key] = self._states(kinds, batch, roles)
-        found: tuple[tuple[State, ...], np.ndarray] = self.cache[key]
-        return found
+        states: tuple[tuple[State, ...], np.ndarray] = self.cache[key]
+        return states
 
     def border_key(self, boundary: int) -> tuple[Any, ...]:
         """The key of a border: equal keys have equal states at equal prices."""
@@ -235,16 +235,16 @@ class Cases:
         roles: Sequence[str | None],
     ) -> tuple[tuple[State, ...], np.ndarray]:
         by_axis = [_modes(kinds, batch, roles[axis] if axis < len(roles) else None) for axis in range(self.axes)]
-        found: dict[State, np.ndarray] = {}
+        states: dict[State, np.ndarray] = {}
         for combination in itertools.product(*by_axis):
             specs = [tuple(mode[t] for mode in combination) for t in range(len(kinds))]
             possible = np.ones(self.num, dtype=bool)
             for kind, spec in zip(kinds, specs):
                 possible &= self.divides(self.shapes(kind), spec)
             if possible.any():
-                found[tuple(Pair(spec, spec) for spec in specs)] = possible
-        mask = np.stack(list(found.values()), axis=1) if found else np.zeros((self.num, 0), dtype=bool)
-        return tuple(found), mask
+                states[tuple(Pair(spec, spec) for spec in specs)] = possible
+        mask = np.stack(list(states.values()), axis=1) if states else np.zeros((self.num, 0), dtype=bool)
+        return tuple(states), mask
 
 
 def cut_mask(spec: Spec) -> int:

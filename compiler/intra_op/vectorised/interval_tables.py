@@ -143,9 +143,9 @@ class IntervalComposer:
 
     def _made(self, layer: int, rows: Sequence[Row]) -> LayerTables:
         """The tables of a layer's class for these rows of cases that stand for themselves; ``choices`` knows them."""
-        made, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
-        self._found.update({(key, row): (made, place) for place, row in enumerate(rows)})
-        return made
+        tables, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
+        self._found.update({(key, row): (tables, place) for place, row in enumerate(rows)})
+        return tables
 
     def _weights(self, rows: Sequence[Row]) -> Weights:
         return Weights.of([(case, self.levels[level]) for case, level in rows])
@@ -208,8 +208,8 @@ class IntervalComposer:
                 kinds = [*types_of(node)]
                 kinds += [types_of(o)[0] for o in node.all_input_nodes if o.op != "placeholder"]
                 sizes.append(sum(self.cases.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds))
-            most = np.max(sizes, axis=0)[self.cases.extent_of]
-            self._peaks[key] = most / self.cases.num_devices
+            largest = np.max(sizes, axis=0)[self.cases.extent_of]
+            self._peaks[key] = largest / self.cases.num_devices
         return self._peaks[key]
 
     # ---- intervals
@@ -239,8 +239,8 @@ class IntervalComposer:
             parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
             return IntervalTables.joined(parts, order)
         runs, index = self._runs
-        found = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
-        return IntervalTables(tuple(rows), index, *found)
+        arrays = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
+        return IntervalTables(tuple(rows), index, *arrays)
 
     def _composed(self, rows: Sequence[Row]) -> np.ndarray:
         """[9, runs, rows]: the arrays of ``IntervalTables`` for rows that are all free, or none."""
@@ -320,12 +320,12 @@ class IntervalComposer:
     @cached_property
     def _sequence(self) -> bytes:
         """A key of the sequence of layer classes and borders."""
-        return repr([[found.index(one) for one in found] for found in self._alike]).encode()
+        return repr([[keys.index(one) for one in keys] for keys in self._alike]).encode()
 
     @cached_property
     def _distinct(self) -> list[list[int]]:
         """The first layer of every class, and the first border of every kind."""
-        return [[k for k, one in enumerate(found) if found.index(one) == k] for found in self._alike]
+        return [[k for k, one in enumerate(keys) if keys.index(one) == k] for keys in self._alike]
 
     @cached_property
     def _alike(self) -> tuple[list[str], list[Any]]:
@@ -440,7 +440,7 @@ def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[L
 def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
     """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
     tables: by class, [in states, out states, rows]."""
-    found = np.empty((len(runs), len(actions)))
+    floors = np.empty((len(runs), len(actions)))
     by_length: dict[int, dict[str, list[int]]] = {}
     for number, run in enumerate(runs):
         by_length.setdefault(run.length, {}).setdefault(run.layer, []).append(number)
@@ -455,10 +455,10 @@ def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], action
             total = np.empty_like(least)
             for state in range(1, len(table)):
                 np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
-            found[members] = least.min(axis=1) + actions
+            floors[members] = least.min(axis=1) + actions
             now |= {number: least[place] for place, number in enumerate(members)}
         before = now
-    return found
+    return floors
 
 
 class Composition:
@@ -519,8 +519,8 @@ class Composition:
         table, quantities = self.tables[key]
         num_into, num_out, num_rows = table.shape
         shape = start.shape[1], num_out, num_rows
-        found = np.empty((8, *shape))
-        least, lowest = found[0], found[1]
+        values = np.empty((8, *shape))
+        least, lowest = values[0], values[1]
         running = Running(least, num_into)
         total, better = np.empty(shape), np.empty(shape, dtype=bool)
         for state, line in enumerate(table):
@@ -536,12 +536,12 @@ class Composition:
         old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
         best *= num_out * num_rows
         best += np.arange(num_out)[:, None] * num_rows + rows
-        start.reshape(8, -1)[2:].take(old, axis=1, out=found[2:], mode="clip")
+        start.reshape(8, -1)[2:].take(old, axis=1, out=values[2:], mode="clip")
         taken = quantities.reshape(5, -1).take(best, axis=1, mode="clip")
-        found[2:4] += taken[:2]
-        found[5:7] += taken[2:4]
-        np.maximum(found[7], taken[4], out=found[7])
-        return found
+        values[2:4] += taken[:2]
+        values[5:7] += taken[2:4]
+        np.maximum(values[7], taken[4], out=values[7])
+        return values
 
     def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
         """The best state to leave in, for the runs ``members``."""

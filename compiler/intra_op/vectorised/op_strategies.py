@@ -71,16 +71,16 @@ class OpChoices:
     def keeps_to(self, restriction: Restriction, op: str, cases: Cases) -> np.ndarray:
         """bool [num, C]: the choices that have the labels that a restriction wants split."""
         fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
-        found: np.ndarray = np.array(fits)[self.group_of][cases.extent_of]
-        return found
+        allowed: np.ndarray = np.array(fits)[self.group_of][cases.extent_of]
+        return allowed
 
     def sends_over(self, node: Node, axes: Sequence[int], needs_grad: Collection[str]) -> np.ndarray:
         """bool [C]: the choices with a collective over one of the axes."""
-        found = np.zeros(len(self.choices), dtype=bool)
+        sends = np.zeros(len(self.choices), dtype=bool)
         for message in self.messages:
             if message.axis in axes and message.internal.is_sent(node, needs_grad):
-                found[list(message.columns)] = True
-        return found
+                sends[list(message.columns)] = True
+        return sends
 
 
 def op_choices(cases: Cases, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
@@ -98,12 +98,12 @@ def op_choices(cases: Cases, nodes: Sequence[Node], restriction: Restriction) ->
         combos, stands = [(0,) * cases.axes], np.ones((cases.num, 1), dtype=bool)
     else:
         combos, stands = _combinations(cases, union)
-    made = _Made(node, union, combos)
+    table = _Made(node, union, combos)
     if pinned is None and node.name not in cases.layering.static:
-        stands = _filtered(cases, nodes, union, made, stands, restriction)
+        stands = _filtered(cases, nodes, union, table, stands, restriction)
     columns = np.flatnonzero(stands.any(axis=0))
     columns = columns if len(columns) else np.zeros(1, dtype=np.intp)  # impossible everywhere, and so offered nowhere
-    return made.chosen(columns, stands[:, columns])
+    return table.chosen(columns, stands[:, columns])
 
 
 # ---- which combinations stand

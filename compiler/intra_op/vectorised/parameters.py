@@ -70,8 +70,8 @@ def parameter_prices(
         table = _Table(pricer, kind, trainable, requires_grad, uses)
         table.add_all(pairs, offered, allowed)
         pricer.cases.cache[key] = table.prices()
-    found: ParameterPrices = pricer.cases.cache[key]
-    return found
+    prices: ParameterPrices = pricer.cases.cache[key]
+    return prices
 
 
 class _Table:
@@ -102,13 +102,13 @@ class _Table:
         nowhere = np.zeros(self.cases.num, dtype=np.int64)
         fits = {pair: self._fit(pair, offered[:, k]) for k, pair in enumerate(pairs)} if wanted else {}
         for k, pair in enumerate(pairs):
-            left = offered[:, k]
+            mask = offered[:, k]
             if wanted and "replicated" not in allowed:
-                left = left & ~fits[pair][1]
+                mask = mask & ~fits[pair][1]
                 if with_summed_gradient(pair) in fits:
-                    left &= ~fits[with_summed_gradient(pair)][1]
-            if left.any() or not wanted:
-                self._one(pair, "replicated", left, 0, nowhere)
+                    mask &= ~fits[with_summed_gradient(pair)][1]
+            if mask.any() or not wanted:
+                self._one(pair, "replicated", mask, 0, nowhere)
             shared, where, first = fits.get(pair, (0, nowhere, nowhere))
             for name in wanted if where.any() else ():
                 self._one(pair, name, where, shared, first)
@@ -125,9 +125,9 @@ class _Table:
         fits, first = np.zeros(self.cases.num, dtype=bool), np.zeros(self.cases.num, dtype=np.int64)
         for dim in range(self.shapes.shape[1]):
             if dim not in taken:
-                here = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
-                first[here] = dim
-                fits |= here
+                mask = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
+                first[mask] = dim
+                fits |= mask
         return shared, fits & offered & (divisor > 1), first
 
     def _one(self, pair: Pair, pattern: str, offered: np.ndarray, shared: int, dim: np.ndarray) -> None:

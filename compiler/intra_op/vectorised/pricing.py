@@ -250,7 +250,7 @@ class CasePricer:
         found = self.cases.array(("add", kind), make)[:, [cut_mask(spec) for spec in specs]]
         return self._measured_sums(kind, specs, found)
 
-    def _measured_sums(self, kind: TensorType, specs: Sequence[Spec], found: np.ndarray) -> np.ndarray:
+    def _measured_sums(self, kind: TensorType, specs: Sequence[Spec], seconds: np.ndarray) -> np.ndarray:
         cases, shapes = self.cases, self.cases.shapes(kind)
         for device, rows in self.devices:
             if not device.op_times:
@@ -260,8 +260,8 @@ class CasePricer:
                 for s, spec in enumerate(specs):
                     if self.divides(kind, spec)[v]:
                         exact = device.op_time(sum_signature(local_shape(shape, spec, mesh), kind.dtype))
-                        found[v, s] = found[v, s] if exact is None else exact.forward_s
-        return found
+                        seconds[v, s] = seconds[v, s] if exact is None else exact.forward_s
+        return seconds
 
     def coder_seconds(self, code: str, kind: TensorType) -> np.ndarray:
         """[num] seconds per element of a tensor to encode it, and as many to decode it."""

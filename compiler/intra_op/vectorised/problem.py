@@ -60,8 +60,8 @@ class Conversions:
             ]
             seconds[:, np.array(free)] = 0.0
         if self.late:
-            left = [[leaving(source).value != target for target in values[1]] for source in self.sources]
-            seconds[:, np.array(left)] = np.inf
+            mismatch = [[leaving(source).value != target for target in values[1]] for source in self.sources]
+            seconds[:, np.array(mismatch)] = np.inf
         for axis in self.independent:
             pairs = product(self.sources, self.targets)
             sends = np.array([converts_over(*pair, self.kind, self.grad, axis) for pair in pairs], dtype=bool)
@@ -88,8 +88,8 @@ class Conversions:
         nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
         moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources], dtype=bool)
         moved = moved.reshape(len(self.sources), len(self.targets))
-        found: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
-        return found
+        copies: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
+        return copies
 
 
 @dataclass(frozen=True, eq=False)

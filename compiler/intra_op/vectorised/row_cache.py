@@ -196,11 +196,11 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
     num = template.possible.shape[-1]
     flat = [array.reshape(-1, num) for array in (*arrays, template.possible)]
     most = max(1, _AT_ONCE_BYTES // (8 * sum(map(len, flat))))
-    found = []
+    digests = []
     for first in range(0, num, most):
         columns = np.concatenate([array[:, first : first + most] for array in flat], dtype=np.float64).T
-        found += [_digest([structure, column]) for column in columns]
-    return found
+        digests += [_digest([structure, column]) for column in columns]
+    return digests
 
 
 def row_key(

@@ -91,8 +91,8 @@ def pricer_of(cases: Cases) -> CasePricer:
     """The pricer that all sections of ``cases`` share."""
     if "pricer" not in cases.cache:
         cases.cache["pricer"] = CasePricer(cases)
-    found: CasePricer = cases.cache["pricer"]
-    return found
+    pricer: CasePricer = cases.cache["pricer"]
+    return pricer
 
 
 class _Builder:
@@ -136,14 +136,14 @@ class _Builder:
 
     def _states(self, tensors: Sequence[str], t: int, states: Sequence[State]) -> _States:
         """The pairs of one crossing tensor, and in which cases some state has them."""
-        found: dict[Pair, np.ndarray] = {}
+        pairs: dict[Pair, np.ndarray] = {}
         for state in states:
             possible = np.ones(self.cases.num, dtype=bool)
             for name, pair in zip(tensors, state):
                 possible &= self.pricer.divides(self.nodes[name].meta["type"], pair.value)
-            found[state[t]] = found[state[t]] | possible if state[t] in found else possible
-        offered = np.array(list(found.values()), dtype=bool).reshape(len(found), self.cases.num)
-        return _States(tuple(found), offered.T)
+            pairs[state[t]] = pairs[state[t]] | possible if state[t] in pairs else possible
+        offered = np.array(list(pairs.values()), dtype=bool).reshape(len(pairs), self.cases.num)
+        return _States(tuple(pairs), offered.T)
 
     def build(self) -> CaseSection:
         index: dict[str, int] = {}
@@ -290,13 +290,15 @@ class _Builder:
     def _add_result(self, name: str, producer: int, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
         """Add a tensor that leaves the graph. given: the pairs in which its producer makes it, by choice."""
         whole = replicated(self.cases.axes)
-        left = [leaving(pair) if name in self.late else whole for pair in given]
-        pairs = list(dict.fromkeys(left))
+        leaving_pairs = [leaving(pair) if name in self.late else whole for pair in given]
+        pairs = list(dict.fromkeys(leaving_pairs))
         values = tuple(pair.value for pair in pairs)
         once = self.pricer.conversions(self.nodes[name].meta["type"], values, (whole.value,))[:, :, 0]
         once = once / self.cases.microbatches[:, None] * ONCE
-        made = self.rows[producer].offered
-        offered = np.stack([made[:, [one == pair for one in left]].any(axis=1) for pair in pairs], axis=1)
+        producible = self.rows[producer].offered
+        offered = np.stack(
+            [producible[:, [one == pair for one in leaving_pairs]].any(axis=1) for pair in pairs], axis=1
+        )
         return self._add(name, "result", tuple(pairs), offered, _Seconds(once, step=once)), pairs
 
     def _saved_bytes(self, nodes: Sequence[Node], node: Node, choices: OpChoices) -> tuple[ByMode, ByMode]:
@@ -333,33 +335,40 @@ class _Builder:
         source, kind = node.meta["source"], node.meta["type"]
         pinned, _, pattern = (self.restriction.pinned or {}).get(node.name, "").partition(" ")
         if pinned:
-            found = {parse_pair(pinned): np.ones(self.cases.num, dtype=bool)}
+            options = {parse_pair(pinned): np.ones(self.cases.num, dtype=bool)}
         else:
             asked = wanted_pairs([(self.rows[i].offered, pairs) for i, pairs, _ in wanted])
-            found = placeholder_pairs(self.cases, node, asked, self.restriction.roles)
+            options = placeholder_pairs(self.cases, node, asked, self.restriction.roles)
             if node.name in self.restriction.replicated:
-                found = {p: where for p, where in found.items() if not any(value.is_shard for value in p.value)}
+                options = {p: where for p, where in options.items() if not any(value.is_shard for value in p.value)}
             if source.kind in ("parameter", "buffer"):
                 trained, loose = source.requires_grad and node.name in self.grad, self.restriction.loose_axes
-                found = {p: where for p, where in found.items() if lies_loosely(p, loose, trained)}
-        found = {pair: found[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(found, key=str)}
-        found = {pair: where for pair, where in found.items() if where.any()}
-        if not found:
+                options = {p: where for p, where in options.items() if lies_loosely(p, loose, trained)}
+        options = {pair: options[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(options, key=str)}
+        options = {pair: where for pair, where in options.items() if where.any()}
+        if not options:
             raise ValueError(f"{node.name} is pinned to {pinned!r}, which cuts it evenly on no mesh; pin another pair")
-        offered = np.stack(list(found.values()), axis=1)
+        offered = np.stack(list(options.values()), axis=1)
         if source.kind == "parameter":
             trainable = source.requires_grad and node.name in self.grad
             allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
             prices = parameter_prices(
-                self.pricer, kind, tuple(found), offered, trainable, source.requires_grad, allowed, self.reads.of(node)
+                self.pricer,
+                kind,
+                tuple(options),
+                offered,
+                trainable,
+                source.requires_grad,
+                allowed,
+                self.reads.of(node),
             )
             i = self._add_parameter(node.name, prices)
             return i, [normalize(choice.pair, node.name in self.grad) for choice in prices.choices]
         resident = None
         if source.kind == "buffer":
-            resident = self.pricer.local_bytes(kind, [pair.value for pair in found])
-        i = self._add(node.name, "source", tuple(found), offered, memory=_Memory(resident))
-        return i, [normalize(pair, node.name in self.grad) for pair in found]
+            resident = self.pricer.local_bytes(kind, [pair.value for pair in options])
+        i = self._add(node.name, "source", tuple(options), offered, memory=_Memory(resident))
+        return i, [normalize(pair, node.name in self.grad) for pair in options]
 
     def _add_parameter(self, name: str, prices: ParameterPrices) -> int:
         return self._add(
@@ -426,16 +435,16 @@ def _recompute(cases: Cases, mode: str) -> Recompute:
     key, cache = ("recompute", mode, cases.schedule), cases.samples.cache
     if key not in cache:
         cache[key] = recompute_of(cases.source, cases.layering, mode, cases.schedule)
-    found: Recompute = cache[key]
-    return found
+    recompute: Recompute = cache[key]
+    return recompute
 
 
 def _sharing(cases: Cases) -> Sharing:
     cache = cases.samples.cache
     if "sharing" not in cache:
         cache["sharing"] = Sharing(cases.source, cases.layering)
-    found: Sharing = cache["sharing"]
-    return found
+    sharing: Sharing = cache["sharing"]
+    return sharing
 
 
 def _keeps(op: str, recompute: Recompute) -> bool:
@@ -459,15 +468,15 @@ def wanted_pairs(consumers: Sequence[tuple[np.ndarray, Sequence[Pair]]]) -> Wher
 
     consumers: (bool [num, choices], the pair that each choice wants).
     """
-    found: Where = {}
+    wanted: Where = {}
     for offered, pairs in consumers:
         columns: dict[Pair, list[int]] = {}
         for c, pair in enumerate(pairs):
             columns.setdefault(pair, []).append(c)
         for pair, at in columns.items():
             where = np.asarray(offered[:, at].any(axis=1))
-            found[pair] = found[pair] | where if pair in found else where
-    return found
+            wanted[pair] = wanted[pair] | where if pair in wanted else where
+    return wanted
 
 
 def placeholder_pairs(cases: Cases, node: Node, wanted: Where, roles: Sequence[str | None]) -> Where:
