@@ -19,7 +19,7 @@ from .compiler.frontend.mixed_precision import in_precision
 from .compiler.frontend.padding import check_multiple
 from .compiler.intra_op.vectorised.row_cache import RowCache
 from .compiler.ir.graph import Graph
-from .compiler.memory.buffers import with_replicas
+from .compiler.memory.buffers import with_replica_memory
 from .compiler.plan.plan import Plan
 from .compiler.plan.validation import require
 from .compiler.search.driver import make_plans
@@ -328,11 +328,11 @@ class ReplicaRequest:
         does not fit."""
         graph = in_precision(graph, plan.precision)
         if not self.choose:
-            return with_replicas(plan, graph, self.delay, self.period, self.outer), self.delay
+            return with_replica_memory(plan, graph, self.delay, self.period, self.outer), self.delay
         delay = chosen_delay(plan, graph)
         if delay is not None:
             with suppress(InfeasibleError):
-                return with_replicas(delay_taken(plan, delay), graph, delay.steps, 1, None), delay.steps
+                return with_replica_memory(delay_taken(plan, delay), graph, delay.steps, 1, None), delay.steps
         return plan, 0
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import meshwright as mw
 import torch
 import torch.distributed as dist
-from meshwright.compiler.cost.gradient_communication import LEAST_GAIN, Communication
-from meshwright.compiler.cost.gradient_reduction import worthwhile
-from meshwright.compiler.cost.pricing import MeshPricer, offered_ways
+from meshwright.compiler.cost.gradient_communication import MIN_LOSSY_SPEEDUP, Communication
+from meshwright.compiler.cost.gradient_reduction import fastest_route_index
+from meshwright.compiler.cost.pricing import MeshPricer, gradient_routes
 from meshwright.costmodel.collectives import REDUCTIONS
 from meshwright.runtime.profiling.probes import matmuls
 
@@ -39,7 +39,7 @@ def picks(
     for nbytes in sizes:
         allowed = Communication(("backend", *REDUCTIONS), ("none", *CODES), shapes=Bucket(nbytes // 4).shapes)
         pricer = MeshPricer(cluster, 0, (dist.get_world_size(),), communication=allowed)
-        ways = offered_ways(pricer, (0,), 4)
+        ways = gradient_routes(pricer, (0,), 4)
         prices[nbytes] = {_name(way.algorithm, way.compressor): way.seconds(nbytes) for way in ways
                           if "none" in (way.compressor, way.algorithm) or way.algorithm == "backend"}  # fmt: skip
     return [_cell(nbytes, prices[nbytes], rounds, budget_s, bits_per_s) for nbytes in sizes]
@@ -63,7 +63,7 @@ def _cell(nbytes: int, prices: dict[str, float], rounds: int, budget_s: float, b
         calls[name], end = make_call(name, bucket)
         ends.append(end)
         first[name] = once_each(calls[name], bucket, pace)
-    pick = [*prices][worthwhile([*prices.values()], [name in CODES for name in prices], LEAST_GAIN)]
+    pick = [*prices][fastest_route_index([*prices.values()], [name in CODES for name in prices], MIN_LOSSY_SPEEDUP)]
     near = {name: call for name, call in calls.items() if name == pick or first[name] < _SLOW * min(first.values())}
     times = {name: spread(found) for name, found in rounds_of(near, bucket, rounds, budget_s, pace).items()}
     for end in ends:

@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction
+from meshwright.compiler.intra_op.section import Restriction, StageContext
 from meshwright.compiler.intra_op.solver.problem import evaluate
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section, stage_section
 from meshwright.compiler.ir.graph import Graph, op_name
@@ -301,9 +301,8 @@ class _Chain:
         states = composer.states(layer)[into], composer.states(layer + 1)[out]
         restriction = Restriction(pinned=pinned, residencies=(work.pattern,))
         try:
-            section = stage_section(
-                self.graph(m), self.layering, composer.pricer, m, (layer, layer + 1), states, restriction, again
-            )
+            context = StageContext(self.graph(m), self.layering, composer.pricer, m, restriction, again)
+            section = stage_section(context, (layer, layer + 1), states)
         except ValueError:  # labels of another extent
             return inf, 0.0, 0.0, 0.0
         chosen = solve_section(section, 1.0)
@@ -330,13 +329,12 @@ class _Chain:
             states = tuple(composer.states(b)[self._border_state(composer, work, b)] for b in ends)
             pricer = MeshPricer(task.cluster, piece.offset, piece.mesh.shape)
             restriction = Restriction(pinned=pinned, residencies=(work.pattern,))
-            section = stage_section(self.graph(m), self.layering, pricer, m, ends, states, restriction, again)
+            context = StageContext(self.graph(m), self.layering, pricer, m, restriction, again)
+            section = stage_section(context, ends, states)
             flight = in_flight_formula("1f1b", index, len(state.pieces), m)
             chosen = solve_section(section, flight)
             framework = FRAMEWORK_BYTES[task.cluster.device(piece.offset).kind]
-            part = describe_stage(
-                self.graph(m), pricer, self.layering, ends, section, chosen, flight, framework, m, again
-            )
+            part = describe_stage(context, ends, section, chosen, flight, framework)
             stages.append(part.stage)
             begin = piece.end
         found = Plan(

@@ -1,16 +1,15 @@
-"""Which part of a gradient's reduction hides behind the last microbatch's backward.
+"""Overlap of gradient reductions with the backward of the last microbatch, and the choice of their routes.
 
 Gradients are summed in buckets, as ``runtime/parameters/gradients.py`` makes them: parameters with equal axes and
 dtype, the last used first, the first bucket small. A bucket starts when its last gradient is there and the buckets
 before it have started, and they travel one after another. While the backward still runs, the share ``Device.overlap``
 of a transfer costs nothing; the rest of it, and what comes after the backward, is exposed.
 
-How much of the gradients' reductions may hide behind compute: bounds count them as exposed, so they are lowered.
-
-Of one stage at most the share ``Device.overlap`` of one microbatch's backward hides, which is less than that share of
-its pace t; and of all stages at most that share of what reducing every gradient could take. With the largest of all
-devices' shares o, m microbatches and a bound W ≥ m t of the exposed makespan, the true one is at least W (1 − o/m) and
-at least W − o · (all reductions).
+Lower bounds of the search count reductions as exposed, so they are lowered by the most that can hide. In one stage
+that is the share ``Device.overlap`` of one microbatch's backward, which is less than that share of its seconds per
+microbatch t. In all stages together it is that share of the seconds that reducing every gradient could take.
+With the largest of all devices' shares o, m microbatches and a bound W ≥ m t of the exposed makespan, the true one is
+at least W (1 − o/m) and at least W − o · (all reductions).
 """
 
 from __future__ import annotations
@@ -27,18 +26,31 @@ from ...costmodel.codecs import CODECS
 from ..ir.graph import Graph
 from ..plan.plan import BUCKET_BYTES, GradientReduction, Stage, gradient_buckets
 from .gradient_communication import GradientRoute
-from .pricing import MeshPricer, gradient_type, offered_ways, way_of
+from .pricing import MeshPricer, gradient_route, gradient_routes, gradient_type
 
 __all__ = [
-    "Bucket", "Gradient", "bucket_seconds", "bucketed", "choose_ways", "coding_source", "hidden_seconds",
-    "itemsize_of", "lossy_notes", "lowered", "most_hidden_seconds", "overlap", "raised", "way_source", "worthwhile",
+    "Bucket",
+    "Gradient",
+    "bucket_seconds",
+    "choose_routes",
+    "coding_source",
+    "fastest_route_index",
+    "hidden_seconds",
+    "itemsize_of",
+    "lossy_notes",
+    "lower_by_overlap",
+    "make_buckets",
+    "max_hidden_seconds",
+    "max_overlap",
+    "raise_by_overlap",
+    "route_source",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient on one device. axes: over which it is a sum of addends; key: what else must agree within
-    a bucket (the dtype)."""
+    """A parameter's gradient on one device. axes: over which it is a sum of addends; key: the dtype, which
+    must agree within a bucket."""
 
     name: str
     axes: tuple[int, ...]
@@ -59,7 +71,7 @@ class Bucket:
         return sum(gradient.nbytes for gradient in self.gradients)
 
 
-def bucketed(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(gradients: Sequence[Gradient], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """The buckets of gradients given in program order, those without axes left out, in the order in which they
     start."""
     keys = [((gradient.axes, gradient.key) if gradient.axes else None, gradient.nbytes) for gradient in gradients]
@@ -89,29 +101,29 @@ def hidden_seconds(
     return total, overlap * beside
 
 
-def most_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
-    """Seconds of reductions that can hide, whatever the plan over meshes of these shapes."""
-    share = overlap(cluster)
-    return share * _most_reduction(graph, cluster, optimizer, shapes) if share else 0.0
+def max_hidden_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Upper bound on the seconds of reductions that can hide in any plan over meshes of these shapes."""
+    share = max_overlap(cluster)
+    return share * _max_reduction_seconds(graph, cluster, optimizer, shapes) if share else 0.0
 
 
-def lowered(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
-    """A bound that counts reductions as exposed, made one of the true makespan."""
-    return max(bound_s * (1 - overlap(cluster) / microbatches), bound_s - hidden_s)
+def lower_by_overlap(bound_s: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """Turn a bound that counts reductions as exposed into a bound of the true makespan."""
+    return max(bound_s * (1 - max_overlap(cluster) / microbatches), bound_s - hidden_s)
 
 
-def raised(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
-    """What counts reductions as exposed and is ``lowered`` to these seconds: what is above can be no faster."""
-    share = overlap(cluster) / microbatches
+def raise_by_overlap(seconds: float, microbatches: int, cluster: Cluster, hidden_s: float) -> float:
+    """The inverse of ``lower_by_overlap``: a larger bound with exposed reductions cannot be faster than ``seconds``."""
+    share = max_overlap(cluster) / microbatches
     return min(seconds / (1 - share) if share < 1 else seconds + hidden_s, seconds + hidden_s)
 
 
-def overlap(cluster: Cluster) -> float:
+def max_overlap(cluster: Cluster) -> float:
     """The largest share of a backward that any device's reductions may run beside."""
     return max(host.device.overlap for host in cluster.hosts) if cluster.num_devices > 1 else 0.0
 
 
-def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
+def _max_reduction_seconds(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iterable[tuple[int, ...]]) -> float:
     """Seconds to sum every gradient alone and whole, over the slowest groups of any mesh."""
     sizes: Counter[int] = Counter()
     for node in graph.placeholders("parameter"):
@@ -129,16 +141,18 @@ def _most_reduction(graph: Graph, cluster: Cluster, optimizer: str, shapes: Iter
 # ---- what is chosen
 
 
-def choose_ways(
+def choose_routes(
     pricer: MeshPricer,
     buckets: Sequence[Bucket],
     exposed: Callable[[Callable[[Bucket], float]], float],
-    wire: Sequence[GradientReduction] = (),
+    reductions: Sequence[GradientReduction] = (),
 ) -> dict[tuple[int, ...], tuple[str, str]]:
-    """(algorithm, compressor) per group of axes that sums some bucket: of least exposed seconds, with the coding; what
-    ``wire`` has of these axes stands. exposed: seconds of a stage's reductions that nothing hides, given how long each
-    bucket travels. Raises ValueError for a wire that its groups cannot do."""
-    fixed = {one.axes: (one.algorithm, one.compressor) for one in wire}
+    """Return (algorithm, codec) per group of axes that sums some bucket: those of the least exposed and coding seconds.
+
+    exposed: seconds of a stage's reductions that nothing hides, given the seconds of each bucket; reductions: those
+    whose route is fixed. Raises ValueError for a fixed route that its groups cannot run.
+    """
+    fixed = {one.axes: (one.algorithm, one.compressor) for one in reductions}
     groups: dict[tuple[int, ...], list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(bucket.axes, []).append(bucket)
@@ -147,9 +161,9 @@ def choose_ways(
         if axes in fixed:
             names.append([fixed[axes]])
             for size in {itemsize_of(bucket) for bucket in members} if fixed[axes] != ("backend", "none") else ():
-                way_of(pricer, axes, size, *fixed[axes])
+                gradient_route(pricer, axes, size, *fixed[axes])
         else:
-            names.append(_worth_a_look(pricer, axes, members))
+            names.append(_undominated_routes(pricer, axes, members))
     combinations = [dict(zip(groups, chosen)) for chosen in product(*names)]
     if len(combinations) == 1:
         return combinations[0]
@@ -160,11 +174,11 @@ def choose_ways(
 
     prices = [seconds(chosen) for chosen in combinations]
     lossy = [any(_is_lossy(way) for axes, way in chosen.items() if axes not in fixed) for chosen in combinations]
-    return combinations[worthwhile(prices, lossy, pricer.communication.gain)]
+    return combinations[fastest_route_index(prices, lossy, pricer.communication.gain)]
 
 
-def worthwhile(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
-    """The index of the least; of the least exact one, unless a lossy one is ``gain`` times faster."""
+def fastest_route_index(seconds: Sequence[float], lossy: Sequence[bool], gain: float) -> int:
+    """Index of the fastest route. A lossy one wins only if it is at least ``gain`` times faster than any exact one."""
     ranked = sorted(range(len(seconds)), key=seconds.__getitem__)
     exact = next((index for index in ranked if not lossy[index]), ranked[0])
     return ranked[0] if gain * seconds[ranked[0]] <= seconds[exact] else exact
@@ -178,19 +192,19 @@ def bucket_seconds(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> 
     """(coding, sending) of one bucket."""
     if way == ("backend", "none"):
         return 0.0, pricer.reduce_seconds(bucket.nbytes, bucket.axes)
-    priced = way_of(pricer, bucket.axes, itemsize_of(bucket), *way)
+    priced = gradient_route(pricer, bucket.axes, itemsize_of(bucket), *way)
     return priced.coding(bucket.nbytes), priced.sending(bucket.nbytes)
 
 
-def way_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
-    """Where the seconds that a bucket travels come from: "measured", "scaled" or "analytic"."""
+def route_source(pricer: MeshPricer, bucket: Bucket, way: tuple[str, str]) -> str:
+    """The origin of the seconds that a bucket travels: "measured", "scaled" or "analytic"."""
     if way == ("backend", "none"):
         return pricer.reduce_source(bucket.axes)
-    return way_of(pricer, bucket.axes, itemsize_of(bucket), *way).source
+    return gradient_route(pricer, bucket.axes, itemsize_of(bucket), *way).source
 
 
 def coding_source(pricer: MeshPricer, way: tuple[str, str]) -> str:
-    """Where the seconds to encode and decode come from: "measured" or "analytic"."""
+    """The origin of the seconds to encode and decode: "measured" or "analytic"."""
     return "measured" if pricer.device.coding_rate(way[1]) else "analytic"
 
 
@@ -201,15 +215,14 @@ def itemsize_of(bucket: Bucket) -> int:
     return dtype.itemsize
 
 
-def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
-    """The ways that no other exact or lossy one undercuts for these buckets, the plain sum first where it is among
-    them."""
+def _undominated_routes(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
+    """The routes that are faster than every other exact (or lossy) one for some of these buckets."""
     if pricer.communication.sums_exactly:
         return [("backend", "none")]
     offered: dict[tuple[str, str], list[GradientRoute]] = {}
     sizes = {itemsize_of(bucket) for bucket in buckets}
     for size in sorted(sizes):
-        for way in offered_ways(pricer, axes, size):
+        for way in gradient_routes(pricer, axes, size):
             offered.setdefault((way.algorithm, way.compressor), []).append(way)
     shapes = sorted({(bucket.nbytes, itemsize_of(bucket)) for bucket in buckets})
     prices: dict[tuple[str, str], tuple[float, ...]] = {}
@@ -221,20 +234,21 @@ def _worth_a_look(pricer: MeshPricer, axes: tuple[int, ...], buckets: Sequence[B
     kept: list[tuple[str, str]] = []
     for name, price in prices.items():
         rivals = [other for other in kept if _is_lossy(other) == _is_lossy(name)]
-        if not any(_no_worse(prices[other], price) for other in rivals):
-            kept = [other for other in kept if other not in rivals or not _no_worse(price, prices[other])] + [name]
+        if not any(_dominates(prices[other], price) for other in rivals):
+            kept = [other for other in kept if other not in rivals or not _dominates(price, prices[other])] + [name]
     return kept or [("backend", "none")]
 
 
-def _no_worse(one: Sequence[float], other: Sequence[float]) -> bool:
+def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True if ``one`` is nowhere slower than ``other``."""
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def lossy_notes(stages: Sequence[Stage], codes: Mapping[str, str]) -> list[str]:
     """A line for a plan whose gradients are not summed exactly, and for each of its ``codes``."""
     notes = [f"{what} are compressed by {code}, which is lossy: training differs" for what, code in codes.items()]
-    found = {wire.compressor for stage in stages for wire in stage.wire}
-    lossy = sorted(name for name in found if name in CODECS and CODECS[name].lossy)
+    codecs = {wire.compressor for stage in stages for wire in stage.wire}
+    lossy = sorted(name for name in codecs if name in CODECS and CODECS[name].lossy)
     if lossy:
         text = f"gradients are compressed by {', '.join(lossy)}, which is lossy: training differs from the exact sum"
         notes.insert(0, text)

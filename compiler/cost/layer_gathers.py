@@ -35,57 +35,59 @@ __all__ = ["GatherUse", "LayerGather", "LayerReads", "gather_seconds", "layer_ga
 
 @dataclass(frozen=True)
 class LayerGather:
-    """One message. values: (type, residency) of the weights in it; sums: of those whose gradients are sent; again:
-    whether the backward gathers them, too."""
+    """One message: the weights of one kind in one layer."""
 
     axes: tuple[int, ...]
     values: tuple[tuple[TensorType, ParameterSharding], ...]
+    #: The weights of the message whose gradients are sent back.
     sums: tuple[tuple[TensorType, ParameterSharding], ...]
+    #: True if the backward gathers the weights once more.
     again: bool
 
 
 @dataclass(frozen=True)
 class GatherUse:
-    """A layer that reads a weight. largest: elements of all weights there that may share its message; again: whether
-    the backward is sure to gather it."""
+    """A layer that reads a weight."""
 
+    #: Elements of all weights of the layer that may share the message.
     largest: int
+    #: True if the backward is sure to gather the weight once more.
     again: bool
 
 
 def layer_gathers(
     ops: Sequence[Node],
     layer_of: Mapping[str, int],
-    homes: Mapping[str, ParameterSharding],
+    shardings: Mapping[str, ParameterSharding],
     needs_grad: Collection[str],
     recompute: Recompute = NOTHING,
 ) -> list[LayerGather]:
     """The messages of a stage. ops: in program order, outputs of several taken apart; homes: by the names of their
     nodes, the weights that are gathered in every microbatch."""
-    found = []
+    gathers = []
     for members in _by_layer(ops, layer_of).values():
-        read = {o.name: o for node in members for o in node.all_input_nodes if o.name in homes}
+        read = {o.name: o for node in members for o in node.all_input_nodes if o.name in shardings}
         if not read:
             continue
         again = _runs_again(members, read, needs_grad, recompute)
         kinds: dict[tuple[object, ...], list[Node]] = {}
         for name, node in read.items():
-            key = homes[name].scattered_axes, node.meta["type"].dtype, node.meta["source"].requires_grad
+            key = shardings[name].scattered_axes, node.meta["type"].dtype, node.meta["source"].requires_grad
             kinds.setdefault(key, []).append(node)
         for nodes in kinds.values():
-            values = tuple((node.meta["type"], homes[node.name]) for node in nodes)
+            values = tuple((node.meta["type"], shardings[node.name]) for node in nodes)
             trained = [node.meta["source"].requires_grad and node.name in needs_grad for node in nodes]
             sums = tuple(one for one, sent in zip(values, trained) if sent)
-            found.append(LayerGather(homes[nodes[0].name].scattered_axes, values, sums, again))
-    return found
+            gathers.append(LayerGather(shardings[nodes[0].name].scattered_axes, values, sums, again))
+    return gathers
 
 
 def gather_seconds(pricer: MeshPricer, gather: LayerGather) -> float:
     """Seconds of one all-gather, coding included."""
     code, parts = pricer.communication.weights, prod(pricer.mesh_shape[axis] for axis in gather.axes)
     size = coding = 0.0
-    for kind, home in gather.values:
-        local = pricer.local_bytes(kind, home.compute.value)
+    for kind, sharding in gather.values:
+        local = pricer.local_bytes(kind, sharding.compute.value)
         size += local * wire_share(code, kind)
         coding += local / kind.dtype.itemsize * (1 + 1 / parts) * coder_seconds(code, kind, pricer.device)
     return pricer.message_seconds("all_gather", gather.axes, size) + coding
@@ -95,16 +97,16 @@ def scatter_seconds(pricer: MeshPricer, gather: LayerGather) -> float:
     """Seconds of the reduce-scatter of the gradients, coding included."""
     code = pricer.communication.weights
     size = coding = 0.0
-    for kind, home in gather.sums:
+    for kind, sharding in gather.sums:
         sums = gradient_type(kind, pricer.mixed)
-        local = pricer.local_bytes(sums, home.compute.value)
+        local = pricer.local_bytes(sums, sharding.compute.value)
         size += local * wire_share(code, sums)
         coding += 2 * local / sums.dtype.itemsize * coder_seconds(code, sums, pricer.device)
     return pricer.message_seconds("reduce_scatter", gather.axes, size) + coding
 
 
 class LayerReads:
-    """What the layers of a section may gather. ops: of the section, in program order."""
+    """The weights that the layers of a section may gather. ops: of the section, in program order."""
 
     def __init__(self, ops: Sequence[Node], layer_of: Mapping[str, int], needs_grad: Collection[str]) -> None:
         self._ops, self._layer_of, self._grad = ops, layer_of, needs_grad
@@ -132,29 +134,29 @@ def _is_parameter(node: Node) -> bool:
 
 
 def _alike(one: Node, other: Node) -> bool:
-    """Whether two parameters may share a message."""
+    """True if two parameters may share a message."""
     same = one.meta["type"].dtype == other.meta["type"].dtype
     return same and bool(one.meta["source"].requires_grad == other.meta["source"].requires_grad)
 
 
 def _by_layer(ops: Sequence[Node], layer_of: Mapping[str, int]) -> dict[int, list[Node]]:
-    found: dict[int, list[Node]] = {}
+    by_layer: dict[int, list[Node]] = {}
     for node in ops:
         if node.name in layer_of:
-            found.setdefault(layer_of[node.name], []).append(node)
-    return found
+            by_layer.setdefault(layer_of[node.name], []).append(node)
+    return by_layer
 
 
 def _runs_again(
     ops: Sequence[Node], wholes: Collection[str], needs_grad: Collection[str], recompute: Recompute
 ) -> bool:
-    """Whether the backward of a layer runs its gathers again: it reads what these weights alone make, or what ops make
-    that run again."""
-    made = set(wholes)
+    """True if the backward of a layer repeats its gathers: it reads a tensor that follows from these weights alone, or
+    the output of an op that is recomputed."""
+    derived = set(wholes)
     for node in ops:
         inputs = node.all_input_nodes
-        if inputs and all(operand.name in made for operand in inputs):
-            made.add(node.name)
+        if inputs and all(operand.name in derived for operand in inputs):
+            derived.add(node.name)
     for node in ops:
         if op_name(node) == "getitem" or node.name not in needs_grad:
             continue
@@ -167,7 +169,7 @@ def _runs_again(
             maker = node if side == "output" else output_of(operands[k])[0]
             if maker.name in recompute.repeated:
                 return True
-            if maker.name not in made:
+            if maker.name not in derived:
                 continue
             if side == "output" or not _is_product(node):
                 return True
@@ -177,5 +179,5 @@ def _runs_again(
 
 
 def _is_product(node: Node) -> bool:
-    """Whether each factor is kept for the gradients of the others alone."""
+    """True if each factor is kept for the gradients of the other factors alone."""
     return rule_for(node).cost_kind == "matmul" or op_name(node).split(".")[1:2] == ["mul"]

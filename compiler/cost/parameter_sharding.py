@@ -1,6 +1,6 @@
-"""Where a parameter lives: the patterns that the search knows, with their seconds and bytes.
+"""Parameter sharding (ZeRO levels 0 to 3): the patterns that the search knows, with their seconds and bytes.
 
-A parameter is computed with in a pair (value | cotangent). Let A be the mesh axes (of size > 1) on which the value is
+The ops of a parameter read it in a pair (value | cotangent). Let A be the mesh axes (of size > 1) on which the value is
 whole and the gradient a sum of addends (for a frozen parameter: on which the value is whole), d the product of their
 sizes, n the bytes of the value on one device, k the optimizer's bytes per byte. A pattern other than "replicated" cuts
 one more tensor dim by all of A: the first that no axis cuts and that d divides.
@@ -13,8 +13,9 @@ one more tensor dim by all of A: the first that no axis cuts and that d divides.
     zero3        2 all_gather(n), reduce_scatter(n)     update n/d                          n/d  n/d  k n/d, and n while
                                                                                             its ops run
 
-A frozen parameter is replicated, or "zero3" without gradient, reduction and update. In a ``ParameterSharding`` the specs say
-what is cut, and the frequency of the reduction which of zero1 and zero2 it is (Rajbhandari et al. 2020, ZeRO).
+A frozen parameter is replicated, or "zero3" without gradient, reduction and update. The specs of a
+``ParameterSharding`` say what is cut. The frequency of the reduction tells zero1 from zero2 (Rajbhandari et al. 2020,
+ZeRO).
 
 Collectives run in the groups that A forms together and cost their share of a full bucket, as gradients do
 (``MeshPricer.gradient_seconds``); those of "zero3" no more than their share of any message that may be sent, and the
@@ -33,24 +34,23 @@ from ..ir.graph import TensorType
 from ..ir.spec import P, Pair, R, S, Spec, without_partials
 from ..plan.plan import BUCKET_BYTES, ParameterSharding
 from ..plan.tensor_codecs import coder_seconds, wire_share
-from .gradient_reduction import Bucket, Gradient, bucketed
+from .gradient_reduction import Bucket, Gradient, make_buckets
 from .layer_gathers import GatherUse
 from .pricing import MeshPricer, gradient_type, partial_axes
 
 __all__ = [
     "PATTERNS",
     "ShardingPrice",
-    "Unfilled",
+    "UnfilledMessage",
     "accumulate_seconds",
     "gathered_bytes",
-    "parameter_residencies",
-    "pattern_of",
-    "residencies",
-    "residency_bytes",
-    "residency_seconds",
-    "residency_text",
-    "summed",
-    "unfilled",
+    "parameter_shardings",
+    "sharding_bytes",
+    "sharding_seconds",
+    "sharding_text",
+    "shardings_by_pattern",
+    "unfilled_messages",
+    "with_summed_gradient",
 ]
 
 PATTERNS = ("replicated", "zero1", "zero2", "zero3")
@@ -70,55 +70,62 @@ class ShardingPrice:
 
     @property
     def per_microbatch_s(self) -> float:
-        """Of every microbatch."""
+        """Seconds of every microbatch."""
         return self.gather_forward_s + self.gather_backward_s + self.reduce_microbatch_s
 
     @property
     def per_step_s(self) -> float:
-        """Once per step, the update with it."""
+        """Seconds once per step, the update included."""
         return self.reduce_step_s + self.gather_step_s + self.update_s
 
 
 # ---- which there are
 
 
-def residencies(
+def shardings_by_pattern(
     kind: TensorType,
     pair: Pair,
     mesh_shape: Sequence[int],
     trainable: bool,
     allowed: Collection[str] = PATTERNS,
 ) -> tuple[tuple[str, ParameterSharding], ...]:
-    """The residencies of a parameter that is computed with in ``pair``, by pattern: those of ``allowed`` that its shape
-    permits, in the order of ``PATTERNS``; "replicated" if there is none."""
+    """Return the shardings of a parameter that its ops read in ``pair``, by pattern: those of ``allowed`` that its
+    shape permits, in the order of ``PATTERNS``; "replicated" if there is none."""
     reduced = without_partials(pair.cotangent)
     replicated = "replicated", ParameterSharding(pair, pair.value, reduced, pair.value)
     wanted = [name for name in PATTERNS[1:] if name in allowed and (trainable or name == "zero3")]
     cut = _cut_further(kind, pair, mesh_shape, trainable) if wanted else None
     if cut is None:
         return (replicated,)
-    found = [replicated] if "replicated" in allowed else []
+    shardings = [replicated] if "replicated" in allowed else []
     for name in wanted:
         stored = cut if name == "zero3" else pair.value
         gather = "microbatch" if name == "zero3" else "step"
         reduce = "microbatch" if name in ("zero2", "zero3") and trainable else "step"
-        found.append((name, ParameterSharding(pair, stored, cut, cut, gather, reduce)))
-    return tuple(found)
+        shardings.append((name, ParameterSharding(pair, stored, cut, cut, gather, reduce)))
+    return tuple(shardings)
 
 
-def parameter_residencies(
+def parameter_shardings(
     kind: TensorType, pairs: Sequence[Pair], mesh_shape: Sequence[int], trainable: bool, allowed: Collection[str]
 ) -> list[ParameterSharding]:
-    """The residencies of a parameter that may be computed with in each of ``pairs``. Where "replicated" is not allowed
-    no pair serves to evade what is: one that has nothing else is left out if its ``summed`` pair has."""
-    by_pair = {pair: residencies(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
-    stays = {pair for pair, found in by_pair.items() if found[0][0] == "replicated"}
+    """Return the shardings of a parameter that its ops may read in each of ``pairs``.
+
+    Where "replicated" is not allowed, no pair serves to evade that: a pair that could only be replicated is left out if
+    its ``with_summed_gradient`` pair has another pattern.
+    """
+    by_pair = {pair: shardings_by_pattern(kind, pair, mesh_shape, trainable, allowed) for pair in pairs}
+    stays = {pair for pair, options in by_pair.items() if options[0][0] == "replicated"}
     if "replicated" not in allowed:
-        stays = {pair for pair in stays if summed(pair) not in by_pair or summed(pair) in stays}
-    return [r for pair, found in by_pair.items() if pair in stays or found[0][0] != "replicated" for _, r in found]
+        stays = {
+            pair for pair in stays if with_summed_gradient(pair) not in by_pair or with_summed_gradient(pair) in stays
+        }
+    return [
+        r for pair, options in by_pair.items() if pair in stays or options[0][0] != "replicated" for _, r in options
+    ]
 
 
-def summed(pair: Pair) -> Pair:
+def with_summed_gradient(pair: Pair) -> Pair:
     """The pair of the same value whose gradient is a sum wherever the value is whole."""
     return Pair(pair.value, tuple(P if v == R else c for v, c in zip(pair.value, pair.cotangent)))
 
@@ -141,47 +148,45 @@ def _shared_axes(pair: Pair, mesh_shape: Sequence[int], trainable: bool) -> tupl
     return tuple(axis for axis in partial_axes(pair, mesh_shape) if axis in whole)
 
 
-def pattern_of(residency: ParameterSharding) -> str:
-    """The name of a residency: one of ``PATTERNS``, or "custom" where its specs follow none of them."""
-    return residency.pattern
-
-
-def residency_text(residency: ParameterSharding) -> str:
-    """The text by which a plan pins it: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
-    name = pattern_of(residency)
-    return str(residency.compute) if name == "replicated" else f"{residency.compute} {name}"
+def sharding_text(sharding: ParameterSharding) -> str:
+    """The text by which a plan pins a sharding: its pair, and the pattern unless that is "replicated": "R|P zero2"."""
+    name = sharding.pattern
+    return str(sharding.compute) if name == "replicated" else f"{sharding.compute} {name}"
 
 
 # ---- seconds
 
 
-def residency_seconds(
+def sharding_seconds(
     pricer: MeshPricer,
     kind: TensorType,
-    residency: ParameterSharding,
+    sharding: ParameterSharding,
     microbatches: int = 1,
     trainable: bool = True,
     uses: Sequence[GatherUse] = (),
 ) -> ShardingPrice:
-    """What the reductions, gathers and the update of one parameter take, all of it exposed; the addition of gradients
-    apart (``accumulate_seconds``). ``microbatches`` changes nothing per microbatch or per step. uses: the layers that
-    gather it in every microbatch; without them those messages are priced elsewhere (``layer_gathers``)."""
+    """Seconds of the reductions, gathers and the update of one parameter, all of them exposed.
+
+    ``accumulate_seconds`` has the addition of gradients. ``microbatches`` changes nothing per microbatch or per step.
+    uses: the layers that gather it in every microbatch; without them those messages are priced elsewhere
+    (``layer_gathers``).
+    """
     assert microbatches >= 1, microbatches
-    axes = residency.scattered_axes
+    axes = sharding.scattered_axes
     update = 0.0
     if trainable:
-        update = pricer.optimizer_seconds(pricer.parameter_memory(kind, residency.optimizer, True))
-    if axes and residency.gather == "microbatch":
-        forward, backward, reduce = _shares(pricer, kind, residency, uses)
+        update = pricer.optimizer_seconds(pricer.parameter_memory(kind, sharding.optimizer, True))
+    if axes and sharding.gather == "microbatch":
+        forward, backward, reduce = _shares(pricer, kind, sharding, uses)
         return ShardingPrice(reduce if trainable else 0.0, forward, backward, update_s=update)
     if not trainable:
         return ShardingPrice()
     if not axes:
-        return ShardingPrice(reduce_step_s=pricer.gradient_seconds(kind, residency.compute), update_s=update)
-    sums, value = gradient_type(kind, pricer.mixed), residency.compute.value
+        return ShardingPrice(reduce_step_s=pricer.gradient_seconds(kind, sharding.compute), update_s=update)
+    sums, value = gradient_type(kind, pricer.mixed), sharding.compute.value
     reduce = _full_bucket(pricer, "reduce_scatter", axes, pricer.local_bytes(sums, value))
     gather = _full_bucket(pricer, "all_gather", axes, pricer.local_bytes(kind, value))
-    often = residency.reduce == "microbatch"
+    often = sharding.reduce == "microbatch"
     return ShardingPrice(
         reduce_microbatch_s=reduce if often else 0.0,
         reduce_step_s=0.0 if often else reduce,
@@ -191,11 +196,11 @@ def residency_seconds(
 
 
 def _shares(
-    pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, uses: Sequence[GatherUse]
+    pricer: MeshPricer, kind: TensorType, sharding: ParameterSharding, uses: Sequence[GatherUse]
 ) -> tuple[float, float, float]:
     """Seconds of the messages of these layers that no message undercuts: (gathers in the forward, in the backward,
     reductions)."""
-    axes, value, code = residency.scattered_axes, residency.compute.value, pricer.communication.weights
+    axes, value, code = sharding.scattered_axes, sharding.compute.value, pricer.communication.weights
     sums, elements = gradient_type(kind, pricer.mixed), pricer.local_bytes(kind, value) / kind.dtype.itemsize
     parts = prod(pricer.mesh_shape[axis] for axis in axes)
 
@@ -216,23 +221,25 @@ def _full_bucket(pricer: MeshPricer, collective: str, axes: Sequence[int], size:
 
 
 @dataclass(frozen=True)
-class Unfilled:
-    """What one message that is not full takes beyond its share of a full one; often: in every microbatch, not once per
-    step."""
+class UnfilledMessage:
+    """The seconds that a message which does not fill its bucket takes beyond its share of a full one."""
 
     collective: str
     axes: tuple[int, ...]
+    #: True if it is sent in every microbatch, False if once per step.
     often: bool
     seconds: float
 
 
-def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSharding]]) -> list[Unfilled]:
-    """What messages add to ``residency_seconds`` of parameters, in program order, whose optimizer has blocks while
-    programs read whole values (ZeRO-1 and 2): reductions, and gathers per step."""
+def unfilled_messages(
+    pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSharding]]
+) -> list[UnfilledMessage]:
+    """Seconds that messages add to ``sharding_seconds`` of ZeRO-1 and ZeRO-2 parameters, given in program order:
+    reductions, and gathers per step."""
 
     def buckets(kinds: Sequence[TensorType], often: bool | None = None) -> list[Bucket]:
         """Of these types, of all parameters or of those that are reduced in every microbatch or not."""
-        return bucketed([
+        return make_buckets([
             Gradient(str(k), one.scattered_axes, pricer.local_bytes(kind, one.compute.value), kind.dtype)
             for k, (kind, (_, one)) in enumerate(zip(kinds, blocks))
             if often in (None, one.reduce == "microbatch")
@@ -243,45 +250,47 @@ def unfilled(pricer: MeshPricer, blocks: Sequence[tuple[TensorType, ParameterSha
     sent = [("reduce_scatter", often, bucket) for often in (True, False) for bucket in buckets(sums, often)]
     sent += [("all_gather", False, bucket) for bucket in buckets(values)]
     return [
-        Unfilled(collective, bucket.axes, often, max(0.0, pricer.message_seconds(*one) - _full_bucket(pricer, *one)))
+        UnfilledMessage(
+            collective, bucket.axes, often, max(0.0, pricer.message_seconds(*one) - _full_bucket(pricer, *one))
+        )
         for collective, often, bucket in sent
         for one in [(collective, bucket.axes, bucket.nbytes)]
     ]
 
 
-def accumulate_seconds(pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, microbatches: int) -> float:
+def accumulate_seconds(pricer: MeshPricer, kind: TensorType, sharding: ParameterSharding, microbatches: int) -> float:
     """Seconds per step to add the gradients of all microbatches but the first, as they lie while they add up."""
-    spec = _gradient_spec(residency)
+    spec = _gradient_spec(sharding)
     return pricer.accumulate_seconds(kind, Pair(spec, spec), microbatches)
 
 
-def _gradient_spec(residency: ParameterSharding) -> Spec:
+def _gradient_spec(sharding: ParameterSharding) -> Spec:
     """The gradient's placement between microbatches: as the value's unless every microbatch reduces it."""
-    return residency.gradient if residency.reduce == "microbatch" else residency.compute.value
+    return sharding.gradient if sharding.reduce == "microbatch" else sharding.compute.value
 
 
 # ---- bytes
 
 
-def residency_bytes(
-    pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, trainable: bool
+def sharding_bytes(
+    pricer: MeshPricer, kind: TensorType, sharding: ParameterSharding, trainable: bool
 ) -> dict[str, float]:
     """Bytes on one device by cause ("parameters", "gradients", "optimizer"), all through the step."""
-    bill = pricer.parameter_memory(kind, residency.stored, trainable)
-    if not trainable or residency.optimizer == residency.compute.value:
+    bill = pricer.parameter_memory(kind, sharding.stored, trainable)
+    if not trainable or sharding.optimizer == sharding.compute.value:
         return bill
-    state = pricer.parameter_memory(kind, residency.optimizer, True)
-    gradient = pricer.parameter_memory(kind, _gradient_spec(residency), True)
+    state = pricer.parameter_memory(kind, sharding.optimizer, True)
+    gradient = pricer.parameter_memory(kind, _gradient_spec(sharding), True)
     bill = {**bill, "gradients": gradient["gradients"], "optimizer": state["optimizer"]}
-    if residency.stored != residency.compute.value and gradient_type(kind, pricer.mixed) != kind:
+    if sharding.stored != sharding.compute.value and gradient_type(kind, pricer.mixed) != kind:
         # programs gather the master: there is no other value
-        master = pricer.local_bytes(gradient_type(kind, True), residency.stored)
+        master = pricer.local_bytes(gradient_type(kind, True), sharding.stored)
         bill |= {"parameters": master, "optimizer": bill["optimizer"] - master}
     return bill
 
 
-def gathered_bytes(pricer: MeshPricer, kind: TensorType, residency: ParameterSharding, again: bool) -> float:
+def gathered_bytes(pricer: MeshPricer, kind: TensorType, sharding: ParameterSharding, again: bool) -> float:
     """Bytes of the gathered value that lives while the parameter's ops run; 0 where it is stored as they read it.
     again: whether a backward gathers it, which then has its gradient beside it until the layer's are sent."""
-    stays = residency.stored == residency.compute.value
-    return 0.0 if stays else (1 + again) * pricer.local_bytes(kind, residency.compute.value)
+    stays = sharding.stored == sharding.compute.value
+    return 0.0 if stays else (1 + again) * pricer.local_bytes(kind, sharding.compute.value)

@@ -1,4 +1,4 @@
-"""Prices of the compiler's own things (op choices, reshards, parameters) on one logical mesh, in seconds and bytes.
+"""Prices of op strategies, reshards and parameters on one logical mesh, in seconds and bytes.
 
 This is the only place where graph nodes meet ``costmodel``; it turns them into signatures, FLOPs, bytes and messages
 and asks for the price: of the exact op where the device was measured with it, else from curves, else the roofline. A
@@ -35,11 +35,11 @@ __all__ = [
     "MeshPricer",
     "OpPrice",
     "PricingContext",
-    "facts_of",
+    "gradient_route",
+    "gradient_routes",
     "gradient_type",
-    "offered_ways",
     "partial_axes",
-    "way_of",
+    "pricing_context",
 ]
 
 
@@ -64,22 +64,26 @@ class OpPrice:
 
     @property
     def seconds(self) -> float:
-        """Everything together."""
+        """Seconds of forward and backward with the collectives inside."""
         return self.forward_s + self.backward_s + self.internal_forward_s + self.internal_backward_s
 
 
 @dataclass(frozen=True)
 class PricingContext:
-    """What the price of an op depends on beside the choice: whose gradients it makes, and which of its operands have
-    how many consumers."""
+    """The facts about an op that its price depends on beside the choice."""
 
     flops: float
     dtype: torch.dtype
-    sides: float  # forwards that the backward costs: one per operand with a gradient, for attention two for all three
-    weight_share: float  # of the backward, what is for parameters
-    possible: float  # sides that a backward with all gradients has
-    shared: tuple[tuple[int, float, bool], ...]  # (operand, (n − 1) / n, is a parameter)
-    copies: tuple[bool, bool]  # whether a view moves bytes, forward and backward
+    #: Forwards that the backward costs: one per operand with a gradient, for attention two for all three.
+    sides: float
+    #: The share of the backward that makes the gradients of parameters.
+    weight_share: float
+    #: Forwards that a backward with all gradients would cost.
+    possible: float
+    #: (operand, (n − 1) / n, is a parameter) of every operand with n > 1 consumers, whose cotangents are added.
+    shared: tuple[tuple[int, float, bool], ...]
+    #: True if a view moves bytes, forward and backward.
+    copies: tuple[bool, bool]
 
 
 def nbytes(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> float:
@@ -108,7 +112,7 @@ class MeshPricer:
         self.mesh = Mesh.of(self.cluster, self.offset, self.mesh_shape)
         self.axes = mesh_prices(self.cluster, self.mesh)
         self.num_devices = prod(self.mesh_shape)
-        self.device: Device = _slowest(self.cluster, self.mesh)
+        self.device: Device = _slowest_device(self.cluster, self.mesh)
 
     # ---- ops
 
@@ -116,12 +120,12 @@ class MeshPricer:
         """The price of ``node`` under ``choice``."""
         rule = rule_for(node)
         operands, outputs = tensor_operands(node), types_of(node)
-        facts = self._known.get(node)
-        if facts is None:
-            facts = self._known[node] = facts_of(node, operands, needs_grad)
-        flops = facts.flops * choice.work_share
-        forward, ahead, back, source = self._compute(node, choice, needs_grad, facts, flops)
-        for k, share, weight in facts.shared:
+        context = self._known.get(node)
+        if context is None:
+            context = self._known[node] = pricing_context(node, operands, needs_grad)
+        flops = context.flops * choice.work_share
+        forward, ahead, back, source = self._compute(node, choice, needs_grad, context, flops)
+        for k, share, weight in context.shared:
             added = share * self.add_seconds(types_of(operands[k])[0], choice.inputs[k].value)
             ahead, back = (ahead, back + added) if weight else (ahead + added, back)
         internal = {"forward": 0.0, "backward": 0.0}
@@ -133,12 +137,12 @@ class MeshPricer:
             if message.is_sent(node, needs_grad):
                 size = elements * message.itemsize * message.scale
                 internal[message.phase] += message.count * self.axes[axis].seconds(message.kind, size)
-        times = 1 + facts.sides if rule.cost_kind in TWO_SIDED else 1
-        wasted = max(0.0, (flops * self.num_devices - facts.flops) * times)
+        times = 1 + context.sides if rule.cost_kind in TWO_SIDED else 1
+        wasted = max(0.0, (flops * self.num_devices - context.flops) * times)
         return OpPrice(forward, ahead, back, internal["forward"], internal["backward"], flops * times, wasted, source)
 
     def _compute(
-        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], facts: PricingContext, flops: float
+        self, node: Node, choice: MeshChoice, needs_grad: frozenset[str], context: PricingContext, flops: float
     ) -> tuple[float, float, float, str]:
         """(forward, backward of activations, backward of parameters, source) of one device's share of the work."""
         if self.device.op_times:
@@ -159,20 +163,22 @@ class MeshPricer:
             specs = (*choice.reads, choice.outputs[0].value)
             sizes = zip((*map(types_of, tensor_operands(node)), outputs), specs)
             shapes = tuple(tuple(local_shape(types[0].shape, spec, self.mesh_shape)) for types, spec in sizes)
-        forward = self._price("pointwise" if facts.copies[0] else kind, flops, traffic, facts.dtype, "forward", shapes)
+        forward = self._price(
+            "pointwise" if context.copies[0] else kind, flops, traffic, context.dtype, "forward", shapes
+        )
         if not flows:
             return forward.seconds, 0.0, 0.0, forward.source
         if kind not in TWO_SIDED:
             back = self._price(
-                "pointwise" if facts.copies[1] else kind, flops, traffic, facts.dtype, "backward", shapes
+                "pointwise" if context.copies[1] else kind, flops, traffic, context.dtype, "backward", shapes
             )
             backward = back.seconds
-        elif measured_backward(kind, facts.dtype, self.device):
-            back = self._price(kind, flops, traffic, facts.dtype, "backward", shapes)
-            backward = back.seconds * facts.sides / facts.possible
+        elif measured_backward(kind, context.dtype, self.device):
+            back = self._price(kind, flops, traffic, context.dtype, "backward", shapes)
+            backward = back.seconds * context.sides / context.possible
         else:
-            backward = facts.sides * forward.seconds
-        weight = backward * facts.weight_share
+            backward = context.sides * forward.seconds
+        weight = backward * context.weight_share
         return forward.seconds, backward - weight, weight, forward.source
 
     def _price(
@@ -187,7 +193,7 @@ class MeshPricer:
         return op_price(kind, flops, traffic, dtype, self.device, direction=direction, shapes=shapes)
 
     def add_source(self, kind: TensorType, spec: Spec) -> str:
-        """Where ``add_seconds`` comes from."""
+        """The origin of ``add_seconds``: "measured", or as ``op_price`` says."""
         text = sum_signature(local_shape(kind.shape, spec, self.mesh_shape), kind.dtype)
         if self.device.op_time(text) is not None:
             return "measured"
@@ -215,12 +221,12 @@ class MeshPricer:
         """(forward, backward) seconds of the conversion between a producer's pair and a consumer's; inf where there is
         none."""
         key = (source, target, kind, grad)
-        found = self._reshards.get(key)
-        if found is None:
+        seconds = self._reshards.get(key)
+        if seconds is None:
             forward = self.convert(source.value, target.value, kind)
             backward = self.convert(target.cotangent, source.cotangent, kind) if grad and kind.is_float else 0.0
-            found = self._reshards[key] = (forward, backward)
-        return found
+            seconds = self._reshards[key] = (forward, backward)
+        return seconds
 
     def convert(self, source: Spec, target: Spec, kind: TensorType) -> float:
         """Seconds of a conversion in one direction."""
@@ -268,12 +274,12 @@ class MeshPricer:
         if first == last and algorithm == "backend":
             return self.axes[first]
         if key not in self._joint:
-            found = None
+            price = None
             if key[0] == tuple(range(first, last + 1)):
                 size = prod(self.mesh_shape[axis] for axis in axes)
                 shape = (*self.mesh_shape[:first], size, *self.mesh_shape[last + 1 :])
-                found = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
-            self._joint[key] = found
+                price = mesh_prices(self.cluster, Mesh.of(self.cluster, self.offset, shape), algorithm)[first]
+            self._joint[key] = price
         return self._joint[key]
 
     def levels(self, axes: Sequence[int]) -> tuple[AxisPrice, AxisPrice] | None:
@@ -307,7 +313,7 @@ class MeshPricer:
         return seconds
 
     def message_source(self, collective: str, axes: Sequence[int]) -> str:
-        """Where ``message_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        """The origin of ``message_seconds``: "measured", "scaled" or "analytic"."""
         return (self.joint(axes) or self.axes[axes[0]]).source(collective)
 
     def message_rate(self, collective: str, axes: Sequence[int], smallest: float, largest: float) -> float:
@@ -329,12 +335,12 @@ class MeshPricer:
         return sum(self.axes[axis].seconds(IN_PLACE, size) for axis in axes)
 
     def reduce_source(self, axes: Sequence[int]) -> str:
-        """Where ``reduce_seconds`` comes from: "measured", "scaled" or "analytic"."""
+        """The origin of ``reduce_seconds``: "measured", "scaled" or "analytic"."""
         return self.message_source(IN_PLACE, axes)
 
     def gradient_seconds(self, kind: TensorType, pair: Pair) -> float:
         """Seconds per step to reduce a parameter's gradient over the axes where it is partial: its share of a full
-        bucket, as if nothing hid behind compute, in the cheapest way. Buckets that are not full cost more per byte,
+        bucket, as if nothing hid behind compute, by the cheapest route. Buckets that are not full cost more per byte,
         never less."""
         axes = partial_axes(pair, self.mesh_shape)
         if not axes:
@@ -342,7 +348,7 @@ class MeshPricer:
         kind = gradient_type(kind, self.mixed)
         size = self.local_bytes(kind, pair.value)
         full = max(size, BUCKET_BYTES)
-        if not self.communication.sums_exactly and (ways := offered_ways(self, axes, kind.dtype.itemsize)):
+        if not self.communication.sums_exactly and (ways := gradient_routes(self, axes, kind.dtype.itemsize)):
             return min(way.seconds(full) for way in ways) * size / full
         return self.reduce_seconds(full, axes) * size / full
 
@@ -364,7 +370,7 @@ class MeshPricer:
         return traffic / self.device.memory_bytes_per_s
 
 
-def _slowest(cluster: Cluster, mesh: Mesh) -> Device:
+def _slowest_device(cluster: Cluster, mesh: Mesh) -> Device:
     """The device that the others of a mesh over unlike hosts wait for: parts are equal."""
     hosts = range(cluster.host_of(mesh.devices[0]), cluster.host_of(mesh.devices[-1]) + 1)
     devices = dict.fromkeys(cluster.hosts[host].device for host in hosts)
@@ -381,8 +387,8 @@ def partial_axes(pair: Pair, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis, p in enumerate(pair.cotangent) if p == P and mesh_shape[axis] > 1)
 
 
-def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
-    """What the price of ``node`` depends on beside the choice, at any batch extent but for the FLOPs."""
+def pricing_context(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -> PricingContext:
+    """Return the facts about ``node`` that its price depends on. Only the FLOPs depend on the batch extent."""
     rule, outputs = rule_for(node), types_of(node)
     dtype = outputs[0].dtype if outputs[0].is_float else torch.float32
     layout = node.meta.get("layout")
@@ -402,7 +408,7 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
     shared = []
     for k, operand in enumerate(operands):
         if operand.name in needs_grad and types_of(operand)[0].is_float:
-            uses = _uses(operand, needs_grad)
+            uses = _count_gradient_uses(operand, needs_grad)
             if uses > 1:
                 shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
     each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
@@ -410,24 +416,26 @@ def facts_of(node: Node, operands: Sequence[Node], needs_grad: frozenset[str]) -
     return PricingContext(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
 
 
-def _uses(tensor: Node, needs_grad: frozenset[str]) -> int:
-    """How many times ops through which gradients flow read a tensor."""
+def _count_gradient_uses(tensor: Node, needs_grad: frozenset[str]) -> int:
+    """Count the reads of a tensor by ops through which gradients flow."""
     users = [user for user in tensor.users if user.name in needs_grad]
     return sum(sum(o is tensor for o in tensor_operands(user)) for user in users)
 
 
-def _scaled(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
+def _scale_offers(price: AxisPrice, kind: str, share: float) -> tuple[Offer, ...]:
     """The offers of a collective of ``share`` bytes per byte of the gradient."""
     return tuple(tuple((start / share, a, b * share) for start, a, b in offer) for offer in price.pieces_of(kind))
 
 
-# ---- what there is
+# ---- gradient routes
 
 
-def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str) -> GradientRoute:
-    """The prices of one way over the groups that ``axes`` form together. Raises ValueError for what is unknown, and for
-    what these groups cannot do."""
-    way = _possible(pricer, axes, itemsize, algorithm, compressor)
+def gradient_route(
+    pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
+) -> GradientRoute:
+    """Return the prices of one route over the groups that ``axes`` form together. Raises ValueError for an unknown
+    algorithm or codec, and for a route that these groups cannot run."""
+    way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
     if way is None:
         raise ValueError(
             f"gradients over mesh axes {list(axes)} of {list(pricer.mesh_shape)} have no sum by {algorithm!r} in code "
@@ -438,7 +446,7 @@ def way_of(pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: st
     return way
 
 
-def _possible(
+def _possible_offers(
     pricer: MeshPricer, axes: Sequence[int], itemsize: int, algorithm: str, compressor: str
 ) -> GradientRoute | None:
     codec = CODECS.get(compressor)
@@ -447,7 +455,7 @@ def _possible(
     if compressor != "none" and itemsize > 4:  # nobody sums fp64 to send a byte of it
         return None
     if algorithm == "hierarchical" and compressor != "none":
-        return _outer(pricer, axes, itemsize, codec)
+        return _hierarchical_route(pricer, axes, itemsize, codec)
     price = pricer.joint(axes, algorithm)
     if price is None or (algorithm != "backend" and codec.pattern != "all_reduce"):
         return None
@@ -460,39 +468,39 @@ def _possible(
         compressor,
         coding[0],
         coding[1] / itemsize,
-        tuple(_scaled(price, kind, share) for kind, share in messages),
+        tuple(_scale_offers(price, kind, share) for kind, share in messages),
         price.source(messages[0][0]),
     )
 
 
-def _outer(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> GradientRoute | None:
+def _hierarchical_route(pricer: MeshPricer, axes: Sequence[int], itemsize: int, codec: Codec) -> GradientRoute | None:
     """Exact inside of hosts, where a rank sums one part; that part in code between them."""
     levels = pricer.levels(axes)
     if levels is None or isinstance(codec.payload, LowRankFactors):  # parts cut through matrices
         return None
     inner, outer = levels
     share = 1 / inner.size
-    messages = [_scaled(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
-    messages += [_scaled(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
+    messages = [_scale_offers(inner, kind, 1.0) for kind in ("all_to_all", "all_gather")]
+    messages += [_scale_offers(outer, kind, b * share) for kind, b in coded_messages(codec, outer.size, itemsize)]
     once, each = coding_seconds(codec, pricer.device, outer.size)
     return GradientRoute(
         "hierarchical", codec.name, once, each / itemsize * share, tuple(messages), outer.source("all_gather")
     )
 
 
-def offered_ways(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
-    """The ways that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes form no
-    groups together (then there is no choice)."""
+def gradient_routes(pricer: MeshPricer, axes: Sequence[int], itemsize: int) -> tuple[GradientRoute, ...]:
+    """Return the routes that ``pricer.communication`` allows, the backend's plain sum first; empty where these axes
+    form no groups together (then there is no choice)."""
     key = (tuple(axes), itemsize)
     if key not in pricer.ways:
         allowed, backend = pricer.communication, pricer.joint(axes)
         measured = backend is not None and backend.source(IN_PLACE) != "analytic"
-        found = []
+        routes = []
         for algorithm, compressor in product(allowed.algorithms, allowed.compressors):
-            way = _possible(pricer, axes, itemsize, algorithm, compressor)
+            way = _possible_offers(pricer, axes, itemsize, algorithm, compressor)
             if way is None or (measured and algorithm != "backend" and way.source == "analytic"):
                 continue
             if compressor == "none" or not pricer.device.codings or pricer.device.coding_rate(compressor):
-                found.append(way)
-        pricer.ways[key] = tuple(found)
+                routes.append(way)
+        pricer.ways[key] = tuple(routes)
     return pricer.ways[key]

@@ -1,5 +1,4 @@
-"""What autograd keeps of an op between its forward and its backward, and what of that is kept where layers are
-recomputed."""
+"""The bytes that autograd saves for backward, with and without recomputation of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ..plan.recompute import Recompute
 from ..rules import MeshChoice, rule_for
 from .pricing import MeshPricer
 
-__all__ = ["beside_outputs", "saved_bytes", "saved_tensors"]
+__all__ = ["extra_saved_bytes", "saved_bytes", "saved_tensors"]
 
 Saved = set[str | tuple[str, int]]
 
@@ -63,17 +62,17 @@ def saved_bytes(
     """
     kept, held = np.zeros(len(choices)), np.zeros(len(choices))
     flows = node.name in grad
-    dear = flows and node.name in recompute.heavy
+    heavy = flows and node.name in recompute.heavy
     for k, kind in enumerate(types_of(node)):
         stays = (
-            dear or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
+            heavy or (flows and _is_in(plain, node, k)) or (bool(recompute) and _crosses(node, k, members, recompute))
         )
         if stays or (flows and _is_in(saved, node, k)):
             local = np.array([pricer.local_bytes(kind, c.outputs[k].value) for c in choices])
             kept, held = (kept + local, held) if stays else (kept, held + local)
-    if flows and (extra := beside_outputs(node, pricer)):
+    if flows and (extra := extra_saved_bytes(node, pricer)):
         size = np.array([extra * choice.work_share for choice in choices])  # what the work is on, whatever comes out
-        stays = dear or not recompute or node.name in recompute.plain
+        stays = heavy or not recompute or node.name in recompute.plain
         kept, held = (kept + size, held) if stays else (kept, held + size)
     return kept, held
 
@@ -82,7 +81,7 @@ def _is_in(saved: Saved, node: Node, k: int) -> bool:
     return (node.name, k) in saved or (k == 0 and node.name in saved)
 
 
-def beside_outputs(node: Node, pricer: MeshPricer) -> float:
+def extra_saved_bytes(node: Node, pricer: MeshPricer) -> float:
     """Whole bytes that the op keeps beside operands and outputs."""
     extra = rule_for(node).temporary_bytes(node)
     if rule_for(node).cost_kind == "attention" and writes_scores(pricer.device):
@@ -92,7 +91,7 @@ def beside_outputs(node: Node, pricer: MeshPricer) -> float:
 
 
 def _crosses(node: Node, k: int, members: Collection[str], recompute: Recompute) -> bool:
-    """Whether output ``k`` is kept for a later layer of this section to be recomputed from."""
+    """True if output ``k`` is kept because a later layer of this section is recomputed from it."""
     layer_of, plain, outputs = recompute.layer_of, recompute.plain, [node]
     if isinstance(node.meta["type"], tuple):
         outputs = [user for user in node.users if op_name(user) == "getitem" and output_of(user)[1] == k]

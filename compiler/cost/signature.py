@@ -33,7 +33,7 @@ from ..ir.spec import local_shape
 from ..plan.plan import Plan
 from ..rules import MeshChoice, pairs_choice, rule_for
 
-__all__ = ["plan_probes", "signature", "signature_of", "sum_signature"]
+__all__ = ["plan_probes", "signature", "sum_signature"]
 
 
 _SHORT = {
@@ -47,17 +47,11 @@ _TILE = 4096  # random values that a float operand repeats
 # ---- the text
 
 
-def signature_of(node: Node, labels: Sequence[str], mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
-    """The signature of ``node`` as one device of a mesh runs it under these labels, one per axis; "" if it is free.
-
-    needs_grad: names of the nodes through which gradients flow (``layers.differentiable_nodes``). ValueError for labels
-    that the op's rule does not offer.
-    """
-    return signature(node, pairs_choice(node, labels, mesh_shape), mesh_shape, needs_grad)
-
-
 def signature(node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_grad: frozenset[str]) -> str:
-    """``signature_of`` for a choice at hand."""
+    """Return the signature of ``node`` as one device of a mesh runs it under ``choice``; "" if it is free.
+
+    needs_grad: names of the nodes through which gradients flow (``layers.differentiable``).
+    """
     rule = rule_for(node)
     layout: NodeLayout | None = node.meta.get("layout")
     flows = node.name in needs_grad
@@ -106,9 +100,9 @@ def _name(value: Any) -> str:
 
 
 def _silent_positions(target: Any) -> tuple[int, ...]:
-    """Where a function of ours takes arguments that do not change the work, if by position."""
-    found = {"dropout": (1, 2, 3), "scaled_mean": (1,)}
-    return found.get(getattr(target, "__name__", ""), ()) if not isinstance(target, torch._ops.OpOverload) else ()
+    """Positions of the arguments of our own functions that do not change the work."""
+    positions = {"dropout": (1, 2, 3), "scaled_mean": (1,)}
+    return positions.get(getattr(target, "__name__", ""), ()) if not isinstance(target, torch._ops.OpOverload) else ()
 
 
 def _operand_text(operand: Node, shape: Sequence[int], flows: bool, needs_grad: frozenset[str]) -> str:
@@ -139,7 +133,7 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
     note_layouts(small)
     grad = differentiable_nodes(small)
     nodes = small.by_name()
-    found: dict[str, Probe] = {}
+    probes: dict[str, Probe] = {}
     sums: set[tuple[tuple[int, ...], torch.dtype]] = set()
     for stage in plan.stages:
         for chunk in stage.chunks:
@@ -148,14 +142,14 @@ def plan_probes(graph: Graph, plan: Plan) -> dict[str, Probe]:
                     continue
                 choice = pairs_choice(nodes[name], labels, stage.mesh_shape)
                 text = signature(nodes[name], choice, stage.mesh_shape, grad)
-                if text and text not in found:
-                    found[text] = _probe(text, nodes[name], choice, stage.mesh_shape, grad)
+                if text and text not in probes:
+                    probes[text] = _probe(text, nodes[name], choice, stage.mesh_shape, grad)
                 for operand, pair in zip(tensor_operands(nodes[name]), choice.inputs):
                     kind = types_of(operand)[0]
                     again = operand.op == "placeholder" and plan.microbatches > 1
                     if name in grad and operand.name in grad and (again or len(operand.users) > 1):
                         sums.add((local_shape(kind.shape, pair.value, stage.mesh_shape), kind.dtype))
-    return found | {sum_signature(*one): _sum_probe(*one) for one in sorted(sums, key=str)}
+    return probes | {sum_signature(*one): _sum_probe(*one) for one in sorted(sums, key=str)}
 
 
 def _sum_probe(shape: Sequence[int], dtype: torch.dtype) -> Probe:
@@ -236,9 +230,9 @@ class _Operands:
 
     def __call__(self, device: torch.device, lies: Sequence[DimOrder | None]) -> list[Tensor]:
         """Operands in new memory, without gradient; copies of an earlier call's while those are in use."""
-        known = [x.detach() for reference in self.alive if (x := reference()) is not None]
-        if len(known) == len(self.kinds):
-            return [copy_with_layout(x.to(device), lie) for x, lie in zip(known, lies)]
+        earlier = [x.detach() for reference in self.alive if (x := reference()) is not None]
+        if len(earlier) == len(self.kinds):
+            return [copy_with_layout(x.to(device), lie) for x, lie in zip(earlier, lies)]
         generator = torch.Generator().manual_seed(0)
         tensors = rule_for(self.node).example_operands(self.node, generator)
         if tensors is None:

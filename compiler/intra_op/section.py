@@ -1,19 +1,21 @@
-"""A run of layers on one mesh as a numeric problem: who decides what, which tensor connects whom, what each state
-costs.
+"""The numeric problem of a run of layers on one mesh: one operator per op, parameter, source and border tensor.
 
-Operators are: every op (its choices on the mesh), every parameter (pairs that its consumers could want, each with every
-residency that is allowed, priced with the reduction of its gradient and the optimizer's traffic), every input, buffer
-and constant (free: the data is on every rank), every *entry* (a tensor that arrives from an earlier layer, in a
-boundary state) and every *exit* (a tensor that must leave in one).
+The operators are
 
-A boundary state has equal placements for value and cotangent, each S or R: what a message between stages can carry.
+    op         its sharding strategies on the mesh
+    parameter  the pairs that its consumers could want, each under every allowed sharding pattern, priced with the
+               reduction of its gradient and the optimizer's traffic
+    source     an input, a buffer or a constant; free, because the data is on every rank
+    entry      a tensor that arrives from an earlier layer in a boundary state
+    exit       a tensor that must leave in a boundary state
 
-What several layers use together, and a stage that holds them pays for once.
+A boundary state has equal placements for value and cotangent, each S or R, because a message between stages carries
+nothing else.
 
-A *floating* op (``layers``) that more than one layer needs is computed once per stage, so a layer alone is sure to pay
-nothing for it. A parameter that n layers use is updated, and its gradient reduced, once per stage that holds some of
-them: each pays at least the n-th part. A class of layers is priced by one of them, so what holds for any layer of the
-class is taken for all.
+**Costs that layers share.** A *floating* op (``layers``) that more than one layer needs is computed once per stage, so
+a lower bound of one layer counts nothing for it. A parameter that n layers use is updated, and its gradient reduced,
+once per stage that holds some of them, so a lower bound of one layer counts the n-th part. A class of layers is priced
+by one of its layers, so a fact about any layer of the class is taken for all of them.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from ..cost.layer_gathers import LayerReads
 from ..cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
-    parameter_residencies,
-    residency_bytes,
-    residency_seconds,
-    residency_text,
+    parameter_shardings,
+    sharding_bytes,
+    sharding_seconds,
+    sharding_text,
 )
 from ..cost.pricing import MeshPricer
 from ..cost.saved_tensors import saved_bytes, saved_tensors
@@ -47,53 +49,64 @@ from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice, mesh_choices, pairs_choice, rule_for
 from .solver.problem import Edge, Operator, Problem
 
-__all__ = ["FREE", "Restriction", "Section", "Sharing", "State", "boundary_states", "build_section", "cuts_weights"]
+__all__ = [
+    "NO_RESTRICTION",
+    "Restriction",
+    "Section",
+    "Sharing",
+    "StageContext",
+    "State",
+    "boundary_states",
+    "build_section",
+    "cuts_weights",
+]
 
 
-# ---- What a search may not do, as the problems of stages read it
+# ---- restrictions of a search
 
 
 @dataclass(frozen=True)
 class Restriction:
-    """What a search may not do. roles: per mesh axis "data" (cuts the batch of everything that has one), "tensor" (cuts
-    no batch, but the work of every heavy op that it can, by its weights where it has any) or None.
+    """Restrictions on the choices of a stage: pinned choices, parameter sharding, axis roles, recompute modes."""
 
-    pinned: op or parameter or source node → the only choice label (labels joined by ",", a pair's text, or for a
-    parameter a pair and a pattern: "R|P zero2"). executable_only: leave out choices that the runtime cannot run yet.
-    residencies: patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned; "replicated"
-    it may where it can take none of them. loose: replicas along the "data" axes send each other nothing but gradients
-    and the loss (``independent_axes``). replicated: parameter nodes that are whole on every device. split: op node →
-    labels each of which some axis must carry; where none can, the op is impossible. modes: class of a layer → the
-    recompute modes that its layers may take, where these are not all that the search has.
-    """
-
+    #: Per mesh axis "data" (cuts the batch of every tensor that has one), "tensor" (cuts no batch, but the work of
+    #: every heavy op that it can, by its weights where it has any) or None.
     roles: tuple[str | None, ...] = ()
+    #: Op, parameter or source node → the only choice label: labels joined by ",", a pair's text, or for a parameter a
+    #: pair and a pattern ("R|P zero2").
     pinned: Mapping[str, str] | None = None
+    #: Leave out choices that the runtime cannot run yet.
     executable_only: bool = False
+    #: Patterns of ``parameter_sharding.PATTERNS`` that a parameter may take if it is not pinned. A parameter that can
+    #: take none of them may be "replicated".
     residencies: tuple[str, ...] = ("replicated",)
+    #: Parameter nodes that are whole on every device.
     replicated: frozenset[str] = frozenset()
+    #: Op node → labels each of which some axis must carry. Where no axis can, the op is impossible.
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Class of a layer → the recompute modes that its layers may take, where these are not all of the search's.
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Replicas along the "data" axes are independent: they exchange gradients and the loss only (``independent_axes``).
     loose: bool = False
 
     @property
     def loose_axes(self) -> tuple[int, ...]:
-        """The axes over which replicas are to step by themselves."""
+        """The axes along which replicas are independent."""
         return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
 
     def splits(self, op: str, labels: Sequence[str]) -> bool:
-        """Whether a choice with these labels keeps to ``split``."""
+        """True if a choice with these labels keeps to ``split``."""
         return set(self.split.get(op, ())) <= set(labels)
 
 
-FREE = Restriction()
+NO_RESTRICTION = Restriction()
 
 
-SPLIT_WORK = frozenset({"matmul", "attention", "convolution", "routing"})
+SPLITTABLE_KINDS = frozenset({"matmul", "attention", "convolution", "routing"})
 
 
 def cuts_weights(node: Node, choice: MeshChoice, axis: int) -> bool:
-    """Whether a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
+    """True if a choice cuts on this axis all parameters of two dimensions or more that an op reads."""
     weights = [
         pair.value[axis]
         for operand, pair in zip(tensor_operands(node), choice.inputs)
@@ -109,26 +122,27 @@ Choice = MeshChoice | ParameterSharding | Pair
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The numeric problem with the way back to the graph. Parallel arrays over operators.
-
-    kinds: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are
-    summed once per step: ``loss``); choices: MeshChoice for ops, Residency for parameters, Pair for the rest;
-    seconds, resident, saved: [num_choices] arrays (per microbatch; bytes; bytes per microbatch in flight). transient
-    and edge_transient, empty where nothing needs them: where layers are recomputed, what autograd saves, beside the
-    bytes kept, while the op's layer is; and ``gathered_bytes`` of a parameter that is stored in parts.
-    """
+    """A numeric problem with the names that lead back to the graph. The tuples run in parallel over operators."""
 
     names: tuple[str, ...]
+    #: "op", "parameter", "source", "entry", "exit" or "result" (leaves the graph, whole, or as addends that are summed
+    #: once per step: ``loss``).
     kinds: tuple[str, ...]
+    #: ``MeshChoice`` for ops, ``ParameterSharding`` for parameters, ``Pair`` for the rest.
     choices: tuple[tuple[Choice, ...], ...]
+    #: [choices] seconds per microbatch.
     seconds: tuple[np.ndarray, ...]
+    #: [choices] bytes that live through the whole step.
     resident: tuple[np.ndarray, ...]
+    #: [choices] bytes saved for backward per microbatch in flight.
     saved: tuple[np.ndarray, ...]
     edges: tuple[Edge, ...]
-    edge_states: tuple[
-        tuple[tuple[Pair, ...], tuple[Pair, ...]], ...
-    ]  # per edge: the pairs behind its source and target states
+    #: Per edge the pairs behind its source and target states.
+    edge_states: tuple[tuple[tuple[Pair, ...], tuple[Pair, ...]], ...]
+    #: [choices] bytes beside those, while the layer of the operator runs: saved tensors of a recomputed layer, and
+    #: ``gathered_bytes`` of a parameter that is stored in parts. Empty where no operator has any.
     transient: tuple[np.ndarray, ...] = ()
+    #: The same of the copies that edges make.
     edge_transient: tuple[np.ndarray, ...] = ()
 
     def problem(self, in_flight: float) -> Problem:
@@ -153,7 +167,7 @@ def label(choice: Choice) -> str:
     """The text by which a plan names a choice."""
     if isinstance(choice, MeshChoice):
         return ",".join(choice.labels)
-    return residency_text(choice) if isinstance(choice, ParameterSharding) else str(choice)
+    return sharding_text(choice) if isinstance(choice, ParameterSharding) else str(choice)
 
 
 def boundary_states(
@@ -177,7 +191,7 @@ def boundary_states(
 
 
 def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
-    """Whether every dim that ``spec`` cuts comes out even."""
+    """True if every dim that ``spec`` cuts comes out even."""
     shape = list(kind.shape)
     for placement, size in zip(spec, mesh_shape):
         if placement.is_shard:
@@ -187,44 +201,49 @@ def divides(kind: TensorType, spec: Spec, mesh_shape: Sequence[int]) -> bool:
     return True
 
 
-def normalized(pair: Pair, grad: bool) -> Pair:
+def normalize(pair: Pair, grad: bool) -> Pair:
     """The pair with a cotangent of R for a tensor that gets none, so that equal states are one."""
     return pair if grad else Pair(pair.value, (R,) * len(pair.value))
 
 
+@dataclass(frozen=True, eq=False)
+class StageContext:
+    """The model, the mesh and the restrictions that the problem of a stage is built from."""
+
+    #: The model at the batch extent of one microbatch.
+    graph: Graph
+    layering: Layering
+    #: Prices on the mesh of the stage.
+    pricer: MeshPricer
+    microbatches: int
+    restriction: Restriction = NO_RESTRICTION
+    recompute: Recompute = NOTHING
+
+
 def build_section(
-    graph: Graph,
-    layering: Layering,
+    context: StageContext,
     ops: Sequence[Node],
-    pricer: MeshPricer,
-    microbatches: int,
     entries: Mapping[str, Sequence[Pair]],
     exits: Mapping[str, Sequence[Pair]],
-    restriction: Restriction = FREE,
-    recompute: Recompute = NOTHING,
 ) -> Section:
     """Build the section of ``ops`` (program order, getitems included) with these entry and exit tensors and their
     states."""
-    return _Builder(graph, layering, list(ops), pricer, microbatches, entries, exits, restriction, recompute).build()
+    return _Builder(context, list(ops), entries, exits).build()
 
 
 class _Builder:
     def __init__(
         self,
-        graph: Graph,
-        layering: Layering,
+        context: StageContext,
         ops: list[Node],
-        pricer: MeshPricer,
-        microbatches: int,
         entries: Mapping[str, Sequence[Pair]],
         exits: Mapping[str, Sequence[Pair]],
-        restriction: Restriction,
-        recompute: Recompute,
     ) -> None:
+        graph, layering, pricer, recompute = context.graph, context.layering, context.pricer, context.recompute
         self.graph, self.layering, self.ops, self.pricer = graph, layering, ops, pricer
-        self.m, self.entries, self.exits, self.restriction = microbatches, entries, exits, restriction
-        self.recompute = recompute
-        self.held: list[np.ndarray] = []  # per row, bytes beside those kept while its layer is recomputed
+        self.m, self.entries, self.exits = context.microbatches, entries, exits
+        self.restriction, self.recompute = context.restriction, recompute
+        self.held: list[np.ndarray] = []  # per row, ``Section.transient``
         self.mesh = pricer.mesh_shape
         self.grad = layering.needs_grad
         self.rows: list[tuple[str, str, tuple, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -246,7 +265,7 @@ class _Builder:
             index[name] = self._add(
                 name, "entry", tuple(states), np.zeros(len(states)), np.zeros(len(states)), np.array(held)
             )
-            gives[name] = (index[name], [normalized(s, name in self.grad) for s in states])
+            gives[name] = (index[name], [normalize(s, name in self.grad) for s in states])
         for node in self.ops:
             if op_name(node) == "getitem":
                 continue
@@ -256,19 +275,19 @@ class _Builder:
                 {k for side, k in rule_for(node).saves(node) if side == "input"} if node.name in self.grad else set()
             )
             for k, operand in enumerate(tensor_operands(node)):
-                pairs = [normalized(c.inputs[k], operand.name in self.grad) for c in choices]
+                pairs = [normalize(c.inputs[k], operand.name in self.grad) for c in choices]
                 wants.setdefault(operand.name, []).append((i, pairs, k in saves))
             if isinstance(node.meta["type"], tuple):
                 for user in node.users:
                     if user.name in self.members:
                         _, k = output_of(user)
-                        gives[user.name] = (i, [normalized(c.outputs[k], user.name in self.grad) for c in choices])
+                        gives[user.name] = (i, [normalize(c.outputs[k], user.name in self.grad) for c in choices])
             else:
-                gives[node.name] = (i, [normalized(c.outputs[0], node.name in self.grad) for c in choices])
+                gives[node.name] = (i, [normalize(c.outputs[0], node.name in self.grad) for c in choices])
         for name, states in self.exits.items():
             zero = np.zeros(len(states))
             i = self._add(name, "exit", tuple(states), zero, zero, zero)
-            wants.setdefault(name, []).append((i, [normalized(s, name in self.grad) for s in states], False))
+            wants.setdefault(name, []).append((i, [normalize(s, name in self.grad) for s in states], False))
         for result in self.graph.results:
             if result.node in gives and result.node not in self.entries:
                 i, pairs = self._add_result(result.node, gives[result.node][1])
@@ -299,17 +318,17 @@ class _Builder:
     # ---- recompute
 
     def _keeps(self, op: str) -> bool:
-        """Whether what this op saves is kept from the forward to the backward: its layer is not recomputed."""
+        """True if the tensors that this op saves are kept until the backward: its layer is not recomputed."""
         return not self.recompute or op in self.recompute.plain
 
     def _recomputed_from(self, entry: Node) -> bool:
-        """Whether a layer of this section is recomputed that begins with this tensor."""
+        """True if a layer of this section is recomputed that begins with this tensor."""
         users = [user.name for user in entry.users if user.name in self.members]
         return entry.name in self.recompute.kept and not all(map(self._keeps, users))
 
     def _keeps_copies(self, edge: Edge) -> bool:
-        """Whether the conversions of a tensor are kept, where layers are recomputed: nobody repeats them, or some
-        reader's layer is not recomputed."""
+        """True if the conversions of a tensor are kept under recomputation: no layer repeats them, or the layer of some
+        reader is not recomputed."""
         readers = [self.rows[i][0] for i, _ in edge.consumers if self.rows[i][1] == "op"]
         return not self.recompute.converts_again(edge.name) or any(map(self._keeps, readers))
 
@@ -345,13 +364,13 @@ class _Builder:
             return [pairs_choice(node, labels, self.mesh)]
         if node.name in self.layering.static:
             return mesh_choices(node, self.mesh, 1)
-        kept = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
+        choices = self.layering.pruner.choices(node, self.graph.batch, self.mesh)
         if self.restriction.executable_only:
-            kept = [c for c in kept if c.executable] or mesh_choices(node, self.mesh, 1)
-        kept = [c for c in kept if self.restriction.splits(node.name, c.labels)] or kept[:1]
-        allowed = [c for c in kept if self._allowed(node, c)] or kept[:1]
+            choices = [c for c in choices if c.executable] or mesh_choices(node, self.mesh, 1)
+        choices = [c for c in choices if self.restriction.splits(node.name, c.labels)] or choices[:1]
+        allowed = [c for c in choices if self._allowed(node, c)] or choices[:1]
         # repeating heavy work on several devices is worse than leaving them idle
-        if rule_for(node).cost_kind in SPLIT_WORK:
+        if rule_for(node).cost_kind in SPLITTABLE_KINDS:
             for axis in range(len(self.mesh)):
                 if self.restriction.roles[axis : axis + 1] != ("data",):
                     allowed = [c for c in allowed if c.labels[axis] != "whole"] or allowed
@@ -402,7 +421,7 @@ class _Builder:
         return self._add(node.name, "op", tuple(choices), seconds, np.zeros(len(choices)), kept, held)
 
     def _add_result(self, name: str, given: Sequence[Pair]) -> tuple[int, list[Pair]]:
-        """given: the pairs in which it may be made."""
+        """Add a tensor that leaves the graph. given: the pairs in which its producer may make it."""
         whole = replicated(len(self.mesh))
         pairs = list(dict.fromkeys(map(exit_pair, given))) if name in self.late else [whole]
         kind, zero = self.nodes[name].meta["type"], np.zeros(len(pairs))
@@ -425,12 +444,12 @@ class _Builder:
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         if source.kind == "parameter":
             i = self._add_parameter(node, ordered, pattern)
-            return i, [normalized(r.compute, node.name in self.grad) for r in self.rows[i][2]]
+            return i, [normalize(r.compute, node.name in self.grad) for r in self.rows[i][2]]
         seconds, resident = np.zeros(len(ordered)), np.zeros(len(ordered))
         if source.kind == "buffer":
             resident = np.array([self.pricer.local_bytes(kind, p.value) for p in ordered])
         i = self._add(node.name, "source", tuple(ordered), seconds, resident, np.zeros(len(ordered)))
-        return i, [normalized(p, node.name in self.grad) for p in self.rows[i][2]]
+        return i, [normalize(p, node.name in self.grad) for p in self.rows[i][2]]
 
     def _pairs(self, node: Node, wanted: list[Pair]) -> set[Pair]:
         """The pairs in which a placeholder may lie, given those that its consumers want."""
@@ -438,7 +457,7 @@ class _Builder:
         if self._trainable(node):
             # any mixture of consumers can be served by the whole value with a partial gradient; a gradient that lies
             # like the value needs no reduction, one that is whole on an axis where nobody has an addend neither
-            pairs = {p for p in wanted if all(steady(v, c) for v, c in zip(p.value, p.cotangent))}
+            pairs = {p for p in wanted if all(is_storable(v, c) for v, c in zip(p.value, p.cotangent))}
             return pairs | {Pair((R,) * axes, (R,) * axes), Pair((R,) * axes, (P,) * axes)}
         if any(r.kind == "buffer" and r.name == source.name for r in self.graph.results):
             return {Pair((R,) * axes, (R,) * axes)}
@@ -455,18 +474,18 @@ class _Builder:
         return source.kind == "parameter" and source.requires_grad and node.name in self.grad
 
     def _add_parameter(self, node: Node, pairs: Sequence[Pair], pattern: str) -> int:
-        """One choice per pair and allowed residency. pattern: what it is pinned to beside its pair, "" if nothing."""
+        """Add one choice per pair and allowed sharding. pattern: the one that it is pinned to, "" if none."""
         kind, pricer, trainable = node.meta["type"], self.pricer, self._trainable(node)
-        allowed = (pattern,) if pattern else residencies_of(node.name, self.restriction)
-        choices = parameter_residencies(kind, pairs, self.mesh, trainable, allowed)
+        allowed = (pattern,) if pattern else allowed_patterns(node.name, self.restriction)
+        choices = parameter_shardings(kind, pairs, self.mesh, trainable, allowed)
         seconds, resident, held = (np.zeros(len(choices)) for _ in range(3))
         uses = self.reads.of(node)
-        for i, residency in enumerate(choices):
-            bill = residency_bytes(pricer, kind, residency, node.meta["source"].requires_grad)
-            price = residency_seconds(pricer, kind, residency, self.m, trainable, uses)
-            once = price.per_step_s + (accumulate_seconds(pricer, kind, residency, self.m) if trainable else 0.0)
+        for i, sharding in enumerate(choices):
+            bill = sharding_bytes(pricer, kind, sharding, node.meta["source"].requires_grad)
+            price = sharding_seconds(pricer, kind, sharding, self.m, trainable, uses)
+            once = price.per_step_s + (accumulate_seconds(pricer, kind, sharding, self.m) if trainable else 0.0)
             seconds[i], resident[i] = price.per_microbatch_s + once / self.m, sum(bill.values())
-            held[i] = gathered_bytes(pricer, kind, residency, trainable and any(use.again for use in uses))
+            held[i] = gathered_bytes(pricer, kind, sharding, trainable and any(use.again for use in uses))
         return self._add(node.name, "parameter", tuple(choices), seconds, resident, np.zeros(len(choices)), held)
 
     def _role_allows(self, pair: Pair, batch_dim: int) -> bool:
@@ -514,18 +533,18 @@ class _Builder:
         return edge, (tuple(sources), tuple(targets))
 
 
-def residencies_of(parameter: str, restriction: Restriction) -> tuple[str, ...]:
+def allowed_patterns(parameter: str, restriction: Restriction) -> tuple[str, ...]:
     """The patterns that a parameter node may take."""
     return ("replicated",) if parameter in restriction.replicated else restriction.residencies
 
 
-def steady(value: object, cotangent: object) -> bool:
-    """Pairs that a stored parameter may have on one axis: S|S, R|R, R|P."""
+def is_storable(value: object, cotangent: object) -> bool:
+    """True if a stored parameter may have this pair on one axis: S|S, R|R or R|P."""
     return (value == cotangent) or (value == R and cotangent == P)
 
 
 class Sharing:
-    """How many layers use each tensor of ``graph`` that belongs to none."""
+    """Counts of the layers that use each tensor of ``graph`` that belongs to none."""
 
     def __init__(self, graph: Graph, layering: Layering) -> None:
         nodes, floating = graph.by_name(), set(layering.floating)
@@ -545,17 +564,17 @@ class Sharing:
         self._uses = dict(uses)
         for members in by_class.values():
             for alike in zip(*members):
-                most = max(uses[name] for name in alike)
+                largest = max(uses[name] for name in alike)
                 for name in alike:
-                    self._uses[name] = max(self._uses[name], most)
+                    self._uses[name] = max(self._uses[name], largest)
         self._floating = floating
 
     def uses(self, name: str) -> int:
-        """How many layers use a tensor, or one in the same place of an equal layer."""
+        """The number of layers that use a tensor, or one in the same place of an equal layer."""
         return self._uses.get(name, 1)
 
     def floats(self, name: str) -> bool:
-        """Whether this is a floating op that several layers need."""
+        """True if this is a floating op that several layers need."""
         return name in self._floating and self.uses(name) > 1
 
     def floor_of(self, node: Node) -> float:

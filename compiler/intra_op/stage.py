@@ -1,19 +1,15 @@
-"""One stage of a plan as one problem, what its choices hold while they run, and the stage that they make: the prices of
-what was chosen, summed by cause. ``stage`` chooses.
+"""The solver of one stage of a plan: it solves the whole stage as one problem and describes the result.
 
-One stage of a plan from the labels that composition chose: the whole stage as one problem, solved again with memory
-as a constraint.
-
-Composition decides layer by layer between boundary states; here the stage's tensors, tied parameters and floating ops
-are seen at once. First every op keeps its label and the rest (parameters, inputs, floating ops) is eliminated around
-it. Then, where it may help, the stage is solved freely under the memory limit.
+The interval tables choose strategies layer by layer between boundary states. Here all tensors, tied parameters and
+floating ops of the stage are seen at once. First every op keeps the label that the tables chose, and the rest
+(parameters, inputs, floating ops) is solved around it. A small stage is then solved freely under the memory limit.
 
 **Messages of parameters.** In the problem a gradient costs its share of a full bucket, and a weight that is gathered
-layer by layer its share of the layer's largest message: seconds that add up, and no more than they really take. Small
-stages fill no bucket, so that a message per group of axes is paid for nearly nothing else. Where the real price
-(``price_stage``) is above the problem's, the stage is solved again without one kind of message that its choice has,
-over one group of axes, as long as this helps. Of all choices that fit, the one with the least real price stands. Larger
-stages whose layers gather weights keep the labels of their ops meanwhile.
+layer by layer costs its share of the layer's largest message. These seconds add up, and they are lower bounds. A small
+stage fills no bucket, so its messages really take longer. Where the real price (``price_stage``) is above that of the
+problem, the stage is solved again without one kind of message over one group of axes, as long as this helps. The
+choice with the least real price wins among those that fit. In a larger stage whose layers gather weights, ops keep
+their labels meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost.parameter_sharding import residency_bytes
+from ..cost.parameter_sharding import sharding_bytes
 from ..cost.pricing import MeshPricer, partial_axes
 from ..errors import TooWide
 from ..frontend.layers import Layering
@@ -32,39 +28,31 @@ from ..ir.graph import Graph, tensor_operands, types_of
 from ..ir.reshard import LOCAL_STEPS, steps_between
 from ..ir.spec import Pair, Spec
 from ..plan.plan import Chunk, GradientReduction, ParameterSharding, Stage, StagePrediction
-from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
-from .section import Restriction, Section, State, build_section
+from .section import Section, StageContext, State, build_section
 from .solver.elimination import eliminate
 from .solver.lagrange import solve
 from .solver.problem import TOLERANCE, InfeasibleAssignment, Problem, evaluate, restrict
 from .stage_cost import price_stage
 
-__all__ = ["Assembled", "assemble_stage", "describe_stage", "solve_section", "stage_section", "transient_bytes"]
+__all__ = ["SolvedStage", "describe_stage", "solve_section", "solve_stage", "stage_section", "transient_bytes"]
 
 
 @dataclass(frozen=True)
-class Assembled:
-    """A stage with its prediction, and what only ``predict`` needs: seconds per step by where the price comes from,
-    FLOPs done by several."""
+class SolvedStage:
+    """A stage with its prediction."""
 
     stage: Stage
     prediction: StagePrediction
+    #: Seconds per step by the origin of the price.
     sources: Mapping[str, float]
+    #: FLOPs that several devices repeat.
     wasted_flops: float
 
 
-def stage_section(
-    graph: Graph,
-    layering: Layering,
-    pricer: MeshPricer,
-    microbatches: int,
-    layers: tuple[int, int],
-    states: tuple[State, State],
-    restriction: Restriction,
-    recompute: Recompute,
-) -> Section:
-    """Layers [first, end) as one section whose borders are in these states."""
+def stage_section(context: StageContext, layers: tuple[int, int], states: tuple[State, State]) -> Section:
+    """Build layers [first, end) as one section whose borders are in these states."""
+    graph, layering = context.graph, context.layering
     first, end = layers
     ops = layering.ops_of(graph, first, end)
     used = {operand.name for node in ops for operand in node.all_input_nodes}
@@ -76,11 +64,11 @@ def stage_section(
         if name in used or (name in results and name not in leaving)
     }
     exits = {name: [pair] for name, pair in zip(leaving, states[1]) if name not in entering}
-    return build_section(graph, layering, ops, pricer, microbatches, entries, exits, restriction, recompute)
+    return build_section(context, ops, entries, exits)
 
 
 def transient_bytes(section: Section, chosen: Sequence[int], layering: Layering) -> float:
-    """The most that any one layer holds, while it runs, beside the bytes kept: what is recomputed, gathered values."""
+    """The most bytes that any layer holds while it runs, beside those kept: recomputed tensors and gathered weights."""
     if not section.transient:
         return 0.0
     layer_of = layering.layer_of
@@ -102,27 +90,28 @@ def solve_section(section: Section, in_flight: float) -> tuple[int, ...]:
     try:
         return eliminate(problem, byte_weight=1e-30).assignment()
     except TooWide:
-        found = solve(problem)
-        assert not isinstance(found, InfeasibleAssignment)
-        return found.choice
+        solution = solve(problem)
+        assert not isinstance(solution, InfeasibleAssignment)
+        return solution.choice
 
 
 def describe_stage(
-    graph: Graph,
-    pricer: MeshPricer,
-    layering: Layering,
+    context: StageContext,
     layers: tuple[int, int],
     section: Section,
     chosen: Sequence[int],
     in_flight: int,
     framework: float,
-    microbatches: int,
-    recompute: Recompute = NOTHING,
-    wire: Sequence[GradientReduction] = (),
-) -> Assembled:
-    """The stage that these choices make, with everything that its prices say. wire: ways of gradients that stand."""
-    nodes, grad = graph.by_name(), layering.needs_grad
-    price = price_stage(graph, pricer, layering, section, chosen, microbatches, recompute, wire)
+    reductions: Sequence[GradientReduction] = (),
+) -> SolvedStage:
+    """Return the stage that these choices make, with its prediction.
+
+    chosen: an index per operator of ``section``; in_flight: microbatches whose activations are held at once;
+    framework: bytes of the framework itself; reductions: gradient reductions whose algorithm and codec are fixed.
+    """
+    graph, pricer, recompute = context.graph, context.pricer, context.recompute
+    nodes, grad = graph.by_name(), context.layering.needs_grad
+    price = price_stage(context, section, chosen, reductions)
     memory = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporary", "framework"), 0.0)
     memory["framework"] = framework
     collectives: Counter[str] = Counter()
@@ -151,7 +140,7 @@ def describe_stage(
             largest = max(largest, touched)
         elif isinstance(choice, ParameterSharding):
             source, tensor = node.meta["source"], node.meta["type"]
-            for cause, size in residency_bytes(pricer, tensor, choice, source.requires_grad).items():
+            for cause, size in sharding_bytes(pricer, tensor, choice, source.requires_grad).items():
                 memory[cause] += size
             parameters[source.name] = choice
         elif kind == "source":
@@ -183,7 +172,7 @@ def describe_stage(
         collectives["forward all_gather"] += 1
         collectives["backward all_gather"] += one.again
         collectives["backward reduce_scatter"] += bool(one.sums)
-    memory["activations"] += transient_bytes(section, chosen, layering)
+    memory["activations"] += transient_bytes(section, chosen, context.layering)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
     chunk = Chunk(
@@ -197,8 +186,8 @@ def describe_stage(
     )
     first_device = pricer.offset
     devices = tuple(range(first_device, first_device + pricer.num_devices))
-    wires = _wires(section, chosen, graph, pricer, grad, price.ways)
-    stage = Stage(devices, pricer.mesh_shape, (chunk,), wires)
+    reductions_chosen = _gradient_reductions(section, chosen, graph, pricer, grad, price.ways)
+    stage = Stage(devices, pricer.mesh_shape, (chunk,), reductions_chosen)
     prediction = StagePrediction(
         price.forward_s,
         price.backward_s,
@@ -207,10 +196,10 @@ def describe_stage(
         dict(memory),
         dict(sorted((+collectives).items())),
     )
-    return Assembled(stage, prediction, price.sources, price.wasted_flops)
+    return SolvedStage(stage, prediction, price.sources, price.wasted_flops)
 
 
-def _wires(
+def _gradient_reductions(
     section: Section,
     chosen: Sequence[int],
     graph: Graph,
@@ -218,8 +207,8 @@ def _wires(
     grad: frozenset[str],
     ways: Mapping[tuple[int, ...], tuple[str, str]],
 ) -> tuple[GradientReduction, ...]:
-    """How the gradients travel, by the axes over which they are sums; where ``ways`` does not say, as the backend does
-    it by itself, exactly."""
+    """The gradient reductions of a stage by their mesh axes. Axes without a route in ``ways`` use the backend alone,
+    exactly."""
     nodes, sizes = graph.by_name(), defaultdict[tuple[int, ...], float](float)
     for name, choices, pick in zip(section.names, section.choices, chosen):
         choice, node = choices[pick], nodes[name]
@@ -230,55 +219,59 @@ def _wires(
     return tuple(GradientReduction(axes, *ways.get(axes, ("backend", "none")), sizes[axes]) for axes in sorted(sizes))
 
 
-FREE_SOLVE_OPERATORS = 150  # beyond this many operators the composed choice stands as it is
+#: Stages with more operators keep the labels that the tables chose.
+FREE_SOLVE_OPERATORS = 150
 FREE_SOLVE_S = 10.0
-MANY_OPERATORS = 600  # beyond this many a choice that is proven to be near the best is good enough
-NEAR = 0.01
-ALIKE = 1e-4  # of the seconds of a stage: how far its real price may be above the problem's
-_Sent = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
+#: Stages with more operators are solved to within ``LARGE_STAGE_GAP`` of the optimum.
+LARGE_STAGE_OPERATORS = 600
+LARGE_STAGE_GAP = 0.01
+#: A stage is not solved again if its real price is above the problem's by no more than this fraction.
+PRICE_TOLERANCE = 1e-4
+_Message = tuple[str, tuple[int, ...]]  # what of parameters is sent: "gradients", "blocks" or "layers", over which axes
 _Chosen = tuple[Section, tuple[int, ...]]
 
 
-def assemble_stage(
-    graph: Graph,
-    layering: Layering,
-    pricer: MeshPricer,
-    microbatches: int,
+def solve_stage(
+    context: StageContext,
     layers: tuple[int, int],
-    labels: Mapping[str, str],
-    restriction: Restriction,
-    recompute: Recompute,
     states: tuple[State, State],
+    labels: Mapping[str, str],
     in_flight: int,
     limit_bytes: float,
     framework: float,
-    wire: Sequence[GradientReduction] = (),
-) -> Assembled:
-    """The stage of ``layers`` [first, end) whose ops and weights carry ``labels``, with its borders in these states.
-    wire: ways of gradients that stand."""
+    reductions: Sequence[GradientReduction] = (),
+) -> SolvedStage:
+    """Solve the stage of ``layers`` [first, end) with its borders in these states.
+
+    labels: the composed choice of ops and weights, which larger stages keep; the other arguments as in
+    ``describe_stage``.
+    """
+    graph, layering, pricer = context.graph, context.layering, context.pricer
 
     def section(pinned: Mapping[str, str] | None) -> Section:
-        mine = replace(restriction, pinned=pinned)
-        return stage_section(graph, layering, pricer, microbatches, layers, states, mine, recompute)
+        restriction = replace(context.restriction, pinned=pinned)
+        return stage_section(replace(context, restriction=restriction), layers, states)
 
-    stage = _Stage(graph, layering, pricer, microbatches, recompute, wire, in_flight, limit_bytes)
+    stage = _Stage(context, reductions, in_flight, limit_bytes)
     nodes = graph.by_name()
-    composed = section(_but_sharing(labels, graph, layering, layers))
-    best = composed, stage.within(composed)
+    composed = section(_labels_without_shared_weights(labels, graph, layering, layers))
+    best = composed, stage.solve(composed)
     if len(composed.names) <= FREE_SOLVE_OPERATORS and pricer.num_devices > 1:
-        best = stage.improved(best, section(None))
-    elif any(what == "layers" for what, _ in _sends(pricer, *best)):
+        best = stage.improve(best, section(None))
+    elif any(what == "layers" for what, _ in _messages_of_choice(pricer, *best)):
         ops = {name: text for name, text in labels.items() if nodes[name].op != "placeholder"}
-        best = stage.improved(best, section(ops))
-    return describe_stage(graph, pricer, layering, layers, *best, in_flight, framework, microbatches, recompute, wire)
+        best = stage.improve(best, section(ops))
+    return describe_stage(context, layers, *best, in_flight, framework, reductions)
 
 
-def _but_sharing(
+def _labels_without_shared_weights(
     labels: Mapping[str, str], graph: Graph, layering: Layering, layers: tuple[int, int]
 ) -> Mapping[str, str]:
-    """The labels that stand: not those of layers that share a weight with others, nor of their neighbours. Tables price
-    a part of it in each of them, in a state of its own; here it is in one, and what does not suit all of them is
-    converted once per microbatch."""
+    """The labels without those of layers that share a weight with others, and of their neighbours.
+
+    The tables price a part of the shared weight in each of its layers, in a state of its own. A stage holds it in one
+    state, and converts it once per microbatch for layers that read another.
+    """
     free, (first, end) = set[str](), layers
     for node, using in layering.shared_weights(graph):
         free.add(node.name)
@@ -289,86 +282,88 @@ def _but_sharing(
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """What choices of a stage are judged by."""
+    """The search for the best choices of one stage, judged by their real price and their memory."""
 
-    graph: Graph
-    layering: Layering
-    pricer: MeshPricer
-    microbatches: int
-    recompute: Recompute
-    wire: Sequence[GradientReduction]
+    context: StageContext
+    reductions: Sequence[GradientReduction]
     in_flight: int
     limit_bytes: float
 
-    def within(self, section: Section) -> tuple[int, ...]:
+    def solve(self, section: Section) -> tuple[int, ...]:
         """The fastest choice per operator that fits; the fastest of all where none does."""
         chosen = solve_section(section, self.in_flight)
-        if self._over((section, chosen)) <= 0.0 or len(section.names) > FREE_SOLVE_OPERATORS:
+        if self._excess_bytes((section, chosen)) <= 0.0 or len(section.names) > FREE_SOLVE_OPERATORS:
             return chosen
-        return self._solved(section, (), self._held(section, chosen)) or chosen
+        return self._solve_without(section, (), self._transient(section, chosen)) or chosen
 
-    def improved(self, first: _Chosen, free: Section) -> _Chosen:
+    def improve(self, first: _Chosen, free: Section) -> _Chosen:
         """The best of ``first`` and the choices of the same stage with its labels left open."""
-        found, priced = [first], [self._price(first)]
+        candidates, prices = [first], [self._price(first)]
 
-        def offer(without: Sequence[_Sent]) -> bool:
-            """Whether a choice without these messages is better than all there are."""
-            best = min(priced)
-            chosen = self._solved(free, without, self._held(*first))
+        def offer(without: Sequence[_Message]) -> bool:
+            """Solve without these messages, and return whether the choice is better than all before."""
+            best = min(prices)
+            chosen = self._solve_without(free, without, self._transient(*first))
             if chosen is None:
                 return False
-            found.append((free, chosen))
-            priced.append(self._price(found[-1]))
-            return priced[-1] < best
+            candidates.append((free, chosen))
+            prices.append(self._price(candidates[-1]))
+            return prices[-1] < best
 
         offer(())
-        banned: list[_Sent] = []
+        banned: list[_Message] = []
         while True:
-            best = found[priced.index(min(priced))]
+            best = candidates[prices.index(min(prices))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
-            if min(priced)[1] <= seconds * (1 + ALIKE):
+            if min(prices)[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
-            better = [sent for sent in dict.fromkeys(_sends(self.pricer, *best)) if offer([*banned, sent])]
+            better = [
+                sent
+                for sent in dict.fromkeys(_messages_of_choice(self.context.pricer, *best))
+                if offer([*banned, sent])
+            ]
             if not better:
-                return found[priced.index(min(priced))]
+                return candidates[prices.index(min(prices))]
             banned.append(better[-1])
 
-    def _solved(self, section: Section, without: Sequence[_Sent], held: float) -> tuple[int, ...] | None:
+    def _solve_without(self, section: Section, without: Sequence[_Message], held: float) -> tuple[int, ...] | None:
         """The fastest choice by the problem that sends none of this; None if none fits. held: bytes beside those of the
         problem."""
         alive = [
-            np.array([k for k, one in enumerate(choices) if _sent(self.pricer, one) not in without])
+            np.array([k for k, one in enumerate(choices) if _message_of(self.context.pricer, one) not in without])
             for choices in section.choices
         ]
         if not all(map(len, alive)):
             return None
         problem = section.problem(self.in_flight)
-        near = NEAR if len(section.names) > MANY_OPERATORS else TOLERANCE
-        mine = restrict(problem, alive) if without else problem
-        found = solve(mine, self.limit_bytes - held, FREE_SOLVE_S, near=near)
-        if isinstance(found, InfeasibleAssignment):
+        gap = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
+        restricted = restrict(problem, alive) if without else problem
+        solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap)
+        if isinstance(solution, InfeasibleAssignment):
             return None
-        return tuple(int(some[k]) for some, k in zip(alive, found.choice))
+        return tuple(int(some[k]) for some, k in zip(alive, solution.choice))
 
-    def _price(self, one: _Chosen) -> tuple[float, float]:
+    def _price(self, candidate: _Chosen) -> tuple[float, float]:
         """(bytes over the limit, seconds per microbatch, those of the end of the step in even parts)."""
-        m, (section, chosen) = self.microbatches, one
-        price = price_stage(self.graph, self.pricer, self.layering, section, chosen, m, self.recompute, self.wire)
+        m, (section, chosen) = self.context.microbatches, candidate
+        price = price_stage(self.context, section, chosen, self.reductions)
         host_s = price.seconds["host"]
-        return max(0.0, self._over(one)), price.forward_s + price.backward_s - host_s + price.step_s / m
+        return max(0.0, self._excess_bytes(candidate)), price.forward_s + price.backward_s - host_s + price.step_s / m
 
-    def _over(self, one: _Chosen) -> float:
+    def _excess_bytes(self, candidate: _Chosen) -> float:
         """Bytes above the limit."""
-        section, chosen = one
-        return evaluate(section.problem(self.in_flight), chosen)[1] + self._held(section, chosen) - self.limit_bytes
+        section, chosen = candidate
+        return (
+            evaluate(section.problem(self.in_flight), chosen)[1] + self._transient(section, chosen) - self.limit_bytes
+        )
 
-    def _held(self, section: Section, chosen: Sequence[int]) -> float:
-        return transient_bytes(section, chosen, self.layering)
+    def _transient(self, section: Section, chosen: Sequence[int]) -> float:
+        return transient_bytes(section, chosen, self.context.layering)
 
 
-def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:
-    """What is sent of a parameter: its gradient whole, blocks of it and of its value in buckets, or both with its
-    layer; None if nothing is."""
+def _message_of(pricer: MeshPricer, choice: object) -> _Message | None:
+    """The messages of a parameter: its whole gradient, blocks of gradient and value in buckets, or both with its layer;
+    None if it sends nothing."""
     if not isinstance(choice, ParameterSharding):
         return None
     if axes := choice.scattered_axes:
@@ -377,7 +372,7 @@ def _sent(pricer: MeshPricer, choice: object) -> _Sent | None:
     return ("gradients", axes) if axes else None
 
 
-def _sends(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Sent]:
+def _messages_of_choice(pricer: MeshPricer, section: Section, chosen: Sequence[int]) -> Iterator[_Message]:
     for choices, pick in zip(section.choices, chosen):
-        if (sent := _sent(pricer, choices[pick])) is not None:
+        if (sent := _message_of(pricer, choices[pick])) is not None:
             yield sent

@@ -1,4 +1,4 @@
-"""What one stage's choices cost, by cause and by where the price comes from.
+"""The price of the choices of one stage, by cause and by the origin of the price.
 
     per microbatch   forward, backward_input, backward_weight   the ops, with the additions of cotangents and gradients
                      recompute                                  what the backward runs once more
@@ -28,34 +28,26 @@ from ..cost.gradient_reduction import (
     Bucket,
     Gradient,
     bucket_seconds,
-    bucketed,
-    choose_ways,
+    choose_routes,
     coding_source,
     hidden_seconds,
-    way_source,
+    make_buckets,
+    route_source,
 )
 from ..cost.layer_gathers import LayerGather, gather_seconds, layer_gathers, scatter_seconds
-from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, residency_seconds, unfilled
-from ..cost.pricing import MeshPricer, gradient_type, partial_axes
-from ..frontend.layers import Layering
-from ..ir.graph import Graph, TensorType, output_of, tensor_operands
+from ..cost.parameter_sharding import ShardingPrice, accumulate_seconds, sharding_seconds, unfilled_messages
+from ..cost.pricing import gradient_type, partial_axes
+from ..ir.graph import TensorType, output_of, tensor_operands
 from ..ir.reshard import LOCAL_STEPS, steps_between
 from ..ir.spec import Pair, without_partials
 from ..plan.plan import GradientReduction, ParameterSharding
-from ..plan.recompute import NOTHING, Recompute
 from ..rules import MeshChoice
-from .section import Section
+from .section import Section, StageContext
 
 __all__ = ["CAUSES", "STEP_CAUSES", "StagePrice", "price_stage"]
 
-STEP_CAUSES = (
-    "gradient",
-    "overlapped",
-    "gather",
-    "optimizer",
-    "loss",
-    "tied",
-)  # once per step; the others per microbatch
+#: Causes whose seconds are per step; those of the others are per microbatch.
+STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "loss", "tied")
 CAUSES = (
     "forward", "backward_input", "backward_weight", "recompute", "reshard", "internal", "transfer", "sends", "host",
     *STEP_CAUSES,
@@ -64,7 +56,7 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class StagePrice:
-    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by where the price comes from."""
+    """Seconds per microbatch but for ``step_s``; ``sources``: seconds per step by the origin of the price."""
 
     forward_s: float
     backward_s: float
@@ -72,43 +64,36 @@ class StagePrice:
     seconds: Mapping[str, float]
     sources: Mapping[str, float]
     wasted_flops: float
-    # (algorithm, compressor) by which gradients are summed, per group of axes
+    #: (algorithm, codec) of the gradient reduction per group of axes.
     ways: Mapping[tuple[int, ...], tuple[str, str]] = field(default_factory=dict)
-    gathers: Sequence[LayerGather] = ()  # of weights that are gathered in every microbatch
+    #: Messages of the weights that are gathered in every microbatch.
+    gathers: Sequence[LayerGather] = ()
 
 
 def price_stage(
-    graph: Graph,
-    pricer: MeshPricer,
-    layering: Layering,
-    section: Section,
-    chosen: Sequence[int],
-    microbatches: int,
-    recompute: Recompute = NOTHING,
-    wire: Sequence[GradientReduction] = (),
+    context: StageContext, section: Section, chosen: Sequence[int], reductions: Sequence[GradientReduction] = ()
 ) -> StagePrice:
-    """The price of ``chosen`` (an index per operator of ``section``) on one stage. Gradients travel as ``wire`` says,
-    those that it does not name in the best way that ``pricer.communication`` allows."""
-    return _Pricing(graph, pricer, layering, section, chosen, microbatches, recompute, wire).run()
+    """Return the price of ``chosen`` (an index per operator of ``section``) on one stage.
+
+    Gradients travel as ``reductions`` say. Those that it does not name take the fastest algorithm and codec that
+    ``pricer.communication`` allows.
+    """
+    return _Pricing(context, section, chosen, reductions).run()
 
 
 class _Pricing:
     def __init__(
         self,
-        graph: Graph,
-        pricer: MeshPricer,
-        layering: Layering,
+        context: StageContext,
         section: Section,
         chosen: Sequence[int],
-        microbatches: int,
-        recompute: Recompute,
-        wire: Sequence[GradientReduction],
+        reductions: Sequence[GradientReduction],
     ) -> None:
-        self.layer_of, self.gathers = layering.layer_of, list[LayerGather]()
-        self.wire, self.ways = wire, dict[tuple[int, ...], tuple[str, str]]()
-        self.graph, self.pricer, self.grad = graph, pricer, layering.needs_grad
-        self.section, self.chosen, self.m, self.recompute = section, chosen, microbatches, recompute
-        self.nodes = graph.by_name()
+        self.layer_of, self.gathers = context.layering.layer_of, list[LayerGather]()
+        self.reductions, self.ways = reductions, dict[tuple[int, ...], tuple[str, str]]()
+        self.graph, self.pricer, self.grad = context.graph, context.pricer, context.layering.needs_grad
+        self.section, self.chosen, self.m, self.recompute = section, chosen, context.microbatches, context.recompute
+        self.nodes = self.graph.by_name()
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.sources: defaultdict[str, float] = defaultdict(float)
         self.forward = self.backward = self.wasted = 0.0
@@ -116,11 +101,12 @@ class _Pricing:
         self.spans: dict[str, float] = {}  # op → seconds of its backward
 
     def run(self) -> StagePrice:
-        trained: dict[str, tuple[Node, Pair]] = {}  # those whose gradients are reduced in buckets
-        blocks: dict[
-            str, tuple[TensorType, ParameterSharding]
-        ] = {}  # those whose blocks are, and are gathered once per step
-        layerwise: dict[str, ParameterSharding] = {}  # those that are gathered in every microbatch
+        # parameters whose whole gradients are reduced in buckets
+        trained: dict[str, tuple[Node, Pair]] = {}
+        # parameters whose blocks are reduced in buckets and gathered once per step (ZeRO-1 and ZeRO-2)
+        blocks: dict[str, tuple[TensorType, ParameterSharding]] = {}
+        # parameters that are gathered in every microbatch (ZeRO-3)
+        layerwise: dict[str, ParameterSharding] = {}
         section = self.section
         for name, role, choices, pick in zip(section.names, section.kinds, section.choices, self.chosen):
             choice, node = choices[pick], self.nodes[name]
@@ -169,29 +155,29 @@ class _Pricing:
             for kind in kinds:
                 self.sources[kind] += self.m * inside / len(kinds)
 
-    def _parameter(self, node: Node, residency: ParameterSharding, trainable: bool) -> None:
+    def _parameter(self, node: Node, sharding: ParameterSharding, trainable: bool) -> None:
         kind, pricer = node.meta["type"], self.pricer
-        price = residency_seconds(pricer, kind, residency, self.m, trainable)
-        axes = residency.scattered_axes
+        price = sharding_seconds(pricer, kind, sharding, self.m, trainable)
+        axes = sharding.scattered_axes
         if axes:
             self._scattered(price, axes)
         if not trainable:
             return
         self.seconds["optimizer"] += price.update_s
         self.sources["measured" if pricer.device.optimizer_rate(pricer.optimizer) else "analytic"] += price.update_s
-        added_s = accumulate_seconds(pricer, kind, residency, self.m)
+        added_s = accumulate_seconds(pricer, kind, sharding, self.m)
         self.seconds["backward_weight"] += added_s / self.m
         self.backward += added_s / self.m
-        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), residency.compute.value)] += added_s
+        self.sources[pricer.add_source(gradient_type(kind, pricer.mixed), sharding.compute.value)] += added_s
 
     def _loss(self, kind: TensorType, pair: Pair) -> None:
         """The sum of the addends that the microbatches have left."""
-        once = self.pricer.convert(pair.value, without_partials(pair.value), kind)
-        self.seconds["loss"] += once
-        self.once += once
+        seconds = self.pricer.convert(pair.value, without_partials(pair.value), kind)
+        self.seconds["loss"] += seconds
+        self.once += seconds
         axes = [axis for axis, placement in enumerate(pair.value) if placement.is_partial]
         for axis in axes:
-            self.sources[self.pricer.axes[axis].source("all_reduce")] += once / len(axes)
+            self.sources[self.pricer.axes[axis].source("all_reduce")] += seconds / len(axes)
 
     def _scattered(self, price: ShardingPrice, axes: tuple[int, ...]) -> None:
         """Gathers and reductions of a parameter that is cut further than ops read it; nothing of them hides."""
@@ -205,19 +191,19 @@ class _Pricing:
         self.seconds[cause] += seconds
         self.sources[self.pricer.message_source(collective, axes)] += seconds
 
-    def _layerwise(self, homes: Mapping[str, ParameterSharding]) -> None:
+    def _layerwise(self, shardings: Mapping[str, ParameterSharding]) -> None:
         """Weights that are gathered in every microbatch, in a message per layer and kind."""
-        if not homes:
+        if not shardings:
             return
         members = [node for node in self.graph if output_of(node)[0].name in self.spans]
-        self.gathers = layer_gathers(members, self.layer_of, homes, self.grad, self.recompute)
-        for one in self.gathers:
-            ahead = gather_seconds(self.pricer, one)
-            back, reduce = ahead if one.again else 0.0, scatter_seconds(self.pricer, one)
+        self.gathers = layer_gathers(members, self.layer_of, shardings, self.grad, self.recompute)
+        for gather in self.gathers:
+            ahead = gather_seconds(self.pricer, gather)
+            back, reduce = ahead if gather.again else 0.0, scatter_seconds(self.pricer, gather)
             self.forward += ahead
             self.backward += back + reduce
-            self._sent("gather", "all_gather", one.axes, self.m * (ahead + back))
-            self._sent("gradient", "reduce_scatter", one.axes, self.m * reduce)
+            self._sent("gather", "all_gather", gather.axes, self.m * (ahead + back))
+            self._sent("gradient", "reduce_scatter", gather.axes, self.m * reduce)
 
     def _reshards(self) -> None:
         section, chosen = self.section, self.chosen
@@ -236,13 +222,13 @@ class _Pricing:
                 self.backward += back + again
                 steps = [*steps_between(pair.value, want.value)]
                 steps += steps_between(want.cotangent, pair.cotangent) if needs else ()
-                found = {
+                sources = {
                     self.pricer.axes[s.axis].source(s.kind.removesuffix("_max"))
                     for s in steps
                     if s.kind not in LOCAL_STEPS
                 }
-                for source in found or {"analytic"}:
-                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(found))
+                for source in sources or {"analytic"}:
+                    self.sources[source] += self.m * (ahead + again + back) / max(1, len(sources))
 
     def _host(self) -> None:
         each = self.pricer.device.action_s
@@ -263,13 +249,13 @@ class _Pricing:
                 order.setdefault(operand.name, index)
         return ops, order
 
-    def _blocks(self, found: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
-        """What messages of blocks take beyond their share of full ones."""
-        if not found:
+    def _blocks(self, blocks: Mapping[str, tuple[TensorType, ParameterSharding]]) -> None:
+        """Add the seconds that messages of blocks take beyond their share of full ones."""
+        if not blocks:
             return
         _, order = self._order
-        inside = [found[name] for name in sorted((name for name in found if name in order), key=order.__getitem__)]
-        for more in unfilled(self.pricer, inside):
+        inside = [blocks[name] for name in sorted((name for name in blocks if name in order), key=order.__getitem__)]
+        for more in unfilled_messages(self.pricer, inside):
             if more.often:
                 self.backward += more.seconds
             else:
@@ -293,7 +279,7 @@ class _Pricing:
             nbytes = pricer.local_bytes(kind, pair.value)
             gradients.append(Gradient(name, partial_axes(pair, pricer.mesh_shape), nbytes, kind.dtype))
             ready[name] = done[order[name]] * stretch
-        buckets = bucketed(gradients)
+        buckets = make_buckets(gradients)
         if not buckets:
             return
 
@@ -304,7 +290,7 @@ class _Pricing:
             total, hidden = reduced(seconds)
             return total - hidden
 
-        self.ways = choose_ways(pricer, buckets, exposed, self.wire)
+        self.ways = choose_routes(pricer, buckets, exposed, self.reductions)
         prices = {id(bucket): bucket_seconds(pricer, bucket, self.ways[bucket.axes]) for bucket in buckets}
         total_s, hidden = reduced(lambda bucket: prices[id(bucket)][1])
         copied = sum(2 * bucket.nbytes for bucket in buckets if len(bucket.gradients) > 1)
@@ -316,5 +302,5 @@ class _Pricing:
         self.sources["analytic"] += copied_s
         for bucket in buckets:
             share = prices[id(bucket)][1] / total_s if total_s else 0.0
-            self.sources[way_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
+            self.sources[route_source(pricer, bucket, self.ways[bucket.axes])] += share * (total_s - hidden)
             self.sources[coding_source(pricer, self.ways[bucket.axes])] += prices[id(bucket)][0]

@@ -27,9 +27,9 @@ from ..ir.ops import local_ops
 from ..ir.ops.ring_attention import ring_attention
 from ..ir.program import ChunkProgram
 from ..plan.segments import repeating
-from .kernel_workspace import attention_of, room_of_convolution
+from .kernel_workspace import attention_stand_in, convolution_workspace
 
-__all__ = ["AbstractComm", "Memo", "Tracker", "labelled", "with_stand_ins"]
+__all__ = ["AbstractComm", "Memo", "Tracker", "allocation_cause", "with_stand_ins"]
 
 aten = torch.ops.aten
 
@@ -129,19 +129,19 @@ class Tracker(TorchDispatchMode):
         out = self._made(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             if func is aten.mse_loss.default and self.on_cpu and not out.dim():
-                out = args[0].new_empty(args[0].shape).as_strided((), ())  # the scalar keeps the room of its addends
+                out = args[0].new_empty(args[0].shape).as_strided((), ())  # the scalar keeps the storage of its addends
             self.watch(out)
         elif isinstance(out, tuple | list):
             for x in out:
                 if isinstance(x, torch.Tensor):
                     self.watch(x)
-        if self.on_cpu and (room := _room(func, args, out)):
-            self.watch(torch.empty(room, dtype=torch.uint8, device="meta"))
+        if self.on_cpu and (workspace := _workspace_bytes(func, args, out)):
+            self.watch(torch.empty(workspace, dtype=torch.uint8, device="meta"))
         return out
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` returns; the second time for operands of the same types without running it, if all that it
-        makes is new."""
+        """Return the results of ``func``. For operands of types seen before it is not run again, if all its results are
+        new tensors."""
         if self.devices_as_given or func._schema.is_mutable or any(r.alias_info for r in func._schema.returns):
             return func(*args, **kwargs)
         key = (func, _signature(args), _signature(tuple(sorted(kwargs.items()))))
@@ -157,21 +157,21 @@ class Tracker(TorchDispatchMode):
         return made[0] if single else tuple(made)
 
     def _balanced(self, picks: int, bins: int) -> torch.Tensor:
-        """How many of ``picks`` choices fall to each expert here if all are chosen alike; the last bin is for the
-        others."""
+        """The tokens of each expert on this device if ``picks`` choices are spread evenly; the last bin counts those of
+        other devices."""
         experts = bins - 1
-        here = picks // self.expert_blocks
-        counts = [here // experts + (e < here % experts) for e in range(experts)]
-        return torch.tensor([*counts, picks - here])
+        local = picks // self.expert_blocks
+        counts = [local // experts + (e < local % experts) for e in range(experts)]
+        return torch.tensor([*counts, picks - local])
 
 
-def _room(func: Any, args: Any, out: Any) -> int:
+def _workspace_bytes(func: Any, args: Any, out: Any) -> int:
     """Bytes that a CPU kernel takes beside its results and gives back: addends, operands in another layout."""
     if func is aten.mse_loss.default:
         return max(args[0].nbytes, args[1].nbytes)
     if func is aten.convolution.default:
-        return room_of_convolution(args, [out], backward=False)
-    return room_of_convolution(args, out, backward=True) if func is aten.convolution_backward.default else 0
+        return convolution_workspace(args, [out], backward=False)
+    return convolution_workspace(args, out, backward=True) if func is aten.convolution_backward.default else 0
 
 
 Layouts = tuple[bool, list[tuple[Any, Any, torch.dtype] | None]]  # whether it is one tensor; shape, strides, dtype
@@ -194,16 +194,16 @@ def _layouts(out: Any, args: Any) -> Layouts | None:
     items = [out] if single else list(out)
     given = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
     seen = {x.untyped_storage()._cdata for x in given if isinstance(x, torch.Tensor)}
-    found: list[tuple[Any, Any, torch.dtype] | None] = []
+    layouts: list[tuple[Any, Any, torch.dtype] | None] = []
     for x in items:
         if x is None:
-            found.append(None)
+            layouts.append(None)
         elif isinstance(x, torch.Tensor) and x.device.type == "meta" and x.untyped_storage()._cdata not in seen:
             seen.add(x.untyped_storage()._cdata)
-            found.append((x.shape, x.stride(), x.dtype))
+            layouts.append((x.shape, x.stride(), x.dtype))
         else:
             return None
-    return single, found
+    return single, layouts
 
 
 # ---- sums that autograd makes
@@ -215,7 +215,7 @@ def _counts(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _accumulates_in_place(limit: tuple[int, int] | None, *args: Any) -> bool:
-    """Whether the engine, seeing no mode, would add the second of two gradients into the first: nobody else holds it,
+    """True if the engine, seeing no mode, would add the second of two gradients into the first: nobody else holds it,
     and it is dense."""
     x = args[0]
     if limit is None or len(args) != 2 or not isinstance(args[1], torch.Tensor) or x.device.type != "meta":
@@ -226,7 +226,7 @@ def _accumulates_in_place(limit: tuple[int, int] | None, *args: Any) -> bool:
 
 @cache
 def _in_place_counts() -> tuple[int, int] | None:
-    """What ``_counts`` says in a dispatch mode of a gradient that the engine alone holds; None if this torch cannot
+    """The ``_counts`` of a gradient that the engine alone holds, as a dispatch mode sees it; None if this torch cannot
     say."""
     seen: list[tuple[int, int]] = []
 
@@ -260,7 +260,7 @@ def _experts(tracker: Tracker, mesh_shape: Sequence[int]) -> Callable[..., torch
 
 def with_stand_ins(program: ChunkProgram, tracker: Tracker) -> Callable[..., tuple[torch.Tensor, ...]]:
     """The program as a function of meta tensors whose backward repeats its segments."""
-    attention = attention_of(tracker.writes_scores)
+    attention = attention_stand_in(tracker.writes_scores)
 
     def ring(*args: Any, **kwargs: Any) -> torch.Tensor:
         return ring_attention(*args, **{**kwargs, "kernel": attention, "writes_scores": tracker.writes_scores})
@@ -333,12 +333,12 @@ class AbstractComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What arrives."""
+        """Allocate the tensors that arrive."""
         above, below = (None if x is None else torch.empty_like(x) for x in (after, before))
         return above, below
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """What leaves, and room for what arrives."""
+        """Allocate the tensors that leave and arrive."""
         x = x.contiguous()
         came = torch.empty_like(x)
         return partial(_arrived, x, came)
@@ -348,7 +348,7 @@ class AbstractComm:
         return _Underway(x, [])
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> _Underway:
-        """What leaves and what arrives. Gloo gathers into room of its own first."""
+        """Allocate the tensors that leave and arrive. Gloo gathers into a buffer of its own first."""
         parts = prod(self.mesh_shape[axis] for axis in axes)
         if _is_coded(code, x):
             row = x.new_empty(carried_bytes(code, x.numel(), x.element_size()), dtype=torch.uint8)
@@ -361,7 +361,7 @@ class AbstractComm:
     def start_reduce_scatter(
         self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none", draw: tuple[int, ...] = ()
     ) -> _Underway:
-        """What leaves, what arrives, and its sum."""
+        """Allocate the blocks that leave, those that arrive, and their sum."""
         parts, n = x.shape
         if _is_coded(code, x):
             rows = x.new_empty((parts, carried_bytes(code, n, x.element_size())), dtype=torch.uint8)
@@ -381,7 +381,7 @@ class _Underway:
     last: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
-        """What arrives."""
+        """Return the tensor that arrives, and release the buffers of the message."""
         self.held.clear()
         out = self.out
         del self.out
@@ -403,7 +403,7 @@ def _decoded(came: torch.Tensor, rows: int, n: int, dtype: torch.dtype) -> torch
 
 
 def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-    """What came, once ``left`` may be let go."""
+    """Return the tensor that arrived, and release ``left``."""
     return came
 
 
@@ -416,7 +416,7 @@ def _merged(blocks: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @contextmanager
-def labelled(tracker: Tracker, cause: str) -> Iterator[None]:
+def allocation_cause(tracker: Tracker, cause: str) -> Iterator[None]:
     """Storages that the block makes count under ``cause``."""
     before, tracker.cause = tracker.cause, cause
     try:

@@ -1,23 +1,23 @@
-"""What reductions of gradients into blocks, and the gathers of values after the update, hold on one device while they
-run: the buckets of ``runtime/parameters/gradients.py`` and ``runtime/parameters/optimizer_shards.py`` on tensors
-without data.
+"""The buffers of one device: gradient messages, gradient codecs, optimizer state, and local updates of replicas.
 
-A message of n bytes to a group of d devices holds n while its gradients come in. On its way it holds n more, for what
-arrives (NCCL adds up by itself: n/d more), until the next message starts, or the next backward; then n/d stays.
+**Reduce-scatter of gradients and all-gather of updated values.** ``ReductionBuffers`` fills the buckets of
+``runtime/parameters/gradients.py`` and ``runtime/parameters/optimizer_shards.py`` with tensors without data. A message
+of n bytes to a group of d devices holds n while its gradients come in. On its way it holds n more for the data that
+arrive (n/d with NCCL, which sums by itself), until the next message starts, or the next backward; then n/d stays.
 
-What the codes of a stage's gradients hold on one device: residuals and buffers of a sum per bucket.
+**Gradient codecs** hold residuals and buffers per bucket. A hierarchical sum compresses only one of ``members`` parts
+of a bucket, the one that it sums between hosts.
 
-Over axes whose wire is hierarchical only one of ``members`` parts of a bucket is summed in code, between hosts.
+**Optimizer.** One step of the real optimizer on a parameter without data tells its state and its temporary bytes.
 
-The bytes that replicas which step by themselves keep besides, on each device of a stage.
+**Independent replicas** with local updates (``runtime/execution/local_sgd.py``) keep more. With G bytes of gradients on
+the device and a delay of D steps::
 
-With G bytes of gradients that a device has, D the delay in steps (``runtime/execution/local_sgd.py``)::
+    delayed gradients     2 D G: the gradients and their mean of every step under way; 2 G more while one mean arrives
+                          and another leaves, after the backwards
+    averages              G of anchors, and the outer optimizer's state; 2 G more from when one leaves until it arrives
 
-    delayed gradients     2 D G: of every step under way the gradients and their mean; 2 G more while one comes and
-                          another leaves, when the backwards are over
-    averages              G of anchors, and the outer optimizer's state; 2 G more from when one leaves until it comes
-
-Gradients are in no buckets, of which a plan counts G.
+Gradients are then in no buckets, of which a plan counts G.
 """
 
 from __future__ import annotations
@@ -42,43 +42,58 @@ from ..ir.graph import Graph
 from ..ir.reshard import Cut
 from ..ir.spec import local_shape
 from ..plan.plan import BUCKET_BYTES, Plan, Stage, gradient_buckets
-from .abstract_run import Tracker, labelled
+from .abstract_run import Tracker, allocation_cause
 
-__all__ = ["ParameterBlock", "ReductionRoom", "coded_bytes", "gather_room", "update_bytes", "wiring", "with_replicas"]
+__all__ = [
+    "ParameterBlock",
+    "ReductionBuffers",
+    "codec_bytes",
+    "communication_key",
+    "gather_bytes",
+    "update_bytes",
+    "with_replica_memory",
+]
 
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """A parameter of which the optimizer has a block, or a master. shape: of what ops read; key: what must agree in a
-    message; sums: the type of gradients in messages. Of masters every microbatch's gradients are added to messages, of
-    others those of the last one go into them, or of each where it is reduced ``often``."""
+    """A parameter of which the optimizer has a block, or a master weight.
+
+    With a master, the gradients of every microbatch are added to messages. Otherwise those of the last microbatch are,
+    or those of each one that is reduced ``often``.
+    """
 
     name: str
+    #: The shape and the type that ops read.
     shape: tuple[int, ...]
     dtype: torch.dtype
+    #: The type of gradients in messages.
     sums: torch.dtype
     cut: Cut
+    #: Parameters share a message if their keys are equal.
     key: Hashable
+    #: True if every microbatch reduces the gradient.
     often: bool
 
     @property
     def mixed(self) -> bool:
-        """Whether the block is a master."""
+        """True if the block is a master."""
         return self.sums != self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of what ops read."""
+        """Bytes of the value that ops read."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     @property
     def sum_bytes(self) -> int:
-        """Of the whole gradient in a message."""
+        """Bytes of the whole gradient in a message."""
         return self.sums.itemsize * torch.Size(self.shape).numel()
 
     @property
     def copied_bytes(self) -> int:
-        """Of the block, if it cannot share the storage of what ops read; else 0. Masters are counted elsewhere."""
+        """Bytes of the block if it cannot share the storage of the value that ops read, else 0. Masters are counted
+        elsewhere."""
         if self.mixed:
             return 0
         blocks = self.cut.blocks(torch.empty(self.shape, dtype=self.dtype, device="meta"))
@@ -89,8 +104,8 @@ class ParameterBlock:
 @dataclass
 class _Message:
     blocks: list[ParameterBlock]
-    left: set[str] = field(default_factory=set)
-    wire: torch.Tensor | None = None
+    missing: set[str] = field(default_factory=set)
+    buffer: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +116,8 @@ class _Message:
         return self.nbytes // self.blocks[0].cut.parts
 
 
-class ReductionRoom:
-    """The messages of one chunk. ``blocks``: None for parameters that travel otherwise, in program order."""
+class ReductionBuffers:
+    """The reduction messages of one virtual stage. blocks: in program order, None for parameters of other messages."""
 
     def __init__(self, blocks: Sequence[ParameterBlock | None], tracker: Tracker, native: bool) -> None:
         self.tracker, self.native = tracker, native
@@ -116,63 +131,63 @@ class ReductionRoom:
         self.rows: list[torch.Tensor] = []
 
     def takes(self, name: str, last: bool) -> bool:
-        """Whether the parameter's gradient goes into a message in this backward."""
+        """True if the parameter's gradient goes into a message in this backward."""
         return name in self.often or (name in self.of and (last or self.mixed))
 
     def arm(self) -> None:
-        """Before a backward: what still travels is waited for."""
+        """Before a backward, wait for the message that is under way."""
         self._land()
 
     def fill(self, name: str, last: bool) -> None:
-        """A gradient goes into its message; whoever calls lets go of it afterwards."""
+        """Put a gradient into its message. The caller releases the gradient afterwards."""
         message = self.of[name]
-        if message.wire is None:
-            message.wire = self._room(message.nbytes, "gradients" if self.mixed else "buffers")
-            message.left = {block.name for block in message.blocks}
+        if message.buffer is None:
+            message.buffer = self._allocate(message.nbytes, "gradients" if self.mixed else "buffers")
+            message.missing = {block.name for block in message.blocks}
         if not last and name not in self.often:
             return
-        message.left.discard(name)
-        if not message.left:
+        message.missing.discard(name)
+        if not message.missing:
             self._launch(message)
 
     def flush(self, last: bool) -> None:
-        """After a backward: messages that lack gradients leave as they are."""
+        """After a backward, send messages that lack gradients as they are."""
         for message in self.messages:
-            if message.wire is not None and (last or message.blocks[0].often):
+            if message.buffer is not None and (last or message.blocks[0].often):
                 self._launch(message)
 
     def finish(self) -> None:
-        """After the last backward; the blocks are let go."""
+        """After the last backward, wait for the message that is under way and release the blocks."""
         self._land()
         self.rows = []
 
     def _launch(self, message: _Message) -> None:
-        assert message.wire is not None
-        if not message.blocks[0].cut.axes:  # summed in place; what is left is the gradient
-            self.rows.append(message.wire)
-            message.wire = None
+        assert message.buffer is not None
+        if not message.blocks[0].cut.axes:  # summed in place: the buffer becomes the gradient
+            self.rows.append(message.buffer)
+            message.buffer = None
             return
         self._land()
-        arrives = self._room(message.row_bytes if self.native else message.nbytes, "buffers")
-        self.flying, message.wire = (message, [message.wire, arrives]), None
+        arrives = self._allocate(message.row_bytes if self.native else message.nbytes, "buffers")
+        self.flying, message.buffer = (message, [message.buffer, arrives]), None
 
     def _land(self) -> None:
         if self.flying is None:
             return
         (message, held), self.flying = self.flying, None
         del held[0]
-        row = self._room(message.row_bytes, "gradients")
+        row = self._allocate(message.row_bytes, "gradients")
         if not message.blocks[0].often:  # else it is added to what stays
             self.rows.append(row)
 
-    def _room(self, nbytes: int, cause: str) -> torch.Tensor:
-        with labelled(self.tracker, cause):
+    def _allocate(self, nbytes: int, cause: str) -> torch.Tensor:
+        with allocation_cause(self.tracker, cause):
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
-def gather_room(blocks: Sequence[ParameterBlock], native: bool) -> int:
-    """Bytes of the two messages that are on their way together after the update, at the most. Gloo gathers into room of
-    its own first."""
+def gather_bytes(blocks: Sequence[ParameterBlock], native: bool) -> int:
+    """Peak bytes of the two all-gathers that run together after the update. Gloo gathers into a buffer of its own
+    first."""
     blocks = [block for block in blocks if block.cut.axes]
     keys = [((block.cut.axes, block.cut.sizes, block.dtype), block.nbytes) for block in blocks]
     groups = gradient_buckets(keys, BUCKET_BYTES)
@@ -184,16 +199,18 @@ def gather_room(blocks: Sequence[ParameterBlock], native: bool) -> int:
 Shapes = Sequence[tuple[int, ...]]
 
 
-def wiring(plan: Plan, stage: Stage) -> Hashable:
-    """Equal for stages whose gradients travel alike."""
+def communication_key(plan: Plan, stage: Stage) -> Hashable:
+    """A key that is equal for stages with equal gradient communication."""
     return tuple((w.axes, w.algorithm, w.compressor, _members(plan, stage, w.axes)) for w in stage.wire)
 
 
-def coded_bytes(
+def codec_bytes(
     plan: Plan, stage: Stage, sums: Sequence[tuple[tuple[int, ...], Shapes]], drawing: Sequence[str] = ()
 ) -> int:
-    """Bytes of the codes that sum buckets, each over some axes and with tensors of these shapes one after another.
-    drawing: other codes that draw random numbers here."""
+    """Bytes of the codecs that sum buckets, each over some axes and with tensors of these shapes one after another.
+
+    drawing: other codecs that draw random numbers on this device.
+    """
     ways = {wire.axes: wire for wire in stage.wire if wire.compressor != "none"}
     held, table = 0, max((drawn_bytes(CODECS[code]) for code in drawing), default=0)
     for axes, shapes in sums:
@@ -215,8 +232,7 @@ def _members(plan: Plan, stage: Stage, axes: Sequence[int]) -> int:
     return hosts.count(hosts[0])
 
 
-# ---- What an optimizer keeps and what its step needs besides, from a step of the real one on a parameter
-# without data
+# ---- the optimizer's state and temporary bytes
 
 
 @cache
@@ -239,8 +255,8 @@ def update_bytes(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, dev
 
 def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: bool) -> tuple[int, int]:
     name, _, momentum = optimizer.partition("+")
-    known = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
-    make: Any = getattr(torch.optim, known.get(name.lower(), name))
+    classes = {cls.lower(): cls for cls in torch.optim.__all__} if hasattr(torch.optim, "__all__") else {}
+    make: Any = getattr(torch.optim, classes.get(name.lower(), name))
     options: dict[str, Any] = {"momentum": 0.9} if momentum else {}
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty(shape, dtype=dtype, device="meta")
@@ -258,53 +274,57 @@ def _stepped(shape: tuple[int, ...], dtype: torch.dtype, optimizer: str, lists: 
 
 
 CAUSE = "replicas"
-_PASSING = ("activations", "temporary")  # what is gone when the backwards are over
+#: Causes whose bytes are free after the backwards.
+_FREED_CAUSES = ("activations", "temporary")
 
 
-def with_replicas(plan: Plan, graph: Graph, delay: int, every: int, outer: str | None) -> Plan:
-    """``plan`` with the memory of replicas that step by themselves. every: steps between averages (1: gradients are
-    averaged); outer: the name of the optimizer that applies averages. Raises InfeasibleError where that does not
-    fit."""
-    without = [replace(one, memory_bytes=_without(one.memory_bytes)) for one in plan.prediction.stages]
+def with_replica_memory(plan: Plan, graph: Graph, delay: int, every: int, outer: str | None) -> Plan:
+    """Return ``plan`` with the memory that local updates of independent replicas need.
+
+    every: steps between averages (1: gradients are averaged); outer: the name of the optimizer that applies averages.
+    Raises InfeasibleError where that does not fit.
+    """
+    without = [replace(one, memory_bytes=_without_replicas(one.memory_bytes)) for one in plan.prediction.stages]
     if not delay and every == 1:
         return replace(plan, prediction=replace(plan.prediction, stages=tuple(without)))
     cluster = Cluster.from_json(json.dumps(plan.cluster))
     usable, stages = usable_bytes(cluster), []
-    for index, (stage, found) in enumerate(zip(plan.stages, without)):
+    for index, (stage, prediction) in enumerate(zip(plan.stages, without)):
         device = cluster.device(stage.devices[0])
         gradients, states = _bytes(graph, plan, stage, outer, device.kind)
-        passing = 2 * gradients - sum(found.memory_bytes.get(cause, 0.0) for cause in _PASSING)
+        passing = 2 * gradients - sum(prediction.memory_bytes.get(cause, 0.0) for cause in _FREED_CAUSES)
         if every == 1:
             more = 2 * delay * gradients + max(0.0, passing)
         else:
             more = gradients + states + (2 * gradients if delay else max(0.0, passing))
         more -= gradients
-        stages.append(replace(found, memory_bytes={**found.memory_bytes, CAUSE: more}))
+        stages.append(replace(prediction, memory_bytes={**prediction.memory_bytes, CAUSE: more}))
         least = min(usable[device] for device in stage.devices)
-        if stages[-1].peak_bytes - found.memory_bytes.get("framework", 0.0) > least:
+        if stages[-1].peak_bytes - prediction.memory_bytes.get("framework", 0.0) > least:
             raise InfeasibleError(
                 f"replicas that step by themselves keep {more / 2**30:.3g} GiB more on each device of stage {index} "
-                f"(delay={delay}, local_steps={every}), where {(least - found.peak_bytes) / 2**30:.3g} GiB are free; "
+                f"(delay={delay}, local_steps={every}), where "
+                f"{(least - prediction.peak_bytes) / 2**30:.3g} GiB are free; "
                 "use a smaller delay, or a strategy with more tensor or pipeline parallelism"
             )
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages)))
 
 
-def _without(memory: Mapping[str, float]) -> Mapping[str, float]:
-    """Of a plan that may have been saved with it."""
+def _without_replicas(memory: Mapping[str, float]) -> Mapping[str, float]:
+    """The memory of a stage without the bytes of replicas, which a saved plan may already count."""
     return {cause: size for cause, size in memory.items() if cause != CAUSE}
 
 
 def _bytes(graph: Graph, plan: Plan, stage: Stage, outer: str | None, kind: str) -> tuple[int, int]:
-    """(G, of the outer optimizer's state)."""
+    """Return (G, bytes of the outer optimizer's state)."""
     gradients = states = 0
-    homes = {name: home for chunk in stage.chunks for name, home in chunk.parameters.items()}
+    shardings = {name: sharding for chunk in stage.chunks for name, sharding in chunk.parameters.items()}
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
-    for name, home in homes.items():
+    for name, sharding in shardings.items():
         node = nodes[name]
         if node.meta["source"].requires_grad:
             made = gradient_type(node.meta["type"], graph.mixed)
-            shape = local_shape(made.shape, home.optimizer, stage.mesh_shape)
+            shape = local_shape(made.shape, sharding.optimizer, stage.mesh_shape)
             gradients += prod(shape) * made.dtype.itemsize
             states += update_bytes(tuple(shape), made.dtype, outer, kind)[0] if outer else 0
     return gradients, states

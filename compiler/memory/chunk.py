@@ -1,6 +1,6 @@
-"""The bytes that one chunk of a stage holds: each kind of action run once without data, and what stays between them.
+"""The memory of one virtual stage (a *chunk* of a plan): each kind of action run once without data.
 
-``stage`` says how these are put together.
+``stage`` puts the virtual stages of one stage together.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from ..plan.lower import lower
 from ..plan.plan import BUCKET_BYTES, Chunk, Plan, gradient_buckets, parameter_stages
 from ..plan.recompute import PlanLayers
 from ..plan.validation import is_asynchronous
-from .abstract_run import AbstractComm, Memo, Tracker, labelled, with_stand_ins
-from .buffers import ParameterBlock, ReductionRoom, coded_bytes, gather_room, update_bytes, wiring
+from .abstract_run import AbstractComm, Memo, Tracker, allocation_cause, with_stand_ins
+from .buffers import ParameterBlock, ReductionBuffers, codec_bytes, communication_key, gather_bytes, update_bytes
 
-__all__ = ["Bytes", "ChunkKeys", "ChunkRoom", "worst_of"]
+__all__ = ["Bytes", "ChunkMemory", "MemoryContext", "peak_memory"]
 
 
-_MOST_ACTIONS = 64  # microbatches of a schedule that are looked at one by one; the rest only add to those in flight
+#: Microbatches of a schedule that are simulated one by one; the others only add to those in flight.
+_MAX_ACTIONS = 64
 Bytes = Mapping[str, float]
 
 
@@ -48,14 +49,15 @@ Bytes = Mapping[str, float]
 class _Run:
     """Peaks by cause of each kind of action, and what one microbatch keeps between its F and its B."""
 
-    peaks: dict[str, Bytes] = field(default_factory=dict)  # "F", "F later", "B first", "B", "B last"
+    #: By kind of action: "F", "F later", "B first", "B", "B last".
+    peaks: dict[str, Bytes] = field(default_factory=dict)
     saved: int = 0
 
 
-class ChunkRoom:
-    """One chunk of a stage, by default the only one."""
+class ChunkMemory:
+    """The memory of one virtual stage of a stage, by default its only one."""
 
-    def __init__(self, shared: ChunkKeys, stage: int, place: int = 0) -> None:
+    def __init__(self, shared: MemoryContext, stage: int, place: int = 0) -> None:
         self.shared, self.graph, self.plan, self.grad = shared, shared.graph, shared.plan, shared.grad
         self.here = here = self.plan.stages[stage]
         self.chunk = here.chunks[place]
@@ -67,7 +69,7 @@ class ChunkRoom:
         holders = shared.holders
         self.copies = {name for name in names if holders[name][0] != stage}
         self.shared_with = {name: len(holders[name]) - 1 for name in names if holders[name][0] == stage}
-        self.homes = self.chunk.parameters
+        self.shardings = self.chunk.parameters
         self.received = [slot for slot in self.program.slots if slot.kind == "receive"]
         self.returned = [slot for slot in self.received if slot.node in self.grad]
         exits = enumerate(self.program.exits)
@@ -82,8 +84,8 @@ class ChunkRoom:
         return _bytes(self._local(slot), slot)
 
     def _is_gathered(self, slot: Slot) -> bool:
-        home = self.homes[slot.name]
-        return home.stored != home.compute.value
+        sharding = self.shardings[slot.name]
+        return sharding.stored != sharding.compute.value
 
     def _leaf_type(self, slot: Slot) -> TensorType:
         """Type of what the stage stores of a slot: masters are what programs gather."""
@@ -98,17 +100,17 @@ class ChunkRoom:
         return local_shape(slot.type.shape, slot.pair.value if spec is None else spec, self.mesh)
 
     def _flat(self) -> dict[str, int]:
-        """The parameters whose gradients end in a flat bucket of several → their bytes."""
+        """Bytes of the parameters whose gradients end in a flat bucket of several."""
         return {slot.name: self._sum_bytes(slot) for _, group in self._whole_sums() if len(group) > 1 for slot in group}
 
     def _whole_sums(self) -> list[tuple[tuple[int, ...], list[Slot]]]:
-        """Axes and parameters of each bucket whose sums all devices need."""
+        """The axes and parameters of each bucket that is summed whole on all devices."""
         slots = [slot for slot in self.program.slots if slot.kind == "parameter"]
         keys: list[tuple[Any, int]] = []
         for slot in slots:
             axes = tuple(a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and self.mesh[a] > 1)
             apart = self.graph.mixed and not self._is_gathered(slot)
-            axes = axes if self.homes[slot.name].optimizer == slot.pair.value and not apart else ()
+            axes = axes if self.shardings[slot.name].optimizer == slot.pair.value and not apart else ()
             dtype = self._leaf_type(slot).dtype
             keys.append(((axes, dtype) if axes and slot.requires_grad else None, self._sum_bytes(slot)))
         groups = gradient_buckets(keys, BUCKET_BYTES)
@@ -118,22 +120,22 @@ class ChunkRoom:
     def blocks(self) -> list[ParameterBlock | None]:
         """Per parameter in program order: the block of it that the optimizer has, if it is less than ops read, or the
         master."""
-        found: list[ParameterBlock | None] = []
+        blocks: list[ParameterBlock | None] = []
         for slot in self.program.slots:
             if slot.kind == "parameter":
-                home = self.homes[slot.name]
-                cut = Cut.between(slot.name, home.stored, home.optimizer, self.mesh)
-                often = home.reduce == "microbatch"
-                key = cut.axes, cut.sizes, often, slot.type.dtype, home.compute.cotangent
+                sharding = self.shardings[slot.name]
+                cut = Cut.between(slot.name, sharding.stored, sharding.optimizer, self.mesh)
+                often = sharding.reduce == "microbatch"
+                key = cut.axes, cut.sizes, often, slot.type.dtype, sharding.compute.cotangent
                 apart = cut.axes or (self.graph.mixed and not self._is_gathered(slot))
                 whole = not apart or not slot.requires_grad or slot.node not in self.grad
-                shape, sums = self._local(slot, home.stored), gradient_type(slot.type, self.graph.mixed).dtype
-                found.append(
+                shape, sums = self._local(slot, sharding.stored), gradient_type(slot.type, self.graph.mixed).dtype
+                blocks.append(
                     None if whole else ParameterBlock(slot.name, shape, slot.type.dtype, sums, cut, key, often)
                 )
-        return found
+        return blocks
 
-    def coded(self) -> int:
+    def codec_bytes(self) -> int:
         """Bytes that the codes of gradients hold: residuals and buffers of a sum per bucket."""
         sums = [(axes, [self._local(slot) for slot in group]) for axes, group in self._whole_sums()]
         blocks = {block.name: block for block in self.blocks if block is not None}
@@ -142,14 +144,14 @@ class ChunkRoom:
         names = [None if b is None else b.name for b in self.blocks]
         for group in gradient_buckets(keys, BUCKET_BYTES):
             members = [name for i in group if (name := names[i]) is not None]
-            cut, pair = blocks[members[0]].cut, self.homes[members[0]].compute
+            cut, pair = blocks[members[0]].cut, self.shardings[members[0]].compute
             partial = {a for a, p in enumerate(pair.cotangent) if p.is_partial and self.mesh[a] > 1}
-            parts = [self._local(slots[name], self.homes[name].optimizer) for name in members]
+            parts = [self._local(slots[name], self.shardings[name].optimizer) for name in members]
             sums.append((tuple(sorted({*cut.axes, *partial})), parts * cut.parts))
         drawing = [self.plan.code("activations")] if self.returned else []
         if any(slot.requires_grad and self._is_gathered(slot) for slot in slots.values()):
             drawing.append(self.plan.code("weights"))
-        return coded_bytes(self.plan, self.here, sums, drawing)
+        return codec_bytes(self.plan, self.here, sums, drawing)
 
     # ---- composition
 
@@ -157,11 +159,11 @@ class ChunkRoom:
         """Bytes by cause if this is the program of ``stage``."""
         run = self.measured
         if is_asynchronous(self.plan):
-            return self._going_on(run, stage)
+            return self._asynchronous_memory(run, stage)
         moments = [self._at(run, *moment) for moment in self._moments(stage)]
-        return worst_of(self.resident(), [*moments, *self.end()])
+        return peak_memory(self.resident(), [*moments, *self.end()])
 
-    def _going_on(self, run: _Run, stage: int) -> Bytes:
+    def _asynchronous_memory(self, run: _Run, stage: int) -> Bytes:
         """Bytes by cause in a pipeline that never drains: versions of the weights, which graphs in flight read, their
         batches, of which each stage has a copy, and updates while microbatches are in flight."""
         p, m = len(self.plan.stages), self.plan.microbatches
@@ -171,7 +173,9 @@ class ChunkRoom:
         resident = Counter({cause: int(size) for cause, size in self.resident().items()})
         resident["parameters"] += versions * sum(map(self._bytes, trained))
         if others:
-            resident["inputs"] += (versions + 1) * sum(self._whole(slot) for slot in slots if slot.kind == "input")
+            resident["inputs"] += (versions + 1) * sum(
+                self._batch_bytes(slot) for slot in slots if slot.kind == "input"
+            )
         sent = self.outgoing * (others + 2)  # held until a forward proves that they have arrived
         moments = [self._at(run, kind, others, self.incoming["B"] + sent) for kind in ("F", "F later")]
         backwards = ("B first", "B", "B last") if m > 1 else ("B last",)
@@ -179,10 +183,10 @@ class ChunkRoom:
         ends = [Counter({c: int(size) for c, size in end.items()}) for end in self.end()]
         for end in ends:
             end.update({"activations": others * run.saved, "buffers": sent})
-        return worst_of(resident, [*moments, *ends])
+        return peak_memory(resident, [*moments, *ends])
 
-    def _whole(self, slot: Slot) -> int:
-        """Bytes of an input of the whole batch."""
+    def _batch_bytes(self, slot: Slot) -> int:
+        """Bytes of an input for the whole batch."""
         times = 1 if slot.batch_dim is None else self.plan.microbatches
         return prod(slot.type.shape) * slot.type.dtype.itemsize * times
 
@@ -194,11 +198,11 @@ class ChunkRoom:
     @cached_property
     def incoming(self) -> dict[str, int]:
         """Bytes of the messages that an action of each kind waits for."""
-        found = {
+        sizes = {
             "F": sum(self._message(self._local(slot), slot) for slot in self.received),
             "B": sum(count * self._message(self._cotangent(exit), exit) for _, exit, count in self.arriving),
         }
-        return found | {"I": found["B"], "W": 0}
+        return sizes | {"I": sizes["B"], "W": 0}
 
     @cached_property
     def outgoing(self) -> int:
@@ -215,7 +219,7 @@ class ChunkRoom:
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""
         p, m = len(self.plan.stages), self.plan.microbatches
-        few = min(m, max(_MOST_ACTIONS, 2 * p))
+        few = min(m, max(_MAX_ACTIONS, 2 * p))
         more = in_flight_formula(self.plan.schedule, stage, p, m)
         more -= in_flight_formula(self.plan.schedule, stage, p, few)
         row = generate(self.plan.schedule, p, few).actions[stage]
@@ -244,52 +248,52 @@ class ChunkRoom:
         return local_shape(exit.type.shape, without_partials(exit.pair.cotangent), self.mesh)
 
     def _at(self, run: _Run, kind: str, others: int, messages: int) -> Counter[str]:
-        found = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
-        found["activations"] += others * run.saved
-        found["buffers"] += messages
-        return found
+        moment = Counter({cause: int(size) for cause, size in run.peaks[kind].items()})
+        moment["activations"] += others * run.saved
+        moment["buffers"] += messages
+        return moment
 
-    # ---- what stays
+    # ---- resident bytes
 
     def resident(self, alone: bool = True) -> Bytes:
-        """What lives through the whole step; without the batch and constants, where another chunk counts them."""
-        found: Counter[str] = Counter()
+        """Bytes that live through the whole step, by cause. alone: count the batch and constants, too."""
+        resident: Counter[str] = Counter()
         for slot in self.program.slots:
             if slot.kind == "buffer":
-                found["parameters"] += _bytes(self._local(slot), slot)
+                resident["parameters"] += _bytes(self._local(slot), slot)
             if slot.kind == "parameter":
-                leaf = prod(self._local(slot, self.homes[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
-                found["parameters"] += leaf
+                leaf = prod(self._local(slot, self.shardings[slot.name].stored)) * self._leaf_type(slot).dtype.itemsize
+                resident["parameters"] += leaf
             if slot.kind == "parameter" and slot.requires_grad and slot.name not in self.copies:
-                found["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
-        found["gradients"] += sum(self.flat.values()) + sum(self._in_parts.values())
-        found["buffers"] += self.coded()
-        found["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
+                resident["optimizer"] += self._update(slot)[0] - (leaf if self._leaf_type(slot) != slot.type else 0)
+        resident["gradients"] += sum(self.flat.values()) + sum(self._sharded_gradients.values())
+        resident["buffers"] += self.codec_bytes()
+        resident["parameters"] += sum(block.copied_bytes for block in self.blocks if block is not None)
         if not alone:
-            return found
-        found["parameters"] += sum(
+            return resident
+        resident["parameters"] += sum(
             {x.data_ptr(): x.untyped_storage().nbytes() for x in self.graph.constants.values()}.values()
         )
         for node in self.graph.placeholders("input"):
             source, kind = node.meta["source"], node.meta["type"]
             times = 1 if source.batch_dim is None else self.plan.microbatches
-            found["inputs"] += kind.numel * kind.dtype.itemsize * times
-        return found
+            resident["inputs"] += kind.numel * kind.dtype.itemsize * times
+        return resident
 
     def end(self) -> list[Bytes]:
-        """After the last backward: gradients of tied copies arrive, then the optimizer runs."""
+        """The moments after the last backward: tied gradients arrive, the optimizer runs, values are gathered."""
         grads = {
-            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
+            slot.name: self._sum_bytes(slot, self.shardings[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
         }
-        counted = {**self.flat, **self._in_parts}
-        loose = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
+        counted = {**self.flat, **self._sharded_gradients}
+        unbucketed = sum(size for name, size in grads.items() if name not in counted and name not in self.copies)
         tied = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others)
         arriving = sum(grads.get(name, 0) * others for name, others in self.shared_with.items())
         flat = {*self.flat, *(block.name for block in self.blocks if block is not None and not block.cut.axes)}
         sums = sum(grads.get(name, 0) for name, others in self.shared_with.items() if others and name in flat)
-        gather = {"gradients": loose + tied, "buffers": arriving}
+        gather = {"gradients": unbucketed + tied, "buffers": arriving}
         temporary = [
             self._update(slot)[1]
             for slot in self.program.slots
@@ -299,30 +303,30 @@ class ChunkRoom:
         own = [block for block in self.blocks if block is not None and block.name not in self.copies]
         return [
             gather,
-            {"gradients": loose + sums, "temporary": worst},
-            {"gradients": loose + sums, "buffers": gather_room(own, self.kind == "cuda")},
+            {"gradients": unbucketed + sums, "temporary": worst},
+            {"gradients": unbucketed + sums, "buffers": gather_bytes(own, self.kind == "cuda")},
         ]
 
     def _update(self, slot: Slot) -> tuple[int, int]:
-        shape = self._local(slot, self.homes[slot.name].optimizer)
+        shape = self._local(slot, self.shardings[slot.name].optimizer)
         return update_bytes(shape, slot.type.dtype, self.plan.optimizer, self.kind)
 
     # ---- parameters that are cut further than ops read them
 
     @cached_property
-    def _in_parts(self) -> dict[str, int]:
+    def _sharded_gradients(self) -> dict[str, int]:
         """Parameters whose gradients every microbatch reduces → the bytes that stay of them."""
         return {
-            slot.name: self._sum_bytes(slot, self.homes[slot.name].gradient)
+            slot.name: self._sum_bytes(slot, self.shardings[slot.name].gradient)
             for slot in self.program.slots
             if slot.kind == "parameter" and slot.requires_grad and slot.node in self.grad
-            and self.homes[slot.name].pattern == "zero2"
+            and self.shardings[slot.name].pattern == "zero2"
         }  # fmt: skip
 
     @cached_property
-    def loose(self) -> int:
+    def unbucketed_gradients(self) -> int:
         """Bytes of the gradients that stay after a backward, in no bucket."""
-        counted = {**self.flat, **self._in_parts}
+        counted = {**self.flat, **self._sharded_gradients}
         slots = [slot for slot in self.program.slots if slot.kind == "parameter" and slot.node in self.grad]
         return sum(self._sum_bytes(slot) for slot in slots if slot.requires_grad and slot.name not in counted)
 
@@ -336,13 +340,13 @@ class ChunkRoom:
         comm = AbstractComm(self.mesh, native)
         batches = {s.name: self._batch(s) for s in self.program.slots if s.kind == "input"}
         template, gathers = self._template(), Gathers(self.program.module.graph)
-        room = ReductionRoom(self.blocks, tracker, native)
-        alike = not self.flat and not room.messages  # without buckets all later backwards are
+        buffers = ReductionBuffers(self.blocks, tracker, native)
+        alike = not self.flat and not buffers.messages  # without buckets all later backwards are
         count = min(self.plan.microbatches, 2 if alike else 3)
         last = [False]
         for position, slot in enumerate(self.program.slots):
             if slot.kind == "parameter" and slot.requires_grad:
-                self._hook(template[position], slot.name, tracker, room, last)
+                self._hook(template[position], slot.name, tracker, buffers, last)
         tracker.ignore(*batches.values(), *(x for x in template if x is not None))
         code = self.plan.code("weights")
         with use_context(Context(comm, repeating=tracker.repeating, code=code)), tracker:
@@ -357,13 +361,13 @@ class ChunkRoom:
                 run.peaks["F later" if index else "F"] = _with_saved(tracker.peak, run.saved)
                 tracker.relabel_all("temporary", "activations")
                 tracker.restart()
-                room.arm()
+                buffers.arm()
                 tracker.in_backward = True
                 self._backward(arguments, exits, tracker, comm)
                 tracker.in_backward = False
-                room.flush(last[0])
+                buffers.flush(last[0])
                 if last[0]:
-                    room.finish()
+                    buffers.finish()
                 kind = "B last" if last[0] else "B" if index else "B first"
                 run.peaks[kind] = dict(tracker.peak)
                 del arguments, exits
@@ -375,13 +379,15 @@ class ChunkRoom:
         run.peaks.setdefault("F later", run.peaks["F"])
         return run
 
-    def _hook(self, leaf: nn.Parameter, name: str, tracker: Tracker, room: ReductionRoom, last: list[bool]) -> None:
-        stored_in_parts = name in self._in_parts and name not in room.of
+    def _hook(
+        self, leaf: nn.Parameter, name: str, tracker: Tracker, buffers: ReductionBuffers, last: list[bool]
+    ) -> None:
+        stored_in_parts = name in self._sharded_gradients and name not in buffers.of
 
         def hook(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if room.takes(name, last[0]):
-                room.fill(name, last[0])
+            if buffers.takes(name, last[0]):
+                buffers.fill(name, last[0])
                 parameter.grad = None
             elif stored_in_parts or (last[0] and name in self.flat):
                 parameter.grad = None  # copied into the bucket, or summed into the part, which is counted already
@@ -424,7 +430,7 @@ class ChunkRoom:
         self, arguments: list[Any], exits: tuple[torch.Tensor, ...], tracker: Tracker, comm: AbstractComm
     ) -> None:
         roots, grads, seeds = [], [], []
-        with labelled(tracker, "buffers"):
+        with allocation_cause(tracker, "buffers"):
             for position, exit, count in self.arriving:
                 parts = [torch.empty(self._cotangent(exit), dtype=exit.type.dtype, device="meta") for _ in range(count)]
                 total = parts[0]
@@ -458,7 +464,7 @@ def _with_saved(peak: Bytes, saved: int) -> Bytes:
     return {**peak, "temporary": peak.get("temporary", 0) - kept, "activations": peak.get("activations", 0) + kept}
 
 
-def worst_of(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:
+def peak_memory(resident: Bytes, moments: Sequence[Bytes]) -> Bytes:
     """The fullest moment, with what is resident."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
     causes = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers", "inputs")
@@ -469,12 +475,11 @@ def _bytes(shape: Sequence[int], tensor: Slot | Exit) -> int:
     return prod(shape) * tensor.type.dtype.itemsize
 
 
-# ---- What all stages of a plan look up while their bytes are counted, and which of their programs run
-# alike
+# ---- facts that all stages share, and the keys of equal programs
 
 
-class ChunkKeys:
-    """What all stages of a plan look up."""
+class MemoryContext:
+    """The graph, the plan and derived facts that the memory of every stage needs."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan = graph, plan
@@ -494,13 +499,13 @@ class ChunkKeys:
         return self.layers.layering.layer_of
 
     def structure(self, stage: int, place: int = 0) -> Hashable:
-        """Equal for chunks that run alike: what their programs are made from, with the nodes numbered."""
+        """A key that is equal for chunks with equal programs: the inputs of lowering, with the nodes numbered."""
         here, nodes = self.plan.stages[stage], self.graph.by_name()
         chunk = here.chunks[place]
         number: dict[str, int] = {}
         rows: list[Hashable] = []
         results = {(r.node, r.kind) for r in self.graph.results}
-        layered = any(chunk.recompute) or any(home.pattern == "zero3" for home in chunk.parameters.values())
+        layered = any(chunk.recompute) or any(sharding.pattern == "zero3" for sharding in chunk.parameters.values())
         first = chunk.layers[0]
 
         def look(x: Any) -> Hashable:
@@ -527,19 +532,33 @@ class ChunkKeys:
         sends = [(number.get(name), spec, self.sent[stage, place, name]) for name, spec in chunk.sends.items()]
         device = self.cluster.device(here.devices[0])
         modes = self.layers.recompute.modes[slice(*chunk.layers)]
-        machine = device.kind, writes_scores(device), here.mesh_shape, wiring(self.plan, here), str(self.plan.codes)
+        machine = (
+            device.kind,
+            writes_scores(device),
+            here.mesh_shape,
+            communication_key(self.plan, here),
+            str(self.plan.codes),
+        )
         return machine, tuple(rows), tuple(sends), modes
 
     def _outside(self, node: torch.fx.Node, chunk: Chunk, stage: int) -> Hashable:
-        """What a tensor is that the chunk does not make."""
+        """The key of a tensor that comes from outside of the chunk."""
         if node.name in chunk.receives:
             return "receive", chunk.receives[node.name], str(node.meta["type"]), node.name in self.grad
         source, kind = node.meta["source"], str(node.meta["type"])
         if source.kind != "parameter":
             return source.kind, chunk.sources.get(node.name), kind, source.batch_dim
         holders = self.holders[source.name]
-        home = chunk.parameters[source.name]
-        return "parameter", home, kind, source.requires_grad, node.name in self.grad, holders[0] == stage, len(holders)
+        sharding = chunk.parameters[source.name]
+        return (
+            "parameter",
+            sharding,
+            kind,
+            source.requires_grad,
+            node.name in self.grad,
+            holders[0] == stage,
+            len(holders),
+        )
 
 
 class _Number(int):

@@ -1,8 +1,9 @@
-"""A stand-in for attention that allocates what the real kernels do, on tensors without data.
+"""The workspace of kernels: a stand-in for attention on tensors without data, and the copies of CPU convolutions.
 
-Dropout is no matter here: capture writes attention with dropout as matmuls, a softmax and a dropout.
+The stand-in for attention allocates what the real kernels do. It ignores dropout, because capture writes attention
+with dropout as matmuls, a softmax and a dropout.
 
-Room that the CPU's convolutions take beside their results, and give back before they return.
+A CPU convolution holds workspace beside its results, and frees it before it returns:
 
     oneDNN    forward   x' w' y' (blocked by channels), then y' y
               backward  g' w' x', then x' and the input's gradient; then both gradients with x' g' w'
@@ -21,16 +22,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["attention_of", "room_of_convolution"]
+__all__ = ["attention_stand_in", "convolution_workspace"]
 
 
 aten = torch.ops.aten
 
 
 class _Attention(torch.autograd.Function):
-    """What attention allocates: the output in the query's layout, and gradients with heads and positions swapped. A
-    fused kernel keeps the log-sum-exp of every row. Others write the scores, keep the probabilities, and have the
-    gradients of both in the backward."""
+    """The allocations of attention: the output in the query's layout, and gradients with heads and positions swapped.
+
+    A fused kernel keeps the log-sum-exp of every row. Other kernels write the scores, keep the probabilities, and
+    allocate the gradients of both in the backward.
+    """
 
     @staticmethod
     def forward(
@@ -60,15 +63,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *_, beside = ctx.saved_tensors
         of_both = [torch.empty_like(beside) for _ in range(2)] if ctx.writes_scores else []
-        made = []
+        gradients = []
         for x in (query, key, value):
             batch, heads, length, width = x.shape
-            made.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
+            gradients.append(x.new_empty(batch, length, heads, width).transpose(1, 2))
         del of_both
-        return (*made, None, None)
+        return (*gradients, None, None)
 
 
-def attention_of(writes_scores: bool) -> Callable[..., torch.Tensor]:
+def attention_stand_in(writes_scores: bool) -> Callable[..., torch.Tensor]:
     """The stand-in for ``scaled_dot_product_attention``; ``writes_scores``: where no fused kernel is."""
 
     def attention(
@@ -88,7 +91,7 @@ _OTHERS = ("Slow", "Winograd", "Xnnpack", "Nnpack")  # kernels without blocked c
 _COLOURS = 3  # an input of so few channels is read as it lies, in the backward too
 
 
-def room_of_convolution(args: Sequence[Any], results: Sequence[torch.Tensor | None], backward: bool) -> int:
+def convolution_workspace(args: Sequence[Any], results: Sequence[torch.Tensor | None], backward: bool) -> int:
     """Bytes beyond the results at the worst moment of ``aten.convolution`` or, with ``backward``, of
     ``aten.convolution_backward`` with these arguments; ``results`` of the latter: gradients of input, weight, bias."""
     if backward:

@@ -1,5 +1,5 @@
-"""The bytes that one device of a stage holds at the worst moment of a training step, by cause, from running its lowered
-program on tensors without data (``abstract_run.py``) in the order in which the runtime will.
+"""The peak memory of one device of a stage, by cause: its lowered program is run on tensors without data
+(``abstract_run.py``) in the order in which the runtime runs it.
 
     resident   parameters, buffers, constants, optimizer state, the flat buckets of gradients, the caller's batch, pages
                through which messages pass
@@ -8,14 +8,13 @@ program on tensors without data (``abstract_run.py``) in the order in which the 
                messages that are posted or not yet known to have arrived
     step       gradients of tied copies, then the optimizer, one parameter after the other (all at once on CUDA devices)
 
-Stages with equal programs share one run. Of a stage with several chunks each is run, and the schedule says which of
-them are in flight together; a weight that two of them use is counted in each.
+Stages with equal programs share one run. Each virtual stage (chunk) of a stage is run, and the schedule says which of
+them are in flight together. A weight that two of them use is counted in each.
 
-What a stage's messages to others on its machine hold for good: the pages through which ranks on CPUs pass them
-(``runtime/transport/shared_memory.py``).
-
-A rank keeps as many rooms of a size for each peer as there ever were messages on their way to it at once: two where a
-stage sends and then waits for an answer, more where it runs ahead, four at the most.
+**Shared memory.** Ranks on the CPUs of one host pass messages through shared pages
+(``runtime/transport/shared_memory.py``), which they never free. A rank keeps as many buffers of a size for each peer as
+there ever were messages on their way to it at once: two where a stage sends and then waits for an answer, more where it
+runs ahead, four at the most.
 """
 
 from __future__ import annotations
@@ -32,57 +31,47 @@ from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
 from ..pipeline.virtual_stages import fewer
 from ..plan.plan import Plan
-from ..workers import run_all
-from .chunk import Bytes, ChunkKeys, ChunkRoom, worst_of
+from ..workers import all_of
+from .chunk import Bytes, ChunkMemory, MemoryContext, peak_memory
 
-__all__ = ["footprints", "message_room", "stage_memory", "with_footprints"]
+__all__ = ["memory_of_chunks", "message_bytes", "stage_memories", "with_stage_memories"]
 
 
-def stage_memory(graph: Graph, plan: Plan, stage: int) -> Bytes:
-    """Bytes alive on the fullest device of ``stage`` at the worst moment of a training step (its second or a later
-    one), by cause; their sum is the peak of live tensor storages, without the framework itself.
+def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
+    """Return ``plan`` with the memory of every stage's prediction from ``stage_memories`` ("framework" stays).
 
-    Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
-    forwards keep for backwards), "temporary", "buffers" (of messages between stages, of tied weights, and of codes with
-    what they still owe), "inputs" (the whole batch, as every rank passes it). Raises what the program raises if it
-    cannot run on meta tensors.
+    A stage whose program cannot run on meta tensors keeps its estimate from the rules, and the plan gets a note.
+    workers: number of processes.
     """
-    shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
-    return _memory(shared, [ChunkRoom(shared, stage, k) for k in range(len(plan.stages[stage].chunks))], stage)
-
-
-def with_footprints(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
-    """``plan`` with the memory of every stage's prediction from ``stage_memory`` ("framework" stays), and a note for
-    each stage whose program cannot run on meta tensors: its estimate from the rules stays. workers: processes."""
     stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
-    for index, found in enumerate(footprints(graph, plan, workers)):
-        if isinstance(found, Exception):
-            why = str(found).strip().split("\n")[0][:120]
-            notes.append(f"memory of stage {index} is estimated op by op: {type(found).__name__}: {why}")
+    for index, memory in enumerate(stage_memories(graph, plan, workers)):
+        if isinstance(memory, Exception):
+            why = str(memory).strip().split("\n")[0][:120]
+            notes.append(f"memory of stage {index} is estimated op by op: {type(memory).__name__}: {why}")
         else:
             framework = stages[index].memory_bytes.get("framework", 0.0)
-            stages[index] = replace(stages[index], memory_bytes={**found, "framework": framework})
+            stages[index] = replace(stages[index], memory_bytes={**memory, "framework": framework})
     return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
 
 
-def footprints(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
-    """``stage_memory`` of every stage, equal programs run once; what went wrong where a program cannot run so.
-    workers: processes, of which the others are forks."""
-    shared = ChunkKeys(graph.with_batch(plan.microbatch_size), plan)
-    found: dict[int, Bytes | Exception] = {}
+def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:
+    """Return the bytes by cause of every stage (``memory_of_chunks``), or the error of its program. Equal programs run
+    once. workers: number of processes; all but the first are forks."""
+    context = MemoryContext(graph.with_batch(plan.microbatch_size), plan)
+    memories: dict[int, Bytes | Exception] = {}
     keys: dict[int, list[Hashable]] = {}
     for index, stage in enumerate(plan.stages):
         try:
-            keys[index] = [shared.structure(index, chunk) for chunk in range(len(stage.chunks))]
+            keys[index] = [context.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
-            found[index] = error
-    for some in run_all([partial(_footprints, shared, part) for part in _dealt(keys, workers)]):
-        found |= some
-    return [found[index] for index in range(len(plan.stages))]
+            memories[index] = error
+    for some in all_of([partial(_stage_memories, context, part) for part in _dealt(keys, workers)]):
+        memories |= some
+    return [memories[index] for index in range(len(plan.stages))]
 
 
 def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[int, Sequence[Hashable]]]:
-    """The stages dealt out to so many: to whoever has most of their programs, else to whoever has the fewest."""
+    """Deal the stages out to workers: to the one that has most of their programs, else to the one with the fewest."""
     parts: list[dict[int, Sequence[Hashable]]] = [{} for _ in range(workers)]
     known: list[set[Hashable]] = [set() for _ in parts]
     for index, programs in keys.items():
@@ -92,35 +81,45 @@ def _dealt(keys: Mapping[int, Sequence[Hashable]], workers: int) -> list[dict[in
     return [part for part in parts if part] or [{}]
 
 
-def _footprints(shared: ChunkKeys, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
-    """Of these stages, with the structure of each of their programs."""
-    known: dict[Hashable, ChunkRoom | Exception] = {}
-    found: dict[int, Bytes | Exception] = {}
+def _stage_memories(context: MemoryContext, stages: Mapping[int, Sequence[Hashable]]) -> dict[int, Bytes | Exception]:
+    """The memory of these stages, given with the structure of each of their programs."""
+    runs: dict[Hashable, ChunkMemory | Exception] = {}
+    memories: dict[int, Bytes | Exception] = {}
     for index, keys in stages.items():
         try:
             for chunk, key in enumerate(keys):
-                if key not in known:
-                    known[key] = ChunkRoom(shared, index, chunk)
-            parts = [known[key] for key in keys]
+                if key not in runs:
+                    runs[key] = ChunkMemory(context, index, chunk)
+            parts = [runs[key] for key in keys]
             wrong = [part for part in parts if isinstance(part, Exception)]
-            found[index] = wrong[0] if wrong else _memory(shared, [p for p in parts if isinstance(p, ChunkRoom)], index)
+            memories[index] = (
+                wrong[0]
+                if wrong
+                else memory_of_chunks(context, [p for p in parts if isinstance(p, ChunkMemory)], index)
+            )
         except Exception as error:
-            known.update(dict.fromkeys(keys, error))
-            found[index] = error
-    return found
+            runs.update(dict.fromkeys(keys, error))
+            memories[index] = error
+    return memories
 
 
-def _memory(shared: ChunkKeys, chunks: Sequence[ChunkRoom], stage: int) -> Bytes:
-    """Bytes by cause of a stage with these chunks."""
-    found = chunks[0].memory(stage) if len(chunks) == 1 else _Together(chunks, stage).memory()
-    lasting = message_room(shared, stage)
-    return {**found, "buffers": found.get("buffers", 0) + lasting} if lasting else found
+def memory_of_chunks(context: MemoryContext, chunks: Sequence[ChunkMemory], stage: int) -> Bytes:
+    """Bytes alive on the fullest device of a stage with these chunks at the worst moment of a training step, by cause.
+
+    The step is the second or a later one. The sum is the peak of live tensor storages, without the framework itself.
+    Causes: "parameters" (with buffers and constants), "gradients", "optimizer" (its state), "activations" (what
+    forwards keep for backwards), "temporary", "buffers" (of messages between stages, of tied weights, and of gradient
+    codecs with their residuals), "inputs" (the whole batch, as every rank passes it).
+    """
+    memory = chunks[0].memory(stage) if len(chunks) == 1 else _VirtualStages(chunks, stage).memory()
+    lasting = message_bytes(context, stage)
+    return {**memory, "buffers": memory.get("buffers", 0) + lasting} if lasting else memory
 
 
-class _Together:
-    """The chunks of one stage, in flight together as the schedule has it."""
+class _VirtualStages:
+    """The virtual stages of one stage, in flight together as the schedule has it."""
 
-    def __init__(self, chunks: Sequence[ChunkRoom], stage: int) -> None:
+    def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
         p, v = len(plan.stages), len(chunks)
         self.row = generate(plan.schedule, p, fewer(p, plan.microbatches), v).actions[stage]
@@ -128,16 +127,16 @@ class _Together:
     def memory(self) -> Bytes:
         """Bytes by cause at the worst moment."""
         resident = Counter[str]()
-        for index, one in enumerate(self.chunks):
-            resident.update(one.resident(alone=index == 0))
+        for index, chunk in enumerate(self.chunks):
+            resident.update(chunk.resident(alone=index == 0))
         ends = [Counter[str](), Counter[str]()]
-        for one in self.chunks:
-            for total, found in zip(ends, one.end()):
-                total.update({cause: int(size) for cause, size in found.items()})
-        return worst_of(resident, [*self._moments(), *ends])
+        for chunk in self.chunks:
+            for total, moment in zip(ends, chunk.end()):
+                total.update({cause: int(size) for cause, size in moment.items()})
+        return peak_memory(resident, [*self._moments(), *ends])
 
     def _moments(self) -> Iterator[Counter[str]]:
-        """What is held at every action beside what is resident."""
+        """The bytes at every action beside the resident ones."""
         chunks, row = self.chunks, self.row
         last = {action.chunk: index for index, action in enumerate(row) if action.kind != "F"}
         flying, backwards = [0] * len(chunks), [0] * len(chunks)
@@ -154,7 +153,7 @@ class _Together:
             for c, other in enumerate(chunks):
                 own = int(c == k and action.kind != "F")  # the one in work is in the peak
                 moment["activations"] += (flying[c] - own) * other.measured.saved
-                moment["gradients"] += other.loose if c != k and backwards[c] else 0
+                moment["gradients"] += other.unbucketed_gradients if c != k and backwards[c] else 0
             yield moment
             if action.kind == "F":
                 flying[k] += 1
@@ -162,30 +161,31 @@ class _Together:
                 flying[k], backwards[k] = flying[k] - 1, backwards[k] + 1
 
 
-_ROOMS, _MOST_ROOMS = 2, 4
+#: Shared-memory buffers of one size per peer: where a stage waits for an answer, and where it runs ahead.
+_BUFFERS, _MAX_BUFFERS = 2, 4
 
 
-def message_room(shared: ChunkKeys, stage: int) -> int:
-    """Bytes on one device of the stage."""
-    plan, here, nodes = shared.plan, shared.plan.stages[stage], shared.graph.by_name()
-    if shared.cluster.device(here.devices[0]).kind != "cpu":
+def message_bytes(context: MemoryContext, stage: int) -> int:
+    """Bytes of the shared-memory pages that one device of the stage keeps."""
+    plan, here, nodes = context.plan, context.plan.stages[stage], context.graph.by_name()
+    if context.cluster.device(here.devices[0]).kind != "cpu":
         return 0
     host = plan.host_of(here.devices[0])
     sizes: set[tuple[int, int]] = set()
-    for one in plan.transfers:
-        source, target = plan.stages[one.source], plan.stages[one.target]
-        other = one.target if stage == one.source else one.source
-        if stage not in (one.source, one.target) or plan.host_of(plan.stages[other].devices[0]) != host:
+    for transfer in plan.transfers:
+        source, target = plan.stages[transfer.source], plan.stages[transfer.target]
+        other = transfer.target if stage == transfer.source else transfer.source
+        if stage not in (transfer.source, transfer.target) or plan.host_of(plan.stages[other].devices[0]) != host:
             continue
-        if stage == one.source:
-            spec = source.chunks[one.source_chunk].sends[one.node]
-        elif one.node in shared.grad:
-            spec = without_partials(target.chunks[one.target_chunk].receives[one.node].cotangent)
+        if stage == transfer.source:
+            spec = source.chunks[transfer.source_chunk].sends[transfer.node]
+        elif transfer.node in context.grad:
+            spec = without_partials(target.chunks[transfer.target_chunk].receives[transfer.node].cotangent)
         else:
             continue
-        kind = nodes[one.node].meta["type"]
+        kind = nodes[transfer.node].meta["type"]
         code = plan.code("activations") if kind.is_float else "none"
         elements = prod(local_shape(kind.shape, spec, here.mesh_shape))
         sizes.add((other, carried_bytes(code, elements, kind.dtype.itemsize)))
     ahead = plan.num_chunks > 1 or plan.schedule == "gpipe"
-    return min(plan.microbatches, _MOST_ROOMS if ahead else _ROOMS) * sum(size for _, size in sizes)
+    return min(plan.microbatches, _MAX_BUFFERS if ahead else _BUFFERS) * sum(size for _, size in sizes)

@@ -14,16 +14,16 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.memory import FRAMEWORK_BYTES
 from ..cost.gradient_communication import Communication
 from ..cost.gradient_reduction import lossy_notes
-from ..cost.parameter_sharding import residency_text
+from ..cost.parameter_sharding import sharding_text
 from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
 from ..frontend.strides import note_layouts
-from ..intra_op.section import Restriction, Section, build_section
-from ..intra_op.stage import Assembled, describe_stage
+from ..intra_op.section import Restriction, Section, StageContext, build_section
+from ..intra_op.stage import SolvedStage, describe_stage
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair
-from ..memory.stage import with_footprints
+from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
@@ -74,12 +74,12 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         prediction=prediction,
         provenance=provenance,
     )
-    return with_footprints(small, priced)
+    return with_stage_memories(small, priced)
 
 
 def _stage(
     plan: Plan, index: int, graph: Graph, layering: Layering, recompute: Recompute, cluster: Cluster
-) -> Assembled:
+) -> SolvedStage:
     """Stage ``index`` priced with everything pinned to what the plan says."""
     stage = plan.stages[index]
     codes = Communication(weights=plan.code("weights")).priced_for(graph)
@@ -88,35 +88,21 @@ def _stage(
     flight = -(-flight // len(stage.chunks))  # of all its chunks, evenly
     parts = []
     for part in stage.chunks:
-        section = _section(plan, part, graph, layering, recompute, pricer)
+        context = StageContext(graph, layering, pricer, plan.microbatches, recompute=recompute)
+        section = _section(part, context)
         framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
         chosen = [0] * len(section.names)
-        parts.append(
-            describe_stage(
-                graph,
-                pricer,
-                layering,
-                part.layers,
-                section,
-                chosen,
-                flight,
-                framework,
-                plan.microbatches,
-                recompute,
-                stage.wire,
-            )
-        )
+        parts.append(describe_stage(context, part.layers, section, chosen, flight, framework, stage.wire))
     priced = together(parts)
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
 
-def _section(
-    plan: Plan, part: Chunk, graph: Graph, layering: Layering, recompute: Recompute, pricer: MeshPricer
-) -> Section:
+def _section(part: Chunk, context: StageContext) -> Section:
     """A chunk as a section in which everything has one choice."""
+    graph = context.graph
     nodes = graph.by_name()
     parameters = {
-        node.name: residency_text(part.parameters[node.meta["source"].name])
+        node.name: sharding_text(part.parameters[node.meta["source"].name])
         for node in graph.placeholders("parameter")
         if node.meta["source"].name in part.parameters
     }
@@ -132,10 +118,10 @@ def _section(
         if (output_of(node)[0].name if op_name(node) == "getitem" else node.name) in part.ops
     ]
     section = build_section(
-        graph, layering, ops, pricer, plan.microbatches,
+        replace(context, restriction=Restriction(pinned=pinned)),
+        ops,
         {name: [pair] for name, pair in part.receives.items()},
         {name: [Pair(spec, spec)] for name, spec in part.sends.items()},
-        Restriction(pinned=pinned), recompute,
-    )  # fmt: skip
+    )
     assert all(len(choices) == 1 for choices in section.choices), Counter(map(len, section.choices))
     return section

@@ -23,12 +23,12 @@ import numpy as np
 from ...costmodel.cluster import Cluster
 from ...costmodel.memory import FRAMEWORK_BYTES
 from ..cost.gradient_communication import Communication
-from ..cost.parameter_sharding import PATTERNS, residency_text
+from ..cost.parameter_sharding import PATTERNS, sharding_text
 from ..cost.pricing import MeshPricer
 from ..errors import TooWide
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.mixed_precision import in_precision
-from ..intra_op.section import Choice, Restriction, Section, State
+from ..intra_op.section import Choice, Restriction, Section, StageContext, State
 from ..intra_op.solver.elimination import eliminate
 from ..intra_op.solver.lagrange import solve
 from ..intra_op.solver.problem import Problem, evaluate
@@ -174,7 +174,7 @@ class _Question:
         pinned: dict[str, str] = {}
         for chunk in self.plan.stages[stage].chunks:
             pinned |= {name: ",".join(labels) for name, labels in chunk.ops.items()}
-            pinned |= {self.parameters[name]: residency_text(home) for name, home in chunk.parameters.items()}
+            pinned |= {self.parameters[name]: sharding_text(home) for name, home in chunk.parameters.items()}
             pinned |= {name: str(pair) for name, pair in chunk.sources.items()}
         return pinned
 
@@ -198,10 +198,9 @@ class _Question:
         sends = {name: Pair(spec, spec) for name, spec in chunk.sends.items()}
         out: State = tuple(sends.get(name, whole) for name in self.layering.crossing[end])
         recompute = recompute_of(self.graph, self.layering, modes, self.plan.schedule)
-        return stage_section(
-            self.graph, self.layering, pricer, self.plan.microbatches, chunk.layers, (into, out),
-            Restriction(pinned=pinned, residencies=PATTERNS), recompute,
-        )  # fmt: skip
+        restriction = Restriction(pinned=pinned, residencies=PATTERNS)
+        context = StageContext(self.graph, self.layering, pricer, self.plan.microbatches, restriction, recompute)
+        return stage_section(context, chunk.layers, (into, out))
 
     def _flight(self, stage: int) -> int:
         plan = self.plan

@@ -23,9 +23,10 @@ from ...costmodel.memory import FRAMEWORK_BYTES, usable_bytes
 from ..cost.pricing import MeshPricer
 from ..errors import OverfullError
 from ..frontend.layers import Layering
-from ..intra_op.stage import Assembled, assemble_stage
+from ..intra_op.section import StageContext
+from ..intra_op.stage import SolvedStage, solve_stage
 from ..ir.graph import Graph, op_name
-from ..memory.stage import with_footprints
+from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula, virtual_order
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
@@ -39,7 +40,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-Known = dict[tuple[Any, ...], tuple[int, Assembled]]
+Known = dict[tuple[Any, ...], tuple[int, SolvedStage]]
 
 
 def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
@@ -116,7 +117,7 @@ def measured(search: Search, plan: Plan) -> Plan:
     """The plan with the memory that its stages really hold."""
     graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
-        return with_footprints(graph, plan, 1 if search.small else search.workers)
+        return with_stage_memories(graph, plan, 1 if search.small else search.workers)
 
 
 def stage_limits(search: Search, plan: Plan) -> list[float]:
@@ -137,14 +138,14 @@ def _usable(search: Search) -> list[float]:
 
 def _assembled(
     search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: Known
-) -> list[Assembled]:
+) -> list[SolvedStage]:
     """The stages; of several chunks, these are put together."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
     asked = chunks if chunks > 1 else None
     home = [group for group, _ in virtual_order(best.schedule, num, asked)]
     usable = _usable(search)
-    parts: list[Assembled] = []
+    parts: list[SolvedStage] = []
     for index, (stage, row) in enumerate(zip(best.pipeline.stages, best.rows)):
         first, end = stage.first_layer, stage.end_layer
         labels, modes, states = row.composer.choices(row.row, first, end)
@@ -177,17 +178,14 @@ def _assembled(
             parts.append(part)
             continue
         pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
-        restriction = search.restriction(row.submesh.roles)
-        part = assemble_stage(
-            graph,
-            search.layering,
-            pricer,
-            m,
+        recompute = recompute_of(
+            graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule
+        )
+        part = solve_stage(
+            StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
             (first, end),
-            labels,
-            restriction,
-            recompute_of(graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule),
             (states[0], states[-1]),
+            labels,
             flight,
             limit,
             FRAMEWORK_BYTES[cluster.device(offset).kind],
@@ -196,7 +194,7 @@ def _assembled(
         known[key] = first, part
         parts.append(part)
         search.progress("refine", (index + 1) / len(home))
-    grouped: list[list[Assembled]] = [[] for _ in range(num)]
+    grouped: list[list[SolvedStage]] = [[] for _ in range(num)]
     for group, part in zip(home, parts):
         grouped[group].append(part)
     return [together(some) for some in grouped]
@@ -205,7 +203,7 @@ def _assembled(
 def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
     """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
     mode."""
-    if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
+    if row.composer.cases.schedule != "1f1b" or schedule == "1f1b":
         return dict(enumerate(modes, first))
     losses = {result.node for result in search.graph.results if result.kind == "loss"}
     layers = search.layering.layers
@@ -213,8 +211,8 @@ def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, sche
 
 
 def _twin(
-    search: Search, graph: Graph, twin: tuple[int, Assembled], first: int, offset: int, flight: int, limit: float
-) -> Assembled | None:
+    search: Search, graph: Graph, twin: tuple[int, SolvedStage], first: int, offset: int, flight: int, limit: float
+) -> SolvedStage | None:
     """The stage that ``twin`` is under other names; None where it is another one or does not fit here."""
     other, part = twin
     (chunk,) = part.stage.chunks
@@ -259,7 +257,9 @@ def names_between(graph: Graph, layering: Layering, first: int, other: int, num_
     return names if len(set(names.values())) == len(names) else None
 
 
-def renamed(part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int) -> Assembled:
+def renamed(
+    part: SolvedStage, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int
+) -> SolvedStage:
     """The stage on other devices and layers."""
     nodes = graph.by_name()
     (chunk,) = part.stage.chunks

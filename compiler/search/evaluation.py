@@ -14,7 +14,7 @@ from dataclasses import replace
 from ...costmodel.cluster import Cluster
 from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
-from ..intra_op.section import Restriction, boundary_states, build_section
+from ..intra_op.section import Restriction, StageContext, boundary_states, build_section
 from ..intra_op.stage import describe_stage, solve_section
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair, R
@@ -60,14 +60,15 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
             )
             pinned[node.name] = str(Pair(kept.value, whole.value))
         pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
+        context = StageContext(graph, layering, pricer, 1, Restriction(pinned=pinned))
         section = build_section(
-            graph, layering, ops, pricer, 1,
+            context,
+            ops,
             {name: boundary_states(nodes[name].meta["type"], None, stage.mesh_shape) for name in sorted(entering)},
             {name: boundary_states(nodes[name].meta["type"], None, stage.mesh_shape) for name in leaving},
-            Restriction(pinned=pinned),
-        )  # fmt: skip
+        )
         chosen = solve_section(section, 1)
-        stages.append(describe_stage(graph, pricer, layering, (0, 0), section, chosen, 1, 0.0, 1).stage)
+        stages.append(describe_stage(context, (0, 0), section, chosen, 1, 0.0).stage)
     made = {name: s for s, stage in enumerate(stages) for name in stage.chunks[0].sends}
     transfers = tuple(Transfer(name, made[name], s) for s, st in enumerate(stages) for name in st.chunks[0].receives)
     return replace(

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...costmodel.cluster import Cluster
 from ...costmodel.memory import state_tensors, usable_bytes
-from ..cost.parameter_sharding import PATTERNS, residencies, residency_bytes
+from ..cost.parameter_sharding import PATTERNS, sharding_bytes, shardings_by_pattern
 from ..cost.pricing import MeshPricer
 from ..errors import InfeasibleError
 from ..ir.spec import parse_pair
@@ -143,9 +143,9 @@ def _causes(search: Search, miss: Miss) -> dict[str, float]:
             continue
         pair, _, pattern = text.partition(" ")
         kind, trained = node.meta["type"], name in search.layering.needs_grad
-        found = dict(residencies(kind, parse_pair(pair), pricer.mesh_shape, trained))
+        found = dict(shardings_by_pattern(kind, parse_pair(pair), pricer.mesh_shape, trained))
         home = found.get(pattern or "replicated", found["replicated"])
-        for cause, size in residency_bytes(pricer, kind, home, node.meta["source"].requires_grad).items():
+        for cause, size in sharding_bytes(pricer, kind, home, node.meta["source"].requires_grad).items():
             bill[CAUSES[cause]] += size
     bill["activations"] = max(0.0, miss.why.needed_bytes - sum(bill.values()))
     return bill

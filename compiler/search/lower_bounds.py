@@ -15,12 +15,12 @@ from math import inf, isfinite, log2
 import numpy as np
 
 from ...costmodel.memory import usable_bytes
-from ..cost.gradient_reduction import lowered, most_hidden_seconds, raised
+from ..cost.gradient_reduction import lower_by_overlap, max_hidden_seconds, raise_by_overlap
 from ..cost.pricing import MeshPricer
 from ..intra_op.vectorised.cases import Case, Cases, Samples
 from ..intra_op.vectorised.interval_tables import IntervalComposer, IntervalTables, Row
 from ..intra_op.vectorised.layer_tables import Level
-from ..intra_op.vectorised.section import build_batch_section
+from ..intra_op.vectorised.section import build_case_section
 from ..ir.graph import rescale, types_of
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import Floors, Lagrange, StageOption
@@ -67,7 +67,7 @@ class SearchFloors:
         self.levels: list[Level] = [PACE, PLAIN]
         self.best = inf  # seconds of the best plan so far: what is slower does not matter
         self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
-        self.hidden_s = most_hidden_seconds(
+        self.hidden_s = max_hidden_seconds(
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
@@ -184,7 +184,7 @@ class SearchFloors:
     def hides(self, m: int) -> bool:
         """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
         hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
-        return lowered(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
+        return lower_by_overlap(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
 
     def roomy(self, m: int) -> bool:
         """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
@@ -211,10 +211,10 @@ class SearchFloors:
     def _lift(self, m: int, priced: Sequence[int]) -> float:
         """The bound of a count as its floors at these prices lift it."""
         search, guide = self.search, self.search.space.guide
-        most = raised(self.best, m, search.cluster, self.hidden_s)
+        most = raise_by_overlap(self.best, m, search.cluster, self.hidden_s)
         table = self.floors_of(m, priced).alone(search.cluster.num_devices)
         least_s = bound_of(table, m, guide, self.cuts, most, 0)
-        bound_s = lowered(least_s, m, search.cluster, self.hidden_s)
+        bound_s = lower_by_overlap(least_s, m, search.cluster, self.hidden_s)
         search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
         return bound_s
 
@@ -298,7 +298,7 @@ class RowGroup:
             space.schedules[0], search.samples, communication=space.communication,
         )  # fmt: skip
         restriction = search.restriction(subs[0].roles)
-        self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_batch_section)
+        self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_case_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
         self.composer.kept = search.kept
         self._at: dict[Row, tuple[IntervalTables, int]] = {}
@@ -341,10 +341,10 @@ class RowGroup:
 
     def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
         """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
-        v, num = self.variant(sub, m), len(self.composer.variants.layering.crossing)
+        v, num = self.variant(sub, m), len(self.composer.cases.layering.crossing)
         both, known = np.zeros((2, num)), dict[Hashable, list[float]]()
         for border in range(1, num - 1):
-            key = self.composer.variants.border_key(border)
+            key = self.composer.cases.border_key(border)
             if key not in known:
                 possible = self.composer.states(border)[1][v]
                 seconds = self.composer.border_seconds(border)

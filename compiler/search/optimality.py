@@ -52,7 +52,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ..cost.gradient_reduction import lowered, raised
+from ..cost.gradient_reduction import lower_by_overlap, raise_by_overlap
 from ..pipeline.families import PIPEDREAM, in_flight_formula, virtual_order
 from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import Floats, Floors, Lagrange, StageConstraints
@@ -173,9 +173,9 @@ def _lift(
     tables, cluster = tables_of(search), search.cluster
     paced = tables.hides(m)  # with few microbatches much of a step's other work may hide: then by paces alone
     levels = list(dict.fromkeys([*more, *tables.known_levels(m)]))
-    most = most_s if paced else raised(most_s, m, cluster, tables.hidden_s)
+    most = most_s if paced else raise_by_overlap(most_s, m, cluster, tables.hidden_s)
     for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
-        true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
+        true = bound if paced else lower_by_overlap(bound, m, cluster, tables.hidden_s)
         search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
     if {LAX, STRICT} <= {*_others(search)}:
         search.bounds[m, STRICT] = max(search.bounds[m, STRICT], search.bounds[m, LAX])

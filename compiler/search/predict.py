@@ -17,7 +17,7 @@ from math import ceil, prod
 from ...costmodel.cluster import Cluster, Mesh
 from ...costmodel.collectives import mesh_prices, p2p_seconds
 from ..cost.pricing import MeshPricer, gradient_type
-from ..intra_op.stage import Assembled
+from ..intra_op.stage import SolvedStage
 from ..ir.graph import Graph, TensorType
 from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
@@ -46,7 +46,7 @@ def predict(
     schedule: str,
     microbatches: int,
     optimizer: str,
-    parts: Sequence[Assembled],
+    parts: Sequence[SolvedStage],
     code: str = "none",
 ) -> StepPrediction:
     """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
@@ -94,7 +94,7 @@ def _with_messages(
     )
 
 
-def together(parts: Sequence[Assembled]) -> Assembled:
+def together(parts: Sequence[SolvedStage]) -> SolvedStage:
     """The chunks of one stage, priced one by one with their own microbatches in flight, as a stage: what they do and
     keep adds up, and what they hold for a moment does not."""
     if len(parts) == 1:

@@ -10,7 +10,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ..cost.gradient_reduction import overlap, raised
+from ..cost.gradient_reduction import max_overlap, raise_by_overlap
 from ..pipeline.bounds import clock_seconds
 from ..pipeline.stage_dp import describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
@@ -226,7 +226,7 @@ class SearchTables(SearchFloors):
             if table is None:
                 return []
             messages = table.transfer_s + (0.0 if table.entry_s is None else table.entry_s)
-            most = raised(self.best, m, search.cluster, self.hidden_s)
+            most = raise_by_overlap(self.best, m, search.cluster, self.hidden_s)
             if top_k == 1 and m in self._spread:  # what is found may be faster on the clock, and lead elsewhere
                 most *= DELAYED
 
@@ -259,7 +259,7 @@ class SearchTables(SearchFloors):
         )
         clock_s = clock_seconds(table, m, schedule, pipeline)
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
-        hidden_s = min(overlap(self.search.cluster) * pace_s, once_s)
+        hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s)
         return Candidate(m, schedule, pipeline, self._rows(m, pipeline, pairs), clock_s, pace_s, once_s, hidden_s)
 
     def _rows(self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> tuple[StageRow, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import meshwright as mw
 import pytest
 from meshwright.compiler.cost.gradient_communication import Communication
-from meshwright.compiler.cost.pricing import MeshPricer, offered_ways, way_of
+from meshwright.compiler.cost.pricing import MeshPricer, gradient_route, gradient_routes
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.codecs import CODECS, coding_seconds
 from meshwright.costmodel.comparison import changes
@@ -43,7 +43,7 @@ def test_a_measured_rate_replaces_what_is_assumed(name, alphas, betas):
     assert (once, each) == pytest.approx((1e-3 * alphas, 1e-8 * betas), rel=1e-3)
     assert coding_seconds(CODECS[name], measured.device(0), 1) == pytest.approx((1e-3, 1e-8))
     assert coding_seconds(CODECS[name], cluster.device(0), 4)[0] == 0
-    way = way_of(MeshPricer(measured, 0, (4,)), (0,), 4, "backend", name)
+    way = gradient_route(MeshPricer(measured, 0, (4,)), (0,), 4, "backend", name)
     assert way.coding(4e6) == pytest.approx(once + each * 1e6)
     assert way.coding(0) == 0
 
@@ -55,7 +55,7 @@ def test_where_codes_were_measured_those_that_were_not_are_left_out():
         ((CodingRate("int8", 0, 1e-9, 0, 1),), {"none", "int8"}),
     ):
         pricer = MeshPricer(with_rates(Cluster.local(4), *rates), 0, (4,), communication=allowed)
-        assert {way.compressor for way in offered_ways(pricer, (0,), 4)} == wanted
+        assert {way.compressor for way in gradient_routes(pricer, (0,), 4)} == wanted
 
 
 def profiled(codes: list[str]) -> tuple[str, str]:

@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
-from meshwright.compiler.intra_op.stage import Assembled
+from meshwright.compiler.intra_op.stage import SolvedStage
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
 from meshwright.compiler.pipeline.simulate import simulate
@@ -318,7 +318,7 @@ class Exhaustive:
         assembled = []
         for stage in self._stages_of(schedule, pipeline, chunks):
             nothing = StagePrediction(0.0, 0.0, 0.0, {}, {}, {}, ((0.0, 0.0, 0.0),) * len(stage.chunks))
-            assembled.append(Assembled(stage, nothing, {}, 0.0))
+            assembled.append(SolvedStage(stage, nothing, {}, 0.0))
         grad = self.layering.needs_grad
         return predict(graph, self.cluster, grad, schedule, m, self.optimizer, assembled)
 

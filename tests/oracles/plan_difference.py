@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import unified_diff
 
-from meshwright.compiler.cost.parameter_sharding import residency_text
+from meshwright.compiler.cost.parameter_sharding import sharding_text
 from meshwright.compiler.ir.spec import spec_text
 from meshwright.compiler.plan.plan import Plan
 
@@ -24,7 +24,7 @@ def text(plan: Plan) -> str:
                 f"    layers {chunk.layers[0]}-{chunk.layers[1]}: "
                 + ", ".join(f"{name} {'/'.join(labels) or '-'}" for name, labels in chunk.ops.items())
             )
-            lines.append("    " + ", ".join(f"{name} {residency_text(r)}" for name, r in chunk.parameters.items()))
+            lines.append("    " + ", ".join(f"{name} {sharding_text(r)}" for name, r in chunk.parameters.items()))
             lines.append(
                 "    receives "
                 + ", ".join(f"{n} {p}" for n, p in chunk.receives.items())

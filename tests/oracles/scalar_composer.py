@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.layers import Layering
-from meshwright.compiler.intra_op.section import Restriction, Section, build_section, divides
+from meshwright.compiler.intra_op.section import Restriction, Section, StageContext, build_section, divides
 from meshwright.compiler.intra_op.solver.elimination import ReducedTable, eliminate
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
@@ -168,10 +168,10 @@ class Composer:
             or (name in {r.node for r in self.graph.results if r.kind in ("loss", "output")} and name not in leaving)
         }
         exits = {name: list(dict.fromkeys(s[t] for s in out)) for t, name in enumerate(leaving) if name not in entering}
-        return build_section(
-            self.graph, self.layering, ops, self.pricer, self.microbatches, entries, exits, self.restriction,
-            self.recompute,
-        )  # fmt: skip
+        context = StageContext(
+            self.graph, self.layering, self.pricer, self.microbatches, self.restriction, self.recompute
+        )
+        return build_section(context, ops, entries, exits)
 
     def _build(self, layer: int) -> LayerTable:
         key = self.layering.layers[layer].class_key

@@ -12,13 +12,14 @@ from meshwright.compiler.intra_op.section import label
 from meshwright.compiler.plan.recompute import recompute_of
 
 from tests.oracles.scalar_composer import Composer
+from tests.support.cases import graph_of
 
 
 def scalar_composers(variants, restriction, modes, schedule="1f1b"):
     """Per case a scalar composer per mode."""
     found = []
     for v, case in enumerate(variants.cases):
-        graph = variants.graph_at(v)
+        graph = graph_of(variants, v)
         found.append(
             {
                 mode: Composer(

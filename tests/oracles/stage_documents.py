@@ -15,14 +15,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from meshwright.compiler.cost.gradient_reduction import Gradient, bucketed
+from meshwright.compiler.cost.gradient_reduction import Gradient, make_buckets
 from meshwright.compiler.cost.parameter_sharding import (
     accumulate_seconds,
     gathered_bytes,
-    parameter_residencies,
-    residency_bytes,
-    residency_seconds,
-    unfilled,
+    parameter_shardings,
+    sharding_bytes,
+    sharding_seconds,
+    unfilled_messages,
 )
 from meshwright.compiler.cost.pricing import MeshPricer, partial_axes
 from meshwright.compiler.cost.saved_tensors import saved_bytes, saved_tensors
@@ -145,7 +145,7 @@ class StageDocuments(Frontier):
         if source.kind != "parameter":
             return fitting
         allowed = self.of.space.residencies
-        return parameter_residencies(tensor.kind, fitting, self.mesh.shape, trained, allowed)
+        return parameter_shardings(tensor.kind, fitting, self.mesh.shape, trained, allowed)
 
     # ---- the run
 
@@ -295,13 +295,13 @@ class StageDocuments(Frontier):
             if source.kind != "parameter":
                 row[RESIDENT] = pricer.local_bytes(tensor.kind, choice.value) if source.kind == "buffer" else 0.0
                 continue
-            price = residency_seconds(pricer, tensor.kind, choice, self.m, trained)
+            price = sharding_seconds(pricer, tensor.kind, choice, self.m, trained)
             added = accumulate_seconds(pricer, tensor.kind, choice, self.m) if trained else 0.0
             row[BACKWARD] = price.reduce_microbatch_s + added / self.m
             row[WEIGHT] = added / self.m
             row[ONCE] = price.gather_step_s + price.update_s
             row[ONCE] += price.reduce_step_s if choice.scattered_axes else 0.0
-            row[RESIDENT] = sum(residency_bytes(pricer, tensor.kind, choice, source.requires_grad).values())
+            row[RESIDENT] = sum(sharding_bytes(pricer, tensor.kind, choice, source.requires_grad).values())
             row[HELD] = gathered_bytes(pricer, tensor.kind, choice, False)
         return rows
 
@@ -445,11 +445,11 @@ class StageDocuments(Frontier):
                 blocks.append((self._tensor(name).kind, *found))
             elif found:
                 gradients.append(Gradient(name, found[0], found[1], self._tensor(name).kind.dtype))
-        more = unfilled(self.pricer, blocks)
+        more = unfilled_messages(self.pricer, blocks)
         forward, back = self._layerwise(layerwise)
         often = back + sum(one.seconds for one in more if one.often)
         seconds = sum(one.seconds for one in more if not one.often)
-        for bucket in bucketed(gradients):
+        for bucket in make_buckets(gradients):
             seconds += self.pricer.reduce_seconds(bucket.nbytes, bucket.axes)
             if len(bucket.gradients) > 1:
                 seconds += 2 * bucket.nbytes / self.pricer.device.memory_bytes_per_s

@@ -8,7 +8,7 @@ from typing import Any
 
 import meshwright as mw
 import torch
-from meshwright.compiler.cost.parameter_sharding import residencies
+from meshwright.compiler.cost.parameter_sharding import shardings_by_pattern
 from meshwright.compiler.cost.pricing import partial_axes
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
@@ -59,7 +59,7 @@ def forced(
             kind, trained = nodes[key].meta["type"], nodes[key].meta["source"].requires_grad
             value = home.compute.value  # all that is whole may be a sum of gradients
             pair = Pair(value, tuple(P if p == R else p for p in value)) if trained else home.compute
-            found = dict(residencies(kind, pair, stage.mesh_shape, trained))
+            found = dict(shardings_by_pattern(kind, pair, stage.mesh_shape, trained))
             homes[key] = found.get(patterns[index % len(patterns)], found["replicated"])
         stages.append(replace(stage, chunks=(replace(stage.chunks[0], parameters=homes),)))
     return replace(plan, stages=tuple(stages)).to_json()

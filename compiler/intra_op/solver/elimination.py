@@ -51,7 +51,7 @@ class _Factor:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """How variable ``variable`` follows from those of ``scope``, by indexing ``best`` with their values."""
+    """The rule for ``variable``: index ``best`` with the values of the variables in ``scope``."""
 
     variable: int
     scope: tuple[int, ...]
@@ -96,8 +96,8 @@ def eliminate(
 ) -> ReducedTable:
     """Minimise seconds + byte_weight · bytes over all operators but those of ``keep``.
 
-    keep: distinct operator indices, one axis of ``ReducedTable.cost`` each; byte_weight: seconds per byte. An operator that
-    is kept has its own cost in the table, once. TooWide where a table would exceed ``max_table`` cells.
+    keep: distinct operator indices, one axis of ``ReducedTable.cost`` each; byte_weight: seconds per byte. An operator
+    that is kept has its own cost in the table, once. TooWide where a table would exceed ``max_table`` cells.
     """
     assert len(set(keep)) == len(keep), keep
     if math.prod(len(problem.operators[i].labels) for i in keep) > max_table:

@@ -127,7 +127,7 @@ class EliminationStep:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """What to do with the tables of operators (ids 0, 1, …: the costs of ``alive`` choices) and links.
+    """The instructions for the tables of operators (ids 0, 1, …: the costs of ``alive`` choices) and links.
 
     result: the tables that are left, over ``keep``. most_cells: of the widest table, without the axis that leaves.
     work: the cells that all minima are taken over.
@@ -150,19 +150,19 @@ def plan_elimination(
     would have more than ``max_cells`` cells per row."""
     if math.prod(len(alive[i]) for i in keep) > max_cells:
         raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
-    found: list[Recipe] = []
+    recipes: list[Recipe] = []
     wide: TooWide | None = None
     for by_growth, holds in _ORDERS:
         try:
-            found.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
+            recipes.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
         except TooWide as error:
             wide = wide or error
-        if found and min(one.work for one in found) < _HEAVY:
+        if recipes and min(one.work for one in recipes) < _HEAVY:
             break
-    if not found:
+    if not recipes:
         assert wide is not None
         raise wide
-    return min(found, key=lambda one: one.work)
+    return min(recipes, key=lambda one: one.work)
 
 
 class _Planner:
@@ -407,7 +407,7 @@ class _Planner:
         self.instructions.append(Scatter(self._table(scope), step, self.size[v], shape, parts, before, cells, reads))
 
     def _part(self, table: int, scope: tuple[int, ...], own: tuple[int, ...] | None = None) -> SumOperand:
-        """How ``table`` enters a sum over ``scope``."""
+        """The operand by which ``table`` enters a sum over ``scope``."""
         own = self.scopes[table] if own is None else own
         order = tuple(sorted(range(len(own)), key=lambda a: scope.index(own[a])))
         return SumOperand(table, order, tuple(slice(None) if u in own else None for u in scope))

@@ -76,8 +76,8 @@ def solve(
         bound, hint, byte_weight = _lagrange(small, limit_bytes, over, lean, max_table)
         best_s = evaluate(small, hint)[0]
         if best_s <= bound * (1 + near):
-            found = optimal(hint)
-            return found if best_s <= bound * (1 + TOLERANCE) else replace(found, bound=bound, stop_reason="near")
+            solution = optimal(hint)
+            return solution if best_s <= bound * (1 + TOLERANCE) else replace(solution, bound=bound, stop_reason="near")
         stop = math.inf if time_limit_s is None else start + time_limit_s
         alive = _may_be_optimal(small, limit_bytes, byte_weight, best_s, stop, max_table)
     except TooWide:

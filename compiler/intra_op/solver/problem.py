@@ -109,7 +109,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the seconds may be from the optimum, as a fraction of them: 0 is proven optimal."""
+        """Upper bound on the distance of the seconds from the optimum, as a fraction of them: 0 is proven optimal."""
         return 0.0 if self.seconds <= self.bound else (self.seconds - self.bound) / self.seconds
 
 
@@ -131,7 +131,7 @@ class InfeasibleAssignment:
 
     @property
     def missing_bytes(self) -> float:
-        """How much larger the limit must be."""
+        """Bytes by which the limit must grow."""
         return self.minimum_bytes - self.limit_bytes
 
 

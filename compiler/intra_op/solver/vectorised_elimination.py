@@ -18,22 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from .elimination_order import Fixed, Joined, Minimum, Recipe, Scatter, Substitute, SumOperand, plan_elimination
-from .vectorised_presolve import Consumers, TensorEdges, simplify_links
+from .elimination_order import Fixed, Joined, Minimum, Recipe, Scatter, Substitute, SumOperand
 
 __all__ = [
-    "CaseTable",
-    "EdgeCosts",
     "EliminatedRows",
     "Running",
     "chunk_rows",
-    "eliminate_batch",
     "follow",
     "in_chunks",
 ]
@@ -49,19 +45,9 @@ _BLOCK_CELLS = 2**16  # of a minimum's temporaries
 T = TypeVar("T")
 
 
-class EdgeCosts(NamedTuple):
-    """A tensor in all rows. source: [choices of the producer] → source state; consumers: (operator, [its choices] →
-    target state); cost: [rows, sources, targets] ≥ 0, inf = impossible."""
-
-    producer: int
-    source: np.ndarray
-    consumers: Consumers
-    cost: np.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class EliminatedRows:
-    """What following a recipe left for some rows.
+    """The result of a recipe for some rows.
 
     cost: [*kept choices, rows]; argmins: per step of the recipe [*scope, rows], None where a map says it.
     """
@@ -90,69 +76,8 @@ class EliminatedRows:
         return [alive.take(value[i], mode="clip") for i, alive in enumerate(self.recipe.alive)]
 
 
-@dataclass(frozen=True, eq=False)
-class CaseTable:
-    """The minimum over all but the kept operators, per row.
-
-    cost: [rows, *(all choices of each kept operator)] in the order of ``keep``; inf = impossible.
-    """
-
-    keep: tuple[int, ...]
-    cost: np.ndarray
-    _chunks: tuple[EliminatedRows, ...] = field(repr=False)
-
-    def assignments(self, cells: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """A choice per operator that attains the cost of each cell: one index array per kept operator, broadcastable
-        to [rows, ...] (leading axis: the row). Where the cost is inf, the choices mean nothing."""
-        num = len(self.cost)
-        shape = np.broadcast_shapes((num,), *(np.shape(c)[:1] for c in cells))
-        rest = np.broadcast_shapes((), *(np.shape(c)[1:] for c in cells))
-        assert shape == (num,), (shape, num)
-        full = [np.broadcast_to(c, (num, *rest)).reshape(num, -1) for c in cells]
-        found: list[list[np.ndarray]] = []
-        first = 0
-        width = math.prod(rest)
-        for chunk in self._chunks:
-            rows = chunk.cost.shape[-1]
-            at = np.repeat(np.arange(rows), width)
-            found.append(chunk.walk([c[first : first + rows].reshape(-1) for c in full], at))
-            first += rows
-        return [np.concatenate(parts).reshape(num, *rest) for parts in zip(*found)]
-
-
-def eliminate_batch(
-    costs: Sequence[np.ndarray],
-    edges: Sequence[tuple[int, np.ndarray, Consumers, np.ndarray]],
-    keep: Sequence[int] = (),
-    max_cells: int = MAX_CELLS,
-) -> CaseTable:
-    """Minimise Σ costs + Σ edges over all operators but those of ``keep``, in every row.
-
-    costs: [rows, choices] ≥ 0 per operator, inf = impossible; edges: as ``EdgeCosts``. Raises TooWide where a table
-    would have more than ``max_cells`` cells per row; use ``ilp.solve_ilp`` row by row then.
-    """
-    assert len(set(keep)) == len(keep), keep
-    by_row = [np.ascontiguousarray(cost.T, dtype=float) for cost in costs]
-    links = [
-        TensorEdges.of(producer, source, consumers, [np.ascontiguousarray(np.moveaxis(cost, 0, -1), dtype=float)])
-        for producer, source, consumers, cost in edges
-        if consumers
-    ]
-    alive, reduced = simplify_links(by_row, links, frozenset(keep))
-    recipe = plan_elimination(alive, reduced, keep, max_cells)
-    tables = [link.tables[0] for link in reduced]
-
-    def work(rows: slice) -> EliminatedRows:
-        return follow(recipe, [cost[:, rows] for cost in by_row], [table[:, :, rows] for table in tables])
-
-    num = by_row[0].shape[1]
-    chunks = in_chunks(work, num, chunk_rows(recipe))
-    cost = np.concatenate([np.moveaxis(chunk.cost, -1, 0) for chunk in chunks])
-    return CaseTable(tuple(keep), cost, tuple(chunks))
-
-
 def chunk_rows(recipe: Recipe) -> int:
-    """How many rows go together."""
+    """The number of rows that are eliminated together."""
     row = 8 * recipe.most_cells
     return max(1, min(_MOST_ROWS, max(_LEAST_ROWS, _TEMPORARY_BYTES // row), _MOST_BYTES // row))
 

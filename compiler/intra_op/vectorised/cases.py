@@ -15,7 +15,7 @@ extent is asked of a *sample*: the op's layer with its surroundings, instantiate
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -33,7 +33,7 @@ from ...ir.graph import Graph, TensorType, copy_at, output_of, rescale
 from ...ir.spec import Pair, Placement, R, S, Spec
 from ..section import State
 
-__all__ = ["Case", "Cases", "Samples", "cut_mask", "split_by_axes"]
+__all__ = ["Case", "Cases", "Samples", "cut_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Samples:
 
     graph: Graph
     layering: Layering
-    cache: dict[Any, Any] = field(default_factory=dict)  # what follows from them, by content
+    #: Values that follow from the layers, by content.
+    cache: dict[Any, Any] = field(default_factory=dict)
     _ops: dict[int, list[Node]] = field(default_factory=dict)
     _around: dict[int, list[Node]] = field(default_factory=dict)
     _at: dict[tuple[int, int], dict[str, Node]] = field(default_factory=dict)
@@ -95,25 +96,25 @@ class Samples:
 
 def _surroundings(ops: Sequence[Node]) -> set[Node]:
     """``ops`` with their operands (and what those are taken from), their users and their users' users."""
-    found = set(ops)
+    nodes = set(ops)
     for node in ops:
-        found.update(output_of(operand)[0] for operand in node.all_input_nodes)
-        found.update(node.all_input_nodes)
-    for node in list(found):  # an operand's users decide what partial gradients may pass through a view of it
+        nodes.update(output_of(operand)[0] for operand in node.all_input_nodes)
+        nodes.update(node.all_input_nodes)
+    for node in list(nodes):  # an operand's users decide what partial gradients may pass through a view of it
         for user in node.users:
             if user.op != "output":
-                found.add(user)
-                found.update(after for after in user.users if after.op != "output")
-    return found
+                nodes.add(user)
+                nodes.update(after for after in user.users if after.op != "output")
+    return nodes
 
 
 @dataclass(eq=False)
 class Cases:
     """Cases of one model on one cluster, all with the same number of mesh axes (0, 1 or 2).
 
-    sizes: int [num, axes]; microbatches: int [num]; extents: the distinct batch extents of a microbatch; extent_of: int
-    [num]. Raises ValueError for cases of unlike meshes, for a batch that the microbatches do not divide and for devices
-    that the cluster does not have.
+    sizes: int [num, axes] of the mesh; microbatches: int [num]; extents: the distinct batch extents of a microbatch;
+    extent_of: int [num], the index of each case's extent. Raises ValueError for cases of unlike meshes, for a batch
+    that the microbatches do not divide and for devices that the cluster does not have.
     """
 
     graph: Graph
@@ -122,15 +123,18 @@ class Cases:
     optimizer: str
     global_batch: int
     cases: tuple[Case, ...]
-    schedule: str = "1f1b"  # decides only whether the layer with the loss is run again
-    samples: Samples = field(default=None)  # type: ignore[assignment]  # of the same graph; by default its own
-    cache: dict[Any, Any] = field(default_factory=dict)  # prices by content, shared by all templates
+    #: Decides only whether the layer with the loss is recomputed.
+    schedule: str = "1f1b"
+    #: Samples of the same graph; by default its own.
+    samples: Samples = field(default=None)  # type: ignore[assignment]
+    #: Prices by content, shared by all templates.
+    cache: dict[Any, Any] = field(default_factory=dict)
     communication: Communication = EXACT
 
     def __post_init__(self) -> None:
         counts = {len(case.mesh_shape) for case in self.cases}
         if len(counts) != 1 or max(counts) > 2:
-            raise ValueError(f"variants have one number of mesh axes, 0, 1 or 2, but got {sorted(counts)}; split them")
+            raise ValueError(f"cases have one number of mesh axes, 0, 1 or 2, but got {sorted(counts)}; split them")
         for case in self.cases:
             if self.global_batch % case.microbatches:
                 raise ValueError(
@@ -149,18 +153,10 @@ class Cases:
         self.divisor = self.whole_divisor.astype(np.float64)
         self.num_devices = self.whole_divisor[:, -1]
         self.samples = self.samples or Samples(self.graph, self.layering)
-        self._graphs: dict[int, Graph] = {}
         self._pricers: dict[tuple[tuple[int, ...], int], MeshPricer] = {}
 
-    def graph_at(self, v: int) -> Graph:
-        """The whole graph at the microbatch extent of case ``v``."""
-        batch = self.extents[self.extent_of[v]]
-        if batch not in self._graphs:
-            self._graphs[batch] = self.graph.with_batch(batch)
-        return self._graphs[batch]
-
     def pricer(self, v: int) -> MeshPricer:
-        """The scalar pricer of case ``v``'s mesh."""
+        """Return the scalar pricer of the mesh of case ``v``."""
         case = self.cases[v]
         key = case.mesh_shape, case.offset
         if key not in self._pricers:
@@ -178,11 +174,11 @@ class Cases:
         return self.samples.ops(layer)
 
     def array(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array of this key, made once."""
+        """Return the array of this key, computed once."""
         if key not in self.cache:
             self.cache[key] = make()
-        found: np.ndarray = self.cache[key]
-        return found
+        array: np.ndarray = self.cache[key]
+        return array
 
     @property
     def source(self) -> Graph:
@@ -223,11 +219,11 @@ class Cases:
             kinds = [nodes[name].meta["type"] for name in tensors]
             batch = [self.layering.batch_dims[name][0] for name in tensors]
             self.cache[key] = self._states(kinds, batch, roles)
-        found: tuple[tuple[State, ...], np.ndarray] = self.cache[key]
-        return found
+        states: tuple[tuple[State, ...], np.ndarray] = self.cache[key]
+        return states
 
     def border_key(self, boundary: int) -> tuple[Any, ...]:
-        """What the states of a border and their prices depend on."""
+        """The key of a border: equal keys have equal states at equal prices."""
         nodes, grad = self.source.by_name(), self.layering.needs_grad
         tensors = self.layering.crossing[boundary]
         return tuple((nodes[t].meta["type"], self.layering.batch_dims[t][0], t in grad) for t in tensors)
@@ -239,30 +235,16 @@ class Cases:
         roles: Sequence[str | None],
     ) -> tuple[tuple[State, ...], np.ndarray]:
         by_axis = [_modes(kinds, batch, roles[axis] if axis < len(roles) else None) for axis in range(self.axes)]
-        found: dict[State, np.ndarray] = {}
+        states: dict[State, np.ndarray] = {}
         for combination in itertools.product(*by_axis):
             specs = [tuple(mode[t] for mode in combination) for t in range(len(kinds))]
             possible = np.ones(self.num, dtype=bool)
             for kind, spec in zip(kinds, specs):
                 possible &= self.divides(self.shapes(kind), spec)
             if possible.any():
-                found[tuple(Pair(spec, spec) for spec in specs)] = possible
-        mask = np.stack(list(found.values()), axis=1) if found else np.zeros((self.num, 0), dtype=bool)
-        return tuple(found), mask
-
-
-def split_by_axes(
-    graph: Graph, layering: Layering, cluster: Cluster, optimizer: str, global_batch: int, cases: Iterable[Case],
-    schedule: str = "1f1b",
-) -> list[Cases]:  # fmt: skip
-    """Cases of any meshes as Variants by number of axes, fewest first, that share their samples."""
-    samples, by_axes = Samples(graph, layering), dict[int, list[Case]]()
-    for case in cases:
-        by_axes.setdefault(len(case.mesh_shape), []).append(case)
-    return [
-        Cases(graph, layering, cluster, optimizer, global_batch, tuple(by_axes[axes]), schedule, samples)
-        for axes in sorted(by_axes)
-    ]
+                states[tuple(Pair(spec, spec) for spec in specs)] = possible
+        mask = np.stack(list(states.values()), axis=1) if states else np.zeros((self.num, 0), dtype=bool)
+        return tuple(states), mask
 
 
 def cut_mask(spec: Spec) -> int:
@@ -277,7 +259,7 @@ def prod_of(sizes: np.ndarray, mask: int) -> np.ndarray:
 
 
 def _modes(kinds: Sequence[TensorType], batch: Sequence[int | None], role: str | None) -> list[list[Placement]]:
-    """What one axis may do to the tensors of a border; ``compose.Composer`` has the same list."""
+    """The placements that one axis may give to the tensors of a border."""
     whole: list[Placement] = [R] * len(kinds)
     data = [R if b is None else S(b) for b in batch]
     if role == "data":

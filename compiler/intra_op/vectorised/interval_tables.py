@@ -1,23 +1,20 @@
-"""Stage costs for every run of layers, of many rows at once: (mesh, microbatches) cases under levels of weights.
+"""Stage costs of every interval of layers, for many rows at once: cases (mesh, microbatches) under memory multipliers.
 
-A run of layers costs the min-plus product of its layers' tables (``layer_tables``) between entering a border in some
-state and leaving one. A run depends on its sequence of layer classes and on its borders alone, so equal sequences are
-one run (``interval_tables``), and a GPT of 98 layers has some 500 of them where it has 4,851 intervals. All runs of one
-length are extended together.
+The cost of an interval is the min-plus product of its layers' tables (``layer_tables``) from a state of its first
+border to a state of its last one. It depends on the sequence of layer classes and borders alone, so intervals with
+equal sequences are one *run*: a GPT of 98 layers has 4,851 intervals and some 500 runs. All runs of one length are
+extended together. Runs are numbered by
 
-**What an interval's cost is.** With pace p and step seconds s (per microbatch; tables), a stage's two actions a, and
-the transfer x of what crosses its borders, forward and back,
+    id(i, j + 1) = cons(id(i, j), class of layer j, border j + 1)
+
+**The cost of an interval.** With seconds p per microbatch and s per step (divided by the microbatches), the two
+actions a of a stage, and the transfer x of the tensors that cross its borders, forward and back,
 
     cost = min over border states of   objective(p + s, bytes) + a + x
     floor_s = min over border states of   objective(p + s, bytes) + a            (its own minimum: nothing follows x)
 
-so with no weights on bytes, floor_s is the least seconds of a microbatch, and with weights the value of the Lagrangian.
+so floor_s is a lower bound on the seconds of a microbatch where the multipliers are 0, and else on the Lagrangian.
 pace_s (actions included), step_s, transfer_s and the bytes are those of the choices behind cost.
-
-Runs of layers, and the min-plus products of all of them at once (``interval_tables``).
-
-A run depends on its sequence of layer classes and on its borders alone: id(i, j + 1) = cons(id(i, j), class of layer j,
-border j + 1), and equal sequences are one run.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from .cases import Cases
 from .layer_tables import LayerTables, LayerTemplate, Level, Weights
 from .problem import CaseSection
 from .row_cache import RowCache, column_digests, row_key
-from .section import build_batch_section
+from .section import build_case_section
 
 __all__ = ["Composition", "IntervalComposer", "IntervalTables", "LayerRun", "Row", "Taken", "floors_of", "runs_of"]
 
@@ -86,16 +83,17 @@ class IntervalTables:
 class IntervalComposer:
     """Tables and intervals of one model for the cases of ``cases``, at any of ``levels``.
 
-    modes: recompute modes that each layer may choose from. build: makes a layer's section for all cases. alike: per
-    case one of equal prices but for messages, whose tables stand for its own. kept: rows of other searches.
+    modes: recompute modes that each layer may choose from; build: makes a layer's section for all cases.
     """
 
-    variants: Cases
+    cases: Cases
     restriction: Restriction
     levels: Sequence[Level]
     modes: Sequence[str]
-    build: Build = build_batch_section
+    build: Build = build_case_section
+    #: Per case another one with equal prices but for messages, whose tables serve for both; () if there is none.
     alike: Sequence[int] = ()
+    #: Rows that other searches computed.
     kept: RowCache | None = None
     _templates: dict[str, LayerTemplate] = field(default_factory=dict)
     _found: dict[tuple[str, Row], tuple[LayerTables, int]] = field(default_factory=dict)  # by class and row
@@ -106,20 +104,20 @@ class IntervalComposer:
 
     def states(self, boundary: int) -> tuple[tuple[State, ...], np.ndarray]:
         """The states of a border in any case, and bool [cases, states] in which."""
-        return self.variants.states(boundary, self.restriction.roles)
+        return self.cases.states(boundary, self.restriction.roles)
 
     def template(self, layer: int) -> LayerTemplate:
         """The template of a layer's class."""
-        key = self.variants.layering.layers[layer].class_key
+        key = self.cases.layering.layers[layer].class_key
         if key not in self._templates:
             self._templates[key] = self._template(layer)
         return self._templates[key]
 
     def _template(self, layer: int) -> LayerTemplate:
         (into, has_into), (out, has_out) = self.states(layer), self.states(layer + 1)
-        modes = self.restriction.modes.get(self.variants.layering.layers[layer].class_key, self.modes)
-        section = self.build(self.variants, layer, into, out, self.restriction, modes)
-        crossing = self.variants.layering.crossing
+        modes = self.restriction.modes.get(self.cases.layering.layers[layer].class_key, self.modes)
+        section = self.build(self.cases, layer, into, out, self.restriction, modes)
+        crossing = self.cases.layering.crossing
         entering, leaving = crossing[layer], crossing[layer + 1]
         possible = np.ones((len(into), len(out)), dtype=bool)
         for t, name in enumerate(entering):
@@ -145,12 +143,12 @@ class IntervalComposer:
 
     def _made(self, layer: int, rows: Sequence[Row]) -> LayerTables:
         """The tables of a layer's class for these rows of cases that stand for themselves; ``choices`` knows them."""
-        made, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
-        self._found.update({(key, row): (made, place) for place, row in enumerate(rows)})
-        return made
+        tables, key = self.template(layer).tables(self._weights(rows)), self._alike[0][layer]
+        self._found.update({(key, row): (tables, place) for place, row in enumerate(rows)})
+        return tables
 
     def _weights(self, rows: Sequence[Row]) -> Weights:
-        return Weights.of([(variant, self.levels[level]) for variant, level in rows])
+        return Weights.of([(case, self.levels[level]) for case, level in rows])
 
     def _own(self, row: Row) -> Row:
         """The row whose tables stand for a row's own."""
@@ -161,20 +159,20 @@ class IntervalComposer:
     def border_seconds(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
         """(entry, exit) seconds [states, cases]: receiving the tensors that cross here in each state, and getting their
         cotangents back. Without a stage's actions."""
-        key = self.variants.border_key(boundary)
+        key = self.cases.border_key(boundary)
         if key not in self._borders:
             self._borders[key] = self._price_border(boundary)
         return self._borders[key]
 
     def _price_border(self, boundary: int) -> tuple[np.ndarray, np.ndarray]:
-        variants = self.variants
+        cases = self.cases
         states, _ = self.states(boundary)
-        entry, leave = (np.zeros((len(states), variants.num)) for _ in range(2))
-        nodes, grad = variants.source.by_name(), variants.layering.needs_grad
-        for t, name in enumerate(variants.layering.crossing[boundary]):
+        entry, leave = (np.zeros((len(states), cases.num)) for _ in range(2))
+        nodes, grad = cases.source.by_name(), cases.layering.needs_grad
+        for t, name in enumerate(cases.layering.crossing[boundary]):
             kind = nodes[name].meta["type"]
-            whole = variants.shapes(kind).prod(axis=1)[variants.extent_of] * float(kind.dtype.itemsize)
-            whole *= wire_share(variants.communication.activations, kind)
+            whole = cases.shapes(kind).prod(axis=1)[cases.extent_of] * float(kind.dtype.itemsize)
+            whole *= wire_share(cases.communication.activations, kind)
             for i, state in enumerate(states):
                 entry[i] += self._transfer(whole, state[t].value, True)
                 if name in grad:
@@ -185,48 +183,46 @@ class IntervalComposer:
         """[cases] seconds to send a tensor of these whole bytes to each device, cut as ``spec`` says."""
         mask = sum(1 << axis for axis, placement in enumerate(spec) if placement.is_shard)
         key = "transfer", mask, before, whole.tobytes()
-        cache = self.variants.cache
+        cache = self.cases.cache
         if key not in cache:
-            sizes = whole / self.variants.divisor[:, mask]
-            pricers = [self.variants.pricer(v) for v in range(self.variants.num)]
+            sizes = whole / self.cases.divisor[:, mask]
+            pricers = [self.cases.pricer(v) for v in range(self.cases.num)]
             cache[key] = np.array([p.transfer_seconds(size, before) for p, size in zip(pricers, sizes.tolist())])
         return np.asarray(cache[key])
 
     @cached_property
     def actions(self) -> np.ndarray:
         """[cases] seconds of a stage's two actions, beside their ops."""
-        return np.array([2 * self.variants.pricer(v).device.action_s for v in range(self.variants.num)])
+        return np.array([2 * self.cases.pricer(v).device.action_s for v in range(self.cases.num)])
 
     def peak_bytes(self, layer: int) -> np.ndarray:
         """[cases] the gradients of the operands and outputs of the largest op, cut evenly over the mesh: an estimate
         of the peak beside what is kept."""
-        key = self.variants.layering.layers[layer].class_key
+        key = self.cases.layering.layers[layer].class_key
         if key not in self._peaks:
-            nodes = self.variants.source.by_name()
+            nodes = self.cases.source.by_name()
             sizes = []
-            for node in map(nodes.__getitem__, self.variants.layering.layers[layer].ops):
+            for node in map(nodes.__getitem__, self.cases.layering.layers[layer].ops):
                 if op_name(node) == "getitem":
                     continue
                 kinds = [*types_of(node)]
                 kinds += [types_of(o)[0] for o in node.all_input_nodes if o.op != "placeholder"]
-                sizes.append(
-                    sum(self.variants.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds)
-                )
-            most = np.max(sizes, axis=0)[self.variants.extent_of]
-            self._peaks[key] = most / self.variants.num_devices
+                sizes.append(sum(self.cases.shapes(kind).prod(axis=1) * float(kind.dtype.itemsize) for kind in kinds))
+            largest = np.max(sizes, axis=0)[self.cases.extent_of]
+            self._peaks[key] = largest / self.cases.num_devices
         return self._peaks[key]
 
     # ---- intervals
 
     def floors(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
-        """(floor_s [runs, rows], the run of every interval): what ``intervals`` has under that name, alone."""
+        """Return (floor_s [runs, rows], the run of every interval): ``floor_s`` as ``intervals`` has it, alone."""
         runs, index = self._runs
         return self._recalled(rows, lambda row: self._key(row, False), (len(runs),), self._floors), index
 
     def _floors(self, rows: Sequence[Row]) -> np.ndarray:
         """[runs, rows]."""
         runs, _ = self._runs
-        actions = self.actions[[variant for variant, _ in rows]]
+        actions = self.actions[[case for case, _ in rows]]
         tables = {self._alike[0][k]: self._layer_floors(k, rows) for k in self._distinct[0]}
 
         def work(part: slice) -> np.ndarray:
@@ -243,8 +239,8 @@ class IntervalComposer:
             parts = [self.intervals([rows[k] for k in order if free[k] == kind]) for kind in (False, True)]
             return IntervalTables.joined(parts, order)
         runs, index = self._runs
-        found = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
-        return IntervalTables(tuple(rows), index, *found)
+        arrays = self._recalled(rows, lambda row: self._key(row, True), (9, len(runs)), self._composed)
+        return IntervalTables(tuple(rows), index, *arrays)
 
     def _composed(self, rows: Sequence[Row]) -> np.ndarray:
         """[9, runs, rows]: the arrays of ``IntervalTables`` for rows that are all free, or none."""
@@ -257,13 +253,13 @@ class IntervalComposer:
             return {key: (values[0], values[1:]) for key, values in taken.items()}
 
         runs, _ = self._runs
-        variant = np.array([row[0] for row in rows], dtype=np.intp)
-        borders = {b: self.border_seconds(b) for b in range(len(self.variants.layering.crossing))}
+        case = np.array([row[0] for row in rows], dtype=np.intp)
+        borders = {b: self.border_seconds(b) for b in range(len(self.cases.layering.crossing))}
         actions = self.actions
-        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.variants.layering.layers)}
+        peaks = {layer.class_key: self.peak_bytes(k) for k, layer in enumerate(self.cases.layering.layers)}
 
         def work(part: slice) -> np.ndarray:
-            return Composition(runs, layers(part), borders, actions, peaks, variant[part]).run()
+            return Composition(runs, layers(part), borders, actions, peaks, case[part]).run()
 
         parts = in_chunks(work, len(rows), _SLICE if len(rows) > 2 * _SLICE else max(1, -(-len(rows) // 2)))
         return np.concatenate(parts, axis=2)
@@ -296,7 +292,7 @@ class IntervalComposer:
         shape: tuple[int, ...],
         make: Callable[[Sequence[Row]], np.ndarray],
     ) -> np.ndarray:
-        """[*shape, rows]: what ``make`` makes of rows, or made of equal ones before."""
+        """[*shape, rows]: the result of ``make``, from the row cache where an equal row was computed before."""
         if self.kept is None:
             return make(rows)
         return self.kept.recall([key(row) for row in rows], shape, lambda some: make([rows[k] for k in some]))
@@ -306,36 +302,36 @@ class IntervalComposer:
 
     def _key(self, row: Row, whole: bool) -> bytes:
         """The key of a row. whole: of its intervals, with messages and peaks; else of its floors."""
-        variant, level = row
-        source = self._own(row)[0] if whole else variant
+        case, level = row
+        source = self._own(row)[0] if whole else case
         layers, borders = self._distinct
         others: list[np.ndarray] = []
         if whole:
-            others += [seconds[:, variant] for b in borders for seconds in self.border_seconds(b)]
-            others += [self.peak_bytes(k)[[variant]] for k in layers]
+            others += [seconds[:, case] for b in borders for seconds in self.border_seconds(b)]
+            others += [self.peak_bytes(k)[[case]] for k in layers]
         columns = [column[source] for column in self._columns.values()]
-        return row_key(self._sequence, columns, self.levels[level], float(self.actions[variant]), others)
+        return row_key(self._sequence, columns, self.levels[level], float(self.actions[case]), others)
 
     @cached_property
     def _columns(self) -> dict[int, list[bytes]]:
-        """By the first layer of a class the digests of all cases."""
+        """The column digests of all cases, by the first layer of a class."""
         return {k: column_digests(self.template(k)) for k in self._distinct[0]}
 
     @cached_property
     def _sequence(self) -> bytes:
-        """Which layers, and which borders, are alike."""
-        return repr([[found.index(one) for one in found] for found in self._alike]).encode()
+        """A key of the sequence of layer classes and borders."""
+        return repr([[keys.index(one) for one in keys] for keys in self._alike]).encode()
 
     @cached_property
     def _distinct(self) -> list[list[int]]:
         """The first layer of every class, and the first border of every kind."""
-        return [[k for k, one in enumerate(found) if found.index(one) == k] for found in self._alike]
+        return [[k for k, one in enumerate(keys) if keys.index(one) == k] for keys in self._alike]
 
     @cached_property
     def _alike(self) -> tuple[list[str], list[Any]]:
         """The classes of the layers, and what the borders depend on."""
-        layers = self.variants.layering.layers
-        return [layer.class_key for layer in layers], [self.variants.border_key(b) for b in range(len(layers) + 1)]
+        layers = self.cases.layering.layers
+        return [layer.class_key for layer in layers], [self.cases.border_key(b) for b in range(len(layers) + 1)]
 
     @cached_property
     def _runs(self) -> tuple[list[LayerRun], np.ndarray]:
@@ -350,7 +346,7 @@ class IntervalComposer:
                 self._made(classes.index(key), [own])
         return [self._found[key, own] for key in classes[first:end]]
 
-    # ---- the way back
+    # ---- the choices behind a cost
 
     def choices(self, row: Row, first: int, end: int) -> tuple[dict[str, str], tuple[str, ...], tuple[State, ...]]:
         """({op or parameter node → label}, recompute mode per layer, state per border) of the best way through layers
@@ -390,7 +386,7 @@ class IntervalComposer:
 
     def _names(self, source: int, layer: int) -> dict[str, str]:
         """Ops and parameters of layer ``source`` → those in the same place of ``layer``, of the same class."""
-        layers, nodes = self.variants.layering.layers, self.variants.source.by_name()
+        layers, nodes = self.cases.layering.layers, self.cases.source.by_name()
         names = dict(zip(layers[source].ops, layers[layer].ops, strict=True))
         for ours, theirs in list(names.items()):
             for one, other in zip(tensor_operands(nodes[ours]), tensor_operands(nodes[theirs]), strict=True):
@@ -405,7 +401,7 @@ def _positions(section: CaseSection, operator: int, states: Sequence[State], ten
     return np.array([position[state[tensor]] for state in states], dtype=np.intp)
 
 
-Row = tuple[int, int]  # (variant, level)
+Row = tuple[int, int]  # (case, level)
 Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]
 
 
@@ -444,7 +440,7 @@ def runs_of(classes: Sequence[str], borders: Sequence[Hashable]) -> tuple[list[L
 def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], actions: np.ndarray) -> np.ndarray:
     """[runs, rows]: the least sum of each run's layers and of a stage's actions [rows], whatever its borders' states.
     tables: by class, [in states, out states, rows]."""
-    found = np.empty((len(runs), len(actions)))
+    floors = np.empty((len(runs), len(actions)))
     by_length: dict[int, dict[str, list[int]]] = {}
     for number, run in enumerate(runs):
         by_length.setdefault(run.length, {}).setdefault(run.layer, []).append(number)
@@ -459,17 +455,17 @@ def floors_of(runs: Sequence[LayerRun], tables: Mapping[str, np.ndarray], action
             total = np.empty_like(least)
             for state in range(1, len(table)):
                 np.minimum(least, np.add(start[state][:, None], table[state], out=total), out=least)
-            found[members] = least.min(axis=1) + actions
+            floors[members] = least.min(axis=1) + actions
             now |= {number: least[place] for place, number in enumerate(members)}
         before = now
-    return found
+    return floors
 
 
 class Composition:
     """The min-plus products of all runs, for some rows: arrays [runs, states, rows].
 
     tables: by class; borders: by border, entry and exit seconds [states, cases];
-    actions [cases]; peaks: by class, [cases]; variant [rows]: which case each row is of.
+    actions [cases]; peaks: by class, [cases]; case [rows]: the case of each row.
     """
 
     def __init__(
@@ -479,11 +475,11 @@ class Composition:
         borders: Mapping[int, tuple[np.ndarray, np.ndarray]],
         actions: np.ndarray,
         peaks: Mapping[str, np.ndarray],
-        variant: np.ndarray,
+        case: np.ndarray,
     ) -> None:
-        self.runs, self.tables, self.borders, self.variant = runs, tables, borders, variant
-        self.actions, self.peaks = actions[variant], {key: peak[variant] for key, peak in peaks.items()}
-        self.results = np.empty((9, len(runs), len(variant)))
+        self.runs, self.tables, self.borders, self.case = runs, tables, borders, case
+        self.actions, self.peaks = actions[case], {key: peak[case] for key, peak in peaks.items()}
+        self.results = np.empty((9, len(runs), len(case)))
 
     def run(self) -> np.ndarray:
         """[9, runs, rows]: cost, floor_s, the ``QUANTITIES`` and entry_s."""
@@ -507,24 +503,24 @@ class Composition:
         return self.results
 
     def _start(self, number: int, before: dict[int, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """What came before the last layer of a run: [8, in states, rows], and the peak [rows]."""
+        """The values of a run before its last layer: [8, in states, rows], and the peak [rows]."""
         run = self.runs[number]
         if run.before >= 0:
             return before[run.before]
-        entry = self.borders[run.first][0][:, self.variant]
+        entry = self.borders[run.first][0][:, self.case]
         start = np.zeros((8, *entry.shape))
         start[0] = entry + self.actions
         start[1] = start[2] = self.actions
         start[4] = entry
-        return start, np.zeros(len(self.variant))
+        return start, np.zeros(len(self.case))
 
     def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
         """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
         table, quantities = self.tables[key]
         num_into, num_out, num_rows = table.shape
         shape = start.shape[1], num_out, num_rows
-        found = np.empty((8, *shape))
-        least, lowest = found[0], found[1]
+        values = np.empty((8, *shape))
+        least, lowest = values[0], values[1]
         running = Running(least, num_into)
         total, better = np.empty(shape), np.empty(shape, dtype=bool)
         for state, line in enumerate(table):
@@ -540,17 +536,17 @@ class Composition:
         old += (np.arange(shape[0]) * (num_into * num_rows))[:, None, None] + rows
         best *= num_out * num_rows
         best += np.arange(num_out)[:, None] * num_rows + rows
-        start.reshape(8, -1)[2:].take(old, axis=1, out=found[2:], mode="clip")
+        start.reshape(8, -1)[2:].take(old, axis=1, out=values[2:], mode="clip")
         taken = quantities.reshape(5, -1).take(best, axis=1, mode="clip")
-        found[2:4] += taken[:2]
-        found[5:7] += taken[2:4]
-        np.maximum(found[7], taken[4], out=found[7])
-        return found
+        values[2:4] += taken[:2]
+        values[5:7] += taken[2:4]
+        np.maximum(values[7], taken[4], out=values[7])
+        return values
 
     def _leave(self, members: list[int], vectors: np.ndarray, peak: np.ndarray) -> None:
         """The best state to leave in, for the runs ``members``."""
         _, num_runs, num_out, num_rows = vectors.shape
-        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.variant] for n in members])
+        back = np.stack([self.borders[self.runs[n].last + 1][1][:, self.case] for n in members])
         state = (vectors[0] + back).argmin(axis=1)
         at = (np.arange(num_runs)[:, None] * num_out + state) * num_rows + np.arange(num_rows)
         chosen = vectors.reshape(8, -1).take(at, axis=1, mode="clip")

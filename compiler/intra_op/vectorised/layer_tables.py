@@ -1,17 +1,18 @@
 """Tables of one layer class for many rows at once: what the layer costs between two borders, per row.
 
-A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* (weights of bytes, and what of the
-seconds counts). Its objective is, for the recompute mode that is best in each cell,
+A *row* is a case (mesh shape, offset, microbatches: ``cases``) under a *level* (memory multipliers, and the share of
+per-step seconds that counts). Its objective is, for the recompute mode that is best in each cell,
 
     seconds + again[mode]
         − ((1 − step_share) · step_seconds + (1 − weight_share) · weight_seconds) · floor_seconds / seconds
         + byte · resident + saved_byte · saved[mode] − (seconds − floor_seconds)
 
-where floor_seconds are what a stage of several layers pays for this one at least (all but for floating ops and weights
-that layers share): so that no stage undercuts the sum of its layers' floors.
+where floor_seconds are a lower bound on the share of this layer in a stage of several layers (all of its seconds but
+for floating ops and weights that layers share). So no stage costs less than the sum of its layers' lower bounds.
 
-Modes are rows of the elimination and minimised over afterwards. Then choices are walked back for the cells that are
-left, and what they take is added up, each resharded copy once per (tensor, target state). Rows are arrays' last axis.
+Recompute modes are rows of the elimination, and the best one is taken afterwards. Then the choices behind every
+possible cell are walked back and their seconds and bytes are added up, each resharded copy once per (tensor, target
+state). Rows are the last axis of arrays.
 """
 
 from __future__ import annotations
@@ -28,30 +29,34 @@ from .problem import CaseEdge, CaseSection
 
 __all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 
-TIE = 1e-22  # seconds per byte: of equally fast choices the leaner one; 0.1 ns for a terabyte
+#: Seconds per byte that let the leaner of equally fast choices win; 0.1 ns for a terabyte.
+TIE = 1e-22
 
 
 @dataclass(frozen=True)
 class Level:
-    """Weights of an objective: seconds per resident and per saved byte; which share of per-step work counts, and of the
-    gradients of weights: all, unless per-step work counts nothing (``_corners``)."""
+    """The memory multipliers of an objective, and the shares of the seconds that count."""
 
+    #: Seconds per resident byte.
     byte: float = 0.0
+    #: Seconds per byte that is saved for backward.
     saved_byte: float = 0.0
+    #: The share of per-step seconds that counts.
     step_share: float = 1.0
+    #: The share of the gradients of weights that counts: all of it, unless ``step_share`` is 0 (``_corners``).
     weight_share: float = 1.0
 
     @property
     def unpriced(self) -> bool:
-        """Whether bytes count nothing but for ties."""
+        """True if bytes count nothing but for ties."""
         return not self.byte and not self.saved_byte
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The levels of some rows, as arrays [rows]; variant: which case each is of."""
+    """The levels of some rows, as arrays [rows]; case: the case of each."""
 
-    variant: np.ndarray
+    case: np.ndarray
     byte: np.ndarray
     saved_byte: np.ndarray
     step_off: np.ndarray
@@ -63,7 +68,7 @@ class Weights:
         levels = [level for _, level in rows]
         assert all(level.weight_share == 1.0 or level.step_share == 0.0 for level in levels), levels
         return Weights(
-            np.array([variant for variant, _ in rows], dtype=np.intp),
+            np.array([case for case, _ in rows], dtype=np.intp),
             np.array([level.byte for level in levels]) + TIE,
             np.array([level.saved_byte for level in levels]) + TIE,
             1.0 - np.array([level.step_share for level in levels]),
@@ -77,8 +82,8 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What an operator or a tensor adds, [*choice axes, variants], in the last three by mode; None where that is
-    nothing at all."""
+    """The seconds and bytes of an operator or a tensor: [*choice axes, cases], in the last three by mode; None is 0
+    everywhere."""
 
     seconds: np.ndarray  # inf where impossible
     sure: np.ndarray | None  # the part of the seconds that counts in the objective; None: all
@@ -91,39 +96,39 @@ class Terms:
 
     @property
     def idle(self) -> bool:
-        """Whether all of it is 0."""
+        """True if all of it is 0."""
         return not (self.seconds.any() or _any(self.again) or _any(self.saved) or _any(self.transient))
 
     def counted(self, seconds: np.ndarray) -> np.ndarray:
-        """What the objective counts of some seconds."""
+        """The part of some seconds that counts in the objective."""
         return seconds if self.sure is None else self.sure * seconds
 
-    def objective(self, weights: Weights, cases: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
+    def objective(self, weights: Weights, case_indices: slice | np.ndarray, modes: Sequence[int] | None) -> np.ndarray:
         """[*choice axes, modes · rows] of rows of these cases; modes: None for one in which everything has the mode
         that is best for it alone: no mode of a whole layer is less."""
-        base = self.seconds[..., cases]
+        base = self.seconds[..., case_indices]
         if self.step_s is not None and weights.step_off.any():
-            base = base - self.step_s[..., cases] * weights.step_off
+            base = base - self.step_s[..., case_indices] * weights.step_off
         if self.weight_s is not None and weights.weight_off.any():
-            base = base - self.weight_s[..., cases] * weights.weight_off
-        sure = None if self.sure is None else self.sure[..., cases]
+            base = base - self.weight_s[..., case_indices] * weights.weight_off
+        sure = None if self.sure is None else self.sure[..., case_indices]
         base = base if sure is None else base * sure
         if self.resident is not None:
-            base = base + self.resident[..., cases] * weights.byte
+            base = base + self.resident[..., case_indices] * weights.byte
         if modes is None:
-            return self._with_own_modes(base, sure, weights, cases)
+            return self._with_own_modes(base, sure, weights, case_indices)
         cost = np.empty((*base.shape[:-1], len(modes), base.shape[-1]))
         for place, mode in enumerate(modes):
             again, saved, part = self.again[mode], self.saved[mode], cost[..., place, :]
             part[...] = base
             if again is not None:
-                part += again[..., cases] if sure is None else again[..., cases] * sure
+                part += again[..., case_indices] if sure is None else again[..., case_indices] * sure
             if saved is not None:
-                part += saved[..., cases] * weights.saved_byte
+                part += saved[..., case_indices] * weights.saved_byte
         return cost.reshape(*cost.shape[:-2], -1)
 
     def _with_own_modes(
-        self, base: np.ndarray, sure: np.ndarray | None, weights: Weights, cases: slice | np.ndarray
+        self, base: np.ndarray, sure: np.ndarray | None, weights: Weights, case_indices: slice | np.ndarray
     ) -> np.ndarray:
         """``base`` with the least that any mode adds to it."""
         modes = {(id(again), id(saved)): (again, saved) for again, saved in zip(self.again, self.saved)}
@@ -133,9 +138,9 @@ class Terms:
         for again, saved in modes.values():
             added: np.ndarray | float = 0.0
             if again is not None:
-                added = again[..., cases] if sure is None else again[..., cases] * sure
+                added = again[..., case_indices] if sure is None else again[..., case_indices] * sure
             if saved is not None:
-                added = added + saved[..., cases] * weights.saved_byte
+                added = added + saved[..., case_indices] * weights.saved_byte
             least = np.asarray(added) if least is None else np.minimum(least, added)
         return base if least is None else base + least
 
@@ -171,7 +176,7 @@ class LayerTemplate:
 
     layer: whose names the section uses. The recipe has two operators after those of the section, one per border, which
     it keeps; those of the section that they stand for are left with one choice and no cost. possible: [in states, out
-    states, variants].
+    states, cases].
     """
 
     section: CaseSection
@@ -210,22 +215,22 @@ class LayerTemplate:
 
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
-        shape = (*self.possible.shape[:2], len(weights.variant))
+        shape = (*self.possible.shape[:2], len(weights.case))
         values, mode = np.zeros((6, *shape)), np.zeros(shape, np.uint8)
         values[0] = np.inf
         modes = tuple(range(len(self.modes)))
         if "none" in self.modes and weights.byte.max() <= TIE and weights.saved_byte.max() <= TIE:
             modes = (self.modes.index("none"),)  # to run something again takes longer
-        tables = LayerTables(self, values, mode, weights.variant, modes, ())
+        tables = LayerTables(self, values, mode, weights.case, modes, ())
         most = max(1, chunk_rows(self.recipe) // len(modes))
         cells = np.nonzero(self.possible.any(axis=2))
         chunks = in_chunks(lambda rows: self._chunk(weights.part(rows), rows, cells, tables), shape[2], most)
         return replace(tables, chunks=tuple(chunks))
 
     def floors(self, weights: Weights) -> np.ndarray:
-        """[in states, out states, rows] what no objective undercuts: the least where each op and each copy may have a
-        mode of its own (the least itself where bytes have no price and a mode runs nothing again), rounded down."""
-        cost = np.full((*self.possible.shape[:2], len(weights.variant)), np.inf)
+        """[in states, out states, rows] lower bounds of the objective, rounded down: the minimum where each op and each
+        copy may have a mode of its own. It is exact where multipliers are 0 and some mode recomputes nothing."""
+        cost = np.full((*self.possible.shape[:2], len(weights.case)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
         terms = len(self.operators) + len(self.tensors) + 8
         lower = 1.0 - terms * float(np.finfo(np.float32).eps)  # which their sum does not lose, as none is negative
@@ -233,47 +238,47 @@ class LayerTemplate:
         def fill(rows: slice) -> None:
             part = weights.part(rows)
             _, values = self._eliminated(part, None, (into, out))
-            allowed = self.possible[into, out][:, _as_slice(part.variant)]
+            allowed = self.possible[into, out][:, _as_slice(part.case)]
             cost[into, out, rows] = np.where(allowed, values[:, 0] * lower, np.inf)
 
-        in_chunks(fill, len(weights.variant), chunk_rows(self.recipe))
+        in_chunks(fill, len(weights.case), chunk_rows(self.recipe))
         return cost
 
     def _eliminated(
         self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
     ) -> tuple[EliminatedRows, np.ndarray]:
         """The elimination of these rows, and [cells, modes, rows] its values. modes: None for that of ``floors``."""
-        cases, kind = _as_slice(weights.variant), np.float32 if modes is None else np.float64
-        costs = [terms.objective(weights, cases, modes) for terms in self.operators]
+        case_indices, kind = _as_slice(weights.case), np.float32 if modes is None else np.float64
+        costs = [terms.objective(weights, case_indices, modes) for terms in self.operators]
         costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
         for operator in (i for border in self.borders for i in border.operators):
             costs[operator] = np.zeros((1, costs[0].shape[1]))
         costs = [cost.astype(kind, copy=False) for cost in costs]
-        links = [self.tensors[i].objective(weights, cases, modes).astype(kind, copy=False) for i in self.links]
+        links = [self.tensors[i].objective(weights, case_indices, modes).astype(kind, copy=False) for i in self.links]
         chunk = follow(self.recipe, costs, links, walkable=modes is not None)
         by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
-        return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.variant))
+        return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.case))
 
     def _chunk(
         self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables
     ) -> EliminatedRows:
-        """Fill these rows of ``tables``. cells: the (in, out) states that some case has together."""
-        variant, (into, out) = weights.variant, cells
-        cases = _as_slice(variant)
+        """Fill these rows of ``tables``. cells: the (in, out) states that are possible together in some case."""
+        case, (into, out) = weights.case, cells
+        case_indices = _as_slice(case)
         chunk, by_mode = self._eliminated(weights, tables.modes, cells)
         running = Running(np.array(by_mode[:, 0]), len(tables.modes))
         better = np.empty(running.cost.shape, dtype=bool)
         for k in range(1, len(tables.modes)):
             running.offer(by_mode[:, k], k, None, better)
-        cost = np.where(self.possible[into, out][:, cases], running.cost, np.inf)
+        cost = np.where(self.possible[into, out][:, case_indices], running.cost, np.inf)
         tables.cost[into, out, rows] = cost
         numbers = np.array(tables.modes)
         tables.mode[into, out, rows] = numbers[running.best]
         cell, row = np.nonzero(np.isfinite(cost))
         place = running.best[cell, row].astype(np.intp)
         modes = numbers[place]
-        chosen = self.walk(chunk, into.take(cell), out.take(cell), place * len(variant) + row)
-        sums = self.add_up(chosen, modes, variant.take(row))
+        chosen = self.walk(chunk, into.take(cell), out.take(cell), place * len(case) + row)
+        sums = self.add_up(chosen, modes, case.take(row))
         for array, quantity in zip(tables.values[1:], sums):
             part = np.zeros(cost.shape)
             part[cell, row] = quantity
@@ -289,18 +294,18 @@ class LayerTemplate:
                 chosen[operator] = choices.take(combination)
         return chosen
 
-    def add_up(self, chosen: Sequence[np.ndarray], modes: np.ndarray, variant: np.ndarray) -> list[np.ndarray]:
+    def add_up(self, chosen: Sequence[np.ndarray], modes: np.ndarray, case: np.ndarray) -> list[np.ndarray]:
         """pace_s, step_s, resident, saved, transient of assignments: choices per operator, modes and cases, all flat.
 
         A tensor's copy counts once per target state that someone wants."""
         num_cases = self.possible.shape[2]
         sums = _Sums(modes, len(self.modes))
         for terms, choice in zip(self.operators, chosen):
-            sums.add(terms, np.multiply(choice, num_cases, dtype=np.intp) + variant, None)
+            sums.add(terms, np.multiply(choice, num_cases, dtype=np.intp) + case, None)
         for edge, terms in zip(self.section.edges, self.tensors):
             if terms.idle:
                 continue
-            lines = (edge.source * (terms.seconds.shape[1] * num_cases)).take(chosen[edge.producer]) + variant
+            lines = (edge.source * (terms.seconds.shape[1] * num_cases)).take(chosen[edge.producer]) + case
             wanted: list[np.ndarray] = []
             for k, target in edge.consumers:
                 state = target.take(chosen[k])
@@ -323,7 +328,7 @@ class LayerTables:
     template: LayerTemplate
     values: np.ndarray  # [6, in states, out states, rows]: cost, pace_s, step_s, resident, saved, transient
     mode: np.ndarray
-    variant: np.ndarray
+    case: np.ndarray
     modes: tuple[int, ...]
     chunks: tuple[EliminatedRows, ...]
 
@@ -426,7 +431,7 @@ def _link(edge: CaseEdge, terms: Terms, borders: Sequence[Border], number: int) 
 
 
 def _is_nothing(array: np.ndarray) -> bool:
-    """Whether all of it is 0: by one cell where that stands for all of them."""
+    """True if all of it is 0: by one cell where that stands for all of them."""
     return not (array.any() if any(array.strides) else array.size and array.flat[0])
 
 
@@ -496,7 +501,7 @@ def _add_cells(
         sums[cells] += values
 
 
-def _as_slice(variant: np.ndarray) -> slice | np.ndarray:
+def _as_slice(case: np.ndarray) -> slice | np.ndarray:
     """The cases as a slice where they are consecutive: slices of arrays are views."""
-    first, num = int(variant[0]), len(variant)
-    return slice(first, first + num) if np.array_equal(variant, np.arange(first, first + num)) else variant
+    first, num = int(case[0]), len(case)
+    return slice(first, first + num) if np.array_equal(case, np.arange(first, first + num)) else case

@@ -1,4 +1,4 @@
-"""The choices of one op over all variants: what some case offers, and which cases offer it.
+"""The sharding strategies of one op over all cases: the union of what cases offer, and a mask of who offers which.
 
 Choices are told apart by what they do, not by their labels, since a label's meaning may depend on the batch extent (a
 view of one sample has no dim for the batch, so "d0" is the next one). A choice is one single-axis choice u per mesh
@@ -32,7 +32,7 @@ from ...ir.spec import Pair, Placement, R, S, Spec
 from ...rules import MeshChoice, pairs_choice, rule_for
 from ...rules.base import AxisChoice, Internal
 from ...rules.prune import MAX_CHOICES, SMALL_NUMEL
-from ..section import SPLIT_WORK, Restriction, cuts_weights
+from ..section import SPLITTABLE_KINDS, Restriction, cuts_weights
 from .cases import Cases
 
 __all__ = ["AxisUnion", "InternalCollective", "OpChoices", "op_choices"]
@@ -52,74 +52,75 @@ class InternalCollective:
 
 @dataclass(frozen=True, eq=False)
 class OpChoices:
-    """Choices of one op, parallel tuples of C entries.
+    """The choices of one op, parallel tuples of C entries."""
 
-    choices: with the labels of some case, and a work_share of 1 (``splits`` says what it is); texts: per group of
-    extents the label of every choice; group_of: [extents]; splits: per choice the axes that share the work, as a mask;
-    reads: per operand and choice its value spec as the work sees it; offered: bool [num, C].
-    """
-
+    #: Choices with the labels of some case and a work_share of 1, which ``splits`` replaces.
     choices: tuple[MeshChoice, ...]
+    #: Per group of extents the label of every choice.
     texts: tuple[tuple[str, ...], ...]
+    #: [extents] the group of each.
     group_of: np.ndarray
+    #: [C] the axes that share the work, as a mask.
     splits: np.ndarray
+    #: Per operand and choice the value spec that the kernel reads.
     reads: tuple[tuple[Spec, ...], ...]
     messages: tuple[InternalCollective, ...]
+    #: bool [num, C].
     offered: np.ndarray
 
-    def keeps_to(self, restriction: Restriction, op: str, variants: Cases) -> np.ndarray:
-        """bool [num, C]: which choices have the labels that a restriction wants split."""
+    def keeps_to(self, restriction: Restriction, op: str, cases: Cases) -> np.ndarray:
+        """bool [num, C]: the choices that have the labels that a restriction wants split."""
         fits = [[restriction.splits(op, text.split(",")) for text in group] for group in self.texts]
-        found: np.ndarray = np.array(fits)[self.group_of][variants.extent_of]
-        return found
+        allowed: np.ndarray = np.array(fits)[self.group_of][cases.extent_of]
+        return allowed
 
     def sends_over(self, node: Node, axes: Sequence[int], needs_grad: Collection[str]) -> np.ndarray:
-        """bool [C]: which choices send something over one of the axes themselves."""
-        found = np.zeros(len(self.choices), dtype=bool)
+        """bool [C]: the choices with a collective over one of the axes."""
+        sends = np.zeros(len(self.choices), dtype=bool)
         for message in self.messages:
             if message.axis in axes and message.internal.is_sent(node, needs_grad):
-                found[list(message.columns)] = True
-        return found
+                sends[list(message.columns)] = True
+        return sends
 
 
-def op_choices(variants: Cases, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
+def op_choices(cases: Cases, nodes: Sequence[Node], restriction: Restriction) -> OpChoices:
     """The choices of an op over ``cases``. nodes: the op at every extent. ValueError for a pin that no case can
     follow."""
-    node, cache = nodes[0], variants.samples.cache
-    key = ("union", variants.extents, node)
+    node, cache = nodes[0], cases.samples.cache
+    key = ("union", cases.extents, node)
     if key not in cache:
         cache[key] = AxisUnion(nodes)
     union: AxisUnion = cache[key]
     pinned = (restriction.pinned or {}).get(node.name)
     if pinned is not None:
-        combos, stands = _pinned(variants, nodes, union, tuple(pinned.split(",")) if pinned else ())
-    elif node.name in variants.layering.static:
-        combos, stands = [(0,) * variants.axes], np.ones((variants.num, 1), dtype=bool)
+        combos, stands = _pinned(cases, nodes, union, tuple(pinned.split(",")) if pinned else ())
+    elif node.name in cases.layering.static:
+        combos, stands = [(0,) * cases.axes], np.ones((cases.num, 1), dtype=bool)
     else:
-        combos, stands = _combinations(variants, union)
-    made = _Made(node, union, combos)
-    if pinned is None and node.name not in variants.layering.static:
-        stands = _filtered(variants, nodes, union, made, stands, restriction)
+        combos, stands = _combinations(cases, union)
+    table = _Made(node, union, combos)
+    if pinned is None and node.name not in cases.layering.static:
+        stands = _filtered(cases, nodes, union, table, stands, restriction)
     columns = np.flatnonzero(stands.any(axis=0))
     columns = columns if len(columns) else np.zeros(1, dtype=np.intp)  # impossible everywhere, and so offered nowhere
-    return made.chosen(columns, stands[:, columns])
+    return table.chosen(columns, stands[:, columns])
 
 
 # ---- which combinations stand
 
 
-def _combinations(variants: Cases, union: AxisUnion) -> tuple[list[tuple[int, ...]], np.ndarray]:
+def _combinations(cases: Cases, union: AxisUnion) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """(one u per axis each, bool [num, C]) of all combinations that stand in some case, "whole" on all axes first."""
-    axes, size = variants.axes, len(union.singles)
+    axes, size = cases.axes, len(union.singles)
     if axes == 0:
-        return [()], np.ones((variants.num, 1), dtype=bool)
-    first = union.stands(variants, 1, False)
+        return [()], np.ones((cases.num, 1), dtype=bool)
+    first = union.stands(cases, 1, False)
     if axes == 1:
         return [(u,) for u in range(size)], first
-    second, both = union.stands(variants, 2, False), union.stands(variants, 3, False)
+    second, both = union.stands(cases, 2, False), union.stands(cases, 3, False)
     stands = first[:, :, None] & second[:, None, :]
     for a, b in itertools.combinations(range(size), 2):
-        if (where := union.together(variants, a, b)) is not None:
+        if (where := union.together(cases, a, b)) is not None:
             stands[:, a, b] &= where
             stands[:, b, a] &= where
     diagonal = np.arange(size)
@@ -129,47 +130,47 @@ def _combinations(variants: Cases, union: AxisUnion) -> tuple[list[tuple[int, ..
 
 
 def _pinned(
-    variants: Cases, nodes: Sequence[Node], union: AxisUnion, labels: tuple[str, ...]
+    cases: Cases, nodes: Sequence[Node], union: AxisUnion, labels: tuple[str, ...]
 ) -> tuple[list[tuple[int, ...]], np.ndarray]:
     """As ``_combinations``, of the choice with these labels alone."""
     combos: dict[tuple[int, ...], np.ndarray] = {}
     for group, known in enumerate(union.labels):
-        if len(labels) != variants.axes or any(label not in known for label in labels):
+        if len(labels) != cases.axes or any(label not in known for label in labels):
             continue
         combo = tuple(known.index(label) for label in labels)
-        ok = np.isin(variants.extent_of, np.flatnonzero(union.group_of == group))
+        ok = np.isin(cases.extent_of, np.flatnonzero(union.group_of == group))
         for u in set(combo):
             mask = sum(1 << axis for axis, other in enumerate(combo) if other == u)
-            ok &= union.stands(variants, mask, True)[:, u]
-        for a, b in itertools.combinations(range(variants.axes), 2):
-            if combo[a] != combo[b] and (where := union.together(variants, combo[a], combo[b])) is not None:
-                ok &= where | (variants.sizes[:, [a, b]] == 1).any(axis=1)
+            ok &= union.stands(cases, mask, True)[:, u]
+        for a, b in itertools.combinations(range(cases.axes), 2):
+            if combo[a] != combo[b] and (where := union.together(cases, combo[a], combo[b])) is not None:
+                ok &= where | (cases.sizes[:, [a, b]] == 1).any(axis=1)
         combos[combo] = combos.get(combo, False) | ok
     if not any(ok.any() for ok in combos.values()):
-        case = variants.cases[0]
-        pairs_choice(nodes[variants.extent_of[0]], labels, case.mesh_shape)  # says what is wrong
+        case = cases.cases[0]
+        pairs_choice(nodes[cases.extent_of[0]], labels, case.mesh_shape)  # says what is wrong
     return list(combos), np.stack(list(combos.values()), axis=1)
 
 
 def _filtered(
-    variants: Cases,
+    cases: Cases,
     nodes: Sequence[Node],
     union: AxisUnion,
     made: _Made,
     stands: np.ndarray,
     restriction: Restriction,
 ) -> np.ndarray:
-    """Which of the choices that stand are offered: ``section._Builder._choices`` for all cases at once."""
+    """The mask of the choices that are offered: ``section._Builder._choices`` for all cases at once."""
     node = nodes[0]
     stands = made.once(stands)
     kept = np.zeros((len(union.labels), len(made.combos)), dtype=bool)
     for group in range(len(union.labels)):
         at = int(np.flatnonzero(union.group_of == group)[0])
         offered = [(c, choice) for c, choice in enumerate(made.of_group(group)) if choice is not None]
-        keep = variants.layering.pruner.worthwhile(nodes[at], [choice for _, choice in offered])
+        keep = cases.layering.pruner.worthwhile(nodes[at], [choice for _, choice in offered])
         alive = set(map(id, keep))
         kept[group, [c for c, choice in offered if id(choice) in alive]] = True
-    stands = _fewest(variants, made, stands & kept[union.group_of][variants.extent_of])
+    stands = _fewest(cases, made, stands & kept[union.group_of][cases.extent_of])
     if restriction.executable_only:
         runs = stands & np.array([choice.executable for choice in made.choices])
         whole = np.zeros(stands.shape[1], dtype=bool)
@@ -178,15 +179,15 @@ def _filtered(
     if node.name in restriction.split:
         groups = range(len(union.labels))
         fits = [[c is not None and restriction.splits(node.name, c.labels) for c in made.of_group(g)] for g in groups]
-        asked = stands & np.array(fits)[union.group_of][variants.extent_of]
+        asked = stands & np.array(fits)[union.group_of][cases.extent_of]
         stands = np.where(asked.any(axis=1)[:, None], asked, _first(stands))
     if any(restriction.roles):
-        allowed = stands & np.array([_allowed(variants, restriction, node, choice) for choice in made.choices])
+        allowed = stands & np.array([_allowed(cases, restriction, node, choice) for choice in made.choices])
         fallback = _first(stands) if node.name not in restriction.split else np.zeros_like(stands)
         stands = np.where(allowed.any(axis=1)[:, None], allowed, fallback)
-    if rule_for(node).cost_kind in SPLIT_WORK:
-        combos = np.array(made.combos).reshape(len(made.combos), variants.axes)
-        for axis in range(variants.axes):
+    if rule_for(node).cost_kind in SPLITTABLE_KINDS:
+        combos = np.array(made.combos).reshape(len(made.combos), cases.axes)
+        for axis in range(cases.axes):
             if restriction.roles[axis : axis + 1] != ("data",):
                 split = stands & (combos[:, axis] != 0)
                 stands = np.where(split.any(axis=1)[:, None], split, stands)
@@ -196,14 +197,14 @@ def _filtered(
     return stands
 
 
-def _fewest(variants: Cases, made: _Made, stands: np.ndarray) -> np.ndarray:
+def _fewest(cases: Cases, made: _Made, stands: np.ndarray) -> np.ndarray:
     """``stands`` with at most ``MAX_CHOICES`` choices per case: the first, then those that leave each device least
     work, of equal ones those of fewest labels (``Pruner.keep``)."""
     crowded = np.flatnonzero(stands.sum(axis=1) > MAX_CHOICES)
     if not len(crowded):
         return stands
     others = stands[crowded] & ~_first(stands[crowded])
-    share = np.where(others, 1.0 / variants.divisor[crowded][:, made.splits], np.inf)
+    share = np.where(others, 1.0 / cases.divisor[crowded][:, made.splits], np.inf)
     labels = np.broadcast_to([len(set(choice.labels)) for choice in made.choices], share.shape)
     best = np.lexsort((labels, share), axis=1)[:, : MAX_CHOICES - 1]
     kept = _first(stands[crowded])
@@ -218,9 +219,9 @@ def _first(mask: np.ndarray) -> np.ndarray:
     return first
 
 
-def _allowed(variants: Cases, restriction: Restriction, node: Node, choice: MeshChoice) -> bool:
-    """Whether a choice keeps to the roles of the axes."""
-    layering = variants.layering
+def _allowed(cases: Cases, restriction: Restriction, node: Node, choice: MeshChoice) -> bool:
+    """True if a choice keeps to the roles of the axes."""
+    layering = cases.layering
     tensors = [(operand.name, 0, pair) for operand, pair in zip(tensor_operands(node), choice.inputs)]
     tensors += [(node.name, k, pair) for k, pair in enumerate(choice.outputs)]
     for name, k, pair in tensors:
@@ -252,9 +253,9 @@ class _Made:
         inputs = [_pairs([side[0][k] for side in sides], combos) for k in range(len(operands))]
         results = [_pairs([side[1][k] for side in sides], combos) for k in range(len(outputs))]
         self.inputs, self.outputs = list(zip(*inputs)) or [()] * len(combos), list(zip(*results))
-        home = [next(text for group in union.labels if (text := group[u]) is not None) for u in range(len(sides))]
+        sharding = [next(text for group in union.labels if (text := group[u]) is not None) for u in range(len(sides))]
         self.choices = [
-            MeshChoice(tuple(home[u] for u in combo), ins, outs, 1.0, (), self._gathers(combo), self._runs(combo))
+            MeshChoice(tuple(sharding[u] for u in combo), ins, outs, 1.0, (), self._gathers(combo), self._runs(combo))
             for combo, ins, outs in zip(combos, self.inputs, self.outputs)
         ]
 
@@ -406,26 +407,26 @@ class AxisUnion:
             self.present[e, ids] = True
             self.divisible[e, ids] = common
 
-    def together(self, variants: Cases, a: int, b: int) -> np.ndarray | None:
+    def together(self, cases: Cases, a: int, b: int) -> np.ndarray | None:
         """bool [num]: where two axes that have ``a`` and ``b`` may cut what both cut; None if that is nothing."""
         common = self.singles[a].cuts & self.singles[b].cuts
         if not common:
             return None
         one, other = self.singles[a].choice, self.singles[b].choice
         if one.label not in other.joins and other.label not in one.joins:
-            return np.zeros(variants.num, dtype=bool)
+            return np.zeros(cases.num, dtype=bool)
         extents = np.array([gcd(*(shapes[k][dim] for k, dim in common)) for shapes in self.shapes])
-        found: np.ndarray = extents[variants.extent_of] % variants.num_devices == 0
+        found: np.ndarray = extents[cases.extent_of] % cases.num_devices == 0
         return found
 
-    def stands(self, variants: Cases, mask: int, thin: bool) -> np.ndarray:
+    def stands(self, cases: Cases, mask: int, thin: bool) -> np.ndarray:
         """bool [num, U]: whether all axes of ``mask`` may have this choice together. thin: axes of size 1 as well."""
-        rows, divisor = variants.extent_of, variants.whole_divisor[:, mask]
+        rows, divisor = cases.extent_of, cases.whole_divisor[:, mask]
         ok: np.ndarray = self.present[rows] & (self.divisible[rows] % divisor[:, None] == 0)
         if not thin:
-            for axis in range(variants.axes):
+            for axis in range(cases.axes):
                 if mask >> axis & 1:
-                    ok[:, 1:] &= (variants.sizes[:, axis] > 1)[:, None]
+                    ok[:, 1:] &= (cases.sizes[:, axis] > 1)[:, None]
         return ok
 
 

@@ -1,4 +1,4 @@
-"""Parameters in all variants at once: every pair in every allowed residency, with the prices of
+"""Parameters in all cases at once: every pair under every allowed sharding pattern, with the prices of
 ``parameter_sharding``."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...cost.layer_gathers import GatherUse
-from ...cost.parameter_sharding import PATTERNS, summed
+from ...cost.parameter_sharding import PATTERNS, with_summed_gradient
 from ...ir.graph import TensorType
 from ...ir.spec import P, Pair, R
 from ...plan.plan import BUCKET_BYTES
@@ -33,18 +33,22 @@ class ParameterChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParameterPrices:
-    """Arrays [num, choices]. seconds: per microbatch, everything; step: of these what is done once per step; gradient:
-    of these the reduction and gathers; backward: what is done per microbatch; weight: of the backward, the addition of
-    gradients; gathered: ``parameter_sharding.gathered_bytes``."""
+    """The prices of a parameter, arrays [num, choices]."""
 
     choices: tuple[ParameterChoice, ...]
     offered: np.ndarray
+    #: Seconds per microbatch, all included.
     seconds: np.ndarray
+    #: The part of ``seconds`` that is spent once per step, divided by the microbatches.
     step: np.ndarray
+    #: The part of ``step`` that reduces and gathers.
     gradient: np.ndarray
+    #: The part of ``seconds`` in the backward of every microbatch.
     backward: np.ndarray
+    #: The part of ``backward`` that adds gradients up.
     weight: np.ndarray
     resident: np.ndarray
+    #: ``parameter_sharding.gathered_bytes``.
     gathered: np.ndarray
 
 
@@ -62,12 +66,12 @@ def parameter_prices(
     gradient reaches it; requires_grad: whether one could; uses: the layers that read it. Choices of one pair stand
     together, "replicated" first."""
     key = ("parameter", kind, tuple(pairs), offered.tobytes(), trainable, requires_grad, tuple(allowed), uses)
-    if key not in pricer.variants.cache:
+    if key not in pricer.cases.cache:
         table = _Table(pricer, kind, trainable, requires_grad, uses)
         table.add_all(pairs, offered, allowed)
-        pricer.variants.cache[key] = table.prices()
-    found: ParameterPrices = pricer.variants.cache[key]
-    return found
+        pricer.cases.cache[key] = table.prices()
+    prices: ParameterPrices = pricer.cases.cache[key]
+    return prices
 
 
 class _Table:
@@ -81,31 +85,30 @@ class _Table:
     ) -> None:
         self.uses = uses
         self.pricer, self.kind, self.trainable, self.requires_grad = pricer, kind, trainable, requires_grad
-        self.variants, self.sums = pricer.variants, pricer.gradient_type(kind)
-        self.shapes = self.variants.shapes(kind)[self.variants.extent_of]
-        self.elements = pricer.numel(kind)[:, None] / self.variants.divisor  # by mask
+        self.cases, self.sums = pricer.cases, pricer.gradient_type(kind)
+        self.shapes = self.cases.shapes(kind)[self.cases.extent_of]
+        self.elements = pricer.numel(kind)[:, None] / self.cases.divisor  # by mask
         self.columns: list[tuple[np.ndarray, ...]] = []
         self.choices: list[ParameterChoice] = []
 
     def prices(self) -> ParameterPrices:
-        """All columns so far."""
+        """Return the prices of all columns so far."""
         offered, *rest = (np.stack(column, axis=1) for column in zip(*self.columns))
         return ParameterPrices(tuple(self.choices), offered, *rest)
 
     def add_all(self, pairs: Sequence[Pair], offered: np.ndarray, allowed: Collection[str]) -> None:
-        """The residencies of all pairs; see ``parameter_sharding.parameter_residencies``. offered: bool [num,
-        pairs]."""
+        """Add the shardings of all pairs as ``parameter_shardings`` has them. offered: bool [num, pairs]."""
         wanted = [name for name in PATTERNS[1:] if name in allowed and (self.trainable or name == "zero3")]
-        nowhere = np.zeros(self.variants.num, dtype=np.int64)
+        nowhere = np.zeros(self.cases.num, dtype=np.int64)
         fits = {pair: self._fit(pair, offered[:, k]) for k, pair in enumerate(pairs)} if wanted else {}
         for k, pair in enumerate(pairs):
-            left = offered[:, k]
+            mask = offered[:, k]
             if wanted and "replicated" not in allowed:
-                left = left & ~fits[pair][1]
-                if summed(pair) in fits:
-                    left &= ~fits[summed(pair)][1]
-            if left.any() or not wanted:
-                self._one(pair, "replicated", left, 0, nowhere)
+                mask = mask & ~fits[pair][1]
+                if with_summed_gradient(pair) in fits:
+                    mask &= ~fits[with_summed_gradient(pair)][1]
+            if mask.any() or not wanted:
+                self._one(pair, "replicated", mask, 0, nowhere)
             shared, where, first = fits.get(pair, (0, nowhere, nowhere))
             for name in wanted if where.any() else ():
                 self._one(pair, name, where, shared, first)
@@ -117,30 +120,30 @@ class _Table:
             for axis, (value, cotangent) in enumerate(zip(pair.value, pair.cotangent))
             if value == R and (cotangent == P or not self.trainable)
         )
-        divisor = self.variants.whole_divisor[:, shared]
+        divisor = self.cases.whole_divisor[:, shared]
         taken = {placement.dim for placement in pair.value if placement.is_shard}
-        fits, first = np.zeros(self.variants.num, dtype=bool), np.zeros(self.variants.num, dtype=np.int64)
+        fits, first = np.zeros(self.cases.num, dtype=bool), np.zeros(self.cases.num, dtype=np.int64)
         for dim in range(self.shapes.shape[1]):
             if dim not in taken:
-                here = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
-                first[here] = dim
-                fits |= here
+                mask = ~fits & (self.shapes[:, dim] > 0) & (self.shapes[:, dim] % divisor == 0)
+                first[mask] = dim
+                fits |= mask
         return shared, fits & offered & (divisor > 1), first
 
     def _one(self, pair: Pair, pattern: str, offered: np.ndarray, shared: int, dim: np.ndarray) -> None:
-        """One residency. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
+        """Add one sharding. shared: the axes that cut the state further; dim: [num] the dim that they cut."""
         cut = sum(1 << axis for axis, placement in enumerate(pair.value) if placement.is_shard)
         whole, part = self.elements[:, cut], self.elements[:, cut | shared]
         stored = part if pattern == "zero3" else whole
         kept = part if pattern in ("zero2", "zero3") else whole
         rates = self.pricer.parameter_rates(self.kind, self.requires_grad)
         if pattern == "zero3" and self.requires_grad and self.sums != self.kind:  # programs gather the master
-            stored = np.zeros(self.variants.num)
+            stored = np.zeros(self.cases.num)
         resident = rates[0] * stored + rates[1] * kept + rates[2] * part
         beside = 1 + (self.trainable and any(use.again for use in self.uses))  # the value, and its gradient
-        gathered = beside * whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.variants.num)
+        gathered = beside * whole * self.kind.dtype.itemsize if pattern == "zero3" else np.zeros(self.cases.num)
         ahead, back, added, gradient, update = self._seconds(pair, pattern, whole, part, shared, dim)
-        m = self.variants.microbatches
+        m = self.cases.microbatches
         step = (gradient + update) / m
         self.choices.append(ParameterChoice(pair, pattern))
         self.columns.append((offered, ahead + back + step, step, gradient / m, back, added, resident, gathered))
@@ -150,7 +153,7 @@ class _Table:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """[num] each: (per microbatch in the forward, in the backward, of this to add gradients up; reduction and
         gathers per step, update)."""
-        nothing = np.zeros(self.variants.num)
+        nothing = np.zeros(self.cases.num)
         size, sums = whole * self.kind.dtype.itemsize, whole * self.sums.dtype.itemsize
         if pattern == "zero3":
             gathers = [self._share("all_gather", shared, self.kind, use, whole, whole + part) for use in self.uses]
@@ -181,7 +184,7 @@ class _Table:
         and decode."""
         if not mask:
             return np.zeros_like(whole)
-        code = self.variants.communication.weights
+        code = self.cases.communication.weights
         each = sent.dtype.itemsize * wire_share(code, sent)
         rate = self.pricer.tariff(mask, collective).least_rate(whole * each, np.full_like(whole, use.largest * each))
         return whole * each * rate + coded * self.pricer.coder_seconds(code, sent)
@@ -191,11 +194,11 @@ class _Table:
         local = self.shapes.copy()
         for axis, placement in enumerate(pair.value):
             if placement.is_shard:
-                local[:, placement.dim] //= self.variants.sizes[:, axis]
+                local[:, placement.dim] //= self.cases.sizes[:, axis]
         if shared:
             rows = np.arange(len(local))
-            local[rows, dim] //= self.variants.whole_divisor[:, shared]
-        m = self.variants.microbatches
+            local[rows, dim] //= self.cases.whole_divisor[:, shared]
+        m = self.cases.microbatches
         return (m - 1) / m * self.pricer.sum_seconds(self.sums, local)
 
     def _bucket(self, collective: str, mask: int, size: np.ndarray) -> np.ndarray:

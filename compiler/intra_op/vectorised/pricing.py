@@ -1,4 +1,4 @@
-"""The prices of ``pricing.MeshPricer`` for all variants at once: arrays with a leading axis [num] over the cases.
+"""The prices of ``pricing.MeshPricer`` for all cases at once: arrays with a leading axis [num] over the cases.
 
     op            the formulas of ``MeshPricer.op`` on arrays [num, choices]; exact measured ops one by one
     conversion    ``MeshPricer.convert`` as terms with prices (``pricing``)
@@ -28,7 +28,7 @@ from ....costmodel.compute import TWO_SIDED, measured_backward, op_price_many
 from ....costmodel.hardware import Device
 from ....costmodel.memory import parameter_bytes
 from ...cost.gradient_communication import cheapest_offers
-from ...cost.pricing import PricingContext, facts_of, gradient_type, offered_ways
+from ...cost.pricing import PricingContext, gradient_routes, gradient_type, pricing_context
 from ...cost.signature import signature, sum_signature
 from ...ir.graph import TensorType, tensor_operands, types_of
 from ...ir.reshard import LOCAL_STEPS, steps_between
@@ -67,11 +67,11 @@ class OpPrices:
 class CasePricer:
     """Prices in all cases of ``cases``."""
 
-    def __init__(self, variants: Cases) -> None:
-        self.variants, self.grad = variants, variants.layering.needs_grad
+    def __init__(self, cases: Cases) -> None:
+        self.cases, self.grad = cases, cases.layering.needs_grad
         groups: dict[int, tuple[Device, list[int]]] = {}
-        for v in range(variants.num):
-            device = variants.pricer(v).device
+        for v in range(cases.num):
+            device = cases.pricer(v).device
             groups.setdefault(id(device), (device, []))[1].append(v)
         self.devices = [
             (device, slice(None) if len(groups) == 1 else np.array(rows)) for device, rows in groups.values()
@@ -84,12 +84,12 @@ class CasePricer:
         """Prices of one collective in the groups that the axes of ``mask`` (those of more than one device) form."""
         key = mask, kind
         if key not in self._tariffs:
-            variants, offers = self.variants, list[Offers | None]()
+            cases, offers = self.cases, list[Offers | None]()
             known: dict[int, Offers | None] = {}
-            for v in range(variants.num):
-                pricer = variants.pricer(v)
+            for v in range(cases.num):
+                pricer = cases.pricer(v)
                 if id(pricer) not in known:
-                    axes = [a for a in range(variants.axes) if mask >> a & 1 and variants.sizes[v, a] > 1]
+                    axes = [a for a in range(cases.axes) if mask >> a & 1 and cases.sizes[v, a] > 1]
                     joint = pricer.joint(axes) if axes else None
                     known[id(pricer)] = None if joint is None else joint.pieces_of(kind)
                 offers.append(known[id(pricer)])
@@ -98,14 +98,14 @@ class CasePricer:
 
     def gradients(self, mask: int, itemsize: int) -> Tariff:
         """Prices of summing gradients of such elements in these groups, in the cheapest way."""
-        if self.variants.communication.sums_exactly:
+        if self.cases.communication.sums_exactly:
             return self.tariff(mask, IN_PLACE)
         key = mask, f"gradients of {itemsize} bytes"
         if key not in self._tariffs:
-            variants, offers = self.variants, list[Offers | None]()
-            for v in range(variants.num):
-                axes = [a for a in range(variants.axes) if mask >> a & 1 and variants.sizes[v, a] > 1]
-                offers.append(cheapest_offers(offered_ways(variants.pricer(v), axes, itemsize)) if axes else None)
+            cases, offers = self.cases, list[Offers | None]()
+            for v in range(cases.num):
+                axes = [a for a in range(cases.axes) if mask >> a & 1 and cases.sizes[v, a] > 1]
+                offers.append(cheapest_offers(gradient_routes(cases.pricer(v), axes, itemsize)) if axes else None)
             self._tariffs[key] = Tariff(offers)
         return self._tariffs[key]
 
@@ -119,9 +119,9 @@ class CasePricer:
         """[num] elements of a whole tensor."""
 
         def make() -> np.ndarray:
-            return self.variants.shapes(kind).prod(axis=1).astype(np.float64)[self.variants.extent_of]
+            return self.cases.shapes(kind).prod(axis=1).astype(np.float64)[self.cases.extent_of]
 
-        return self.variants.array(("numel", kind.shape), make)
+        return self.cases.array(("numel", kind.shape), make)
 
     def local_bytes(self, kind: TensorType, specs: Sequence[Spec]) -> np.ndarray:
         """[num, specs] bytes of one tensor on one device."""
@@ -129,17 +129,17 @@ class CasePricer:
 
     def by_mask(self, kind: TensorType) -> np.ndarray:
         """[num, 2^axes] bytes on one device by the mask of the axes that cut the tensor."""
-        variants = self.variants
-        return variants.array(("bytes", kind), lambda: self.whole_bytes(kind)[:, None] / variants.divisor)
+        cases = self.cases
+        return cases.array(("bytes", kind), lambda: self.whole_bytes(kind)[:, None] / cases.divisor)
 
     # ---- ops
 
     def op(self, nodes: Sequence[Node], origin: Node, choices: OpChoices) -> OpPrices:
         """The prices of an op. nodes: the op at every extent; origin: in the graph at the capture extent."""
-        variants, rule = self.variants, rule_for(origin)
-        facts = facts_of(origin, tensor_operands(origin), self.grad)
-        whole = np.array([rule.flops(node) for node in nodes])[variants.extent_of]
-        flops = whole[:, None] / variants.divisor[:, choices.splits]
+        cases, rule = self.cases, rule_for(origin)
+        facts = pricing_context(origin, tensor_operands(origin), self.grad)
+        whole = np.array([rule.flops(node) for node in nodes])[cases.extent_of]
+        flops = whole[:, None] / cases.divisor[:, choices.splits]
         forward, ahead, back = self._compute(nodes, origin, choices, facts, flops)
         operands = tensor_operands(origin)
         for k, share, weight in facts.shared:
@@ -148,11 +148,11 @@ class CasePricer:
             ahead, back = (ahead, back + added) if weight else (ahead + added, back)
         internal = self._internal(origin, choices)
         times = 1 + facts.sides if rule.cost_kind in TWO_SIDED else 1
-        wasted = np.maximum(0.0, (flops * variants.num_devices[:, None] - whole[:, None]) * times)
+        wasted = np.maximum(0.0, (flops * cases.num_devices[:, None] - whole[:, None]) * times)
         return OpPrices(forward, ahead, back, internal["forward"], internal["backward"], wasted)
 
     def _internal(self, origin: Node, choices: OpChoices) -> dict[str, np.ndarray]:
-        variants = self.variants
+        cases = self.cases
         operands, outputs = tensor_operands(origin), types_of(origin)
         seconds = {phase: np.zeros(choices.offered.shape) for phase in ("forward", "backward")}
         for message in choices.messages:
@@ -163,10 +163,8 @@ class CasePricer:
             columns = list(message.columns)
             pairs = [getattr(choices.choices[c], "inputs" if side == "input" else "outputs")[index] for c in columns]
             size = self.local_bytes(kind, [pair.value for pair in pairs]) / kind.dtype.itemsize
-            size = size * (one.itemsize * one.scale) * variants.divisor[:, [message.grows]]
-            count = times_sent(
-                one.times, variants.divisor[:, [message.majors]], variants.divisor[:, [1 << message.axis]]
-            )
+            size = size * (one.itemsize * one.scale) * cases.divisor[:, [message.grows]]
+            count = times_sent(one.times, cases.divisor[:, [message.majors]], cases.divisor[:, [1 << message.axis]])
             seconds[one.phase][:, columns] += count * self.tariff(1 << message.axis, one.kind).seconds(size)
         return seconds
 
@@ -212,11 +210,11 @@ class CasePricer:
 
     def _measured(self, nodes: Sequence[Node], choices: OpChoices, found: Sequence[np.ndarray]) -> None:
         """Replace what devices measured exactly."""
-        variants = self.variants
+        cases = self.cases
         for device, rows in self.devices:
             if not device.op_times:
                 continue
-            for v in np.arange(variants.num)[rows]:
+            for v in np.arange(cases.num)[rows]:
                 for c in np.flatnonzero(choices.offered[v]):
                     text = self._signature(nodes, choices, int(v), int(c))
                     if text and (exact := device.op_time(text)) is not None:
@@ -226,12 +224,12 @@ class CasePricer:
 
     def _signature(self, nodes: Sequence[Node], choices: OpChoices, v: int, c: int) -> str:
         """The signature of one choice in one case. Axes that leave the op whole do not change it."""
-        variants, e = self.variants, self.variants.extent_of[v]
-        shape, text = variants.cases[v].mesh_shape, choices.texts[choices.group_of[e]][c]
+        cases, e = self.cases, self.cases.extent_of[v]
+        shape, text = cases.cases[v].mesh_shape, choices.texts[choices.group_of[e]][c]
         labels = tuple(text.split(",")) if shape else ()
         cuts = tuple((label, size) for label, size in zip(labels, shape) if label != "whole")
         key = ("signature", nodes[e], cuts)
-        cache = variants.samples.cache
+        cache = cases.samples.cache
         if key not in cache:
             one = choices.choices[c]
             cache[key] = signature(nodes[e], MeshChoice(labels, one.inputs, one.outputs, 1.0), shape, self.grad)
@@ -242,32 +240,32 @@ class CasePricer:
         """[num, specs] seconds to add one device's part of a tensor into another of its size."""
 
         def make() -> np.ndarray:
-            elements = self.numel(kind)[:, None] / self.variants.divisor
+            elements = self.numel(kind)[:, None] / self.cases.divisor
             seconds = np.zeros_like(elements)
             for device, rows in self.devices:
                 here = elements[rows]
                 seconds[rows] = op_price_many("pointwise", here, 3 * here * kind.dtype.itemsize, kind.dtype, device)
             return seconds
 
-        found = self.variants.array(("add", kind), make)[:, [cut_mask(spec) for spec in specs]]
+        found = self.cases.array(("add", kind), make)[:, [cut_mask(spec) for spec in specs]]
         return self._measured_sums(kind, specs, found)
 
-    def _measured_sums(self, kind: TensorType, specs: Sequence[Spec], found: np.ndarray) -> np.ndarray:
-        variants, shapes = self.variants, self.variants.shapes(kind)
+    def _measured_sums(self, kind: TensorType, specs: Sequence[Spec], seconds: np.ndarray) -> np.ndarray:
+        cases, shapes = self.cases, self.cases.shapes(kind)
         for device, rows in self.devices:
             if not device.op_times:
                 continue
-            for v in np.arange(variants.num)[rows]:
-                shape, mesh = tuple(map(int, shapes[variants.extent_of[v]])), variants.cases[v].mesh_shape
+            for v in np.arange(cases.num)[rows]:
+                shape, mesh = tuple(map(int, shapes[cases.extent_of[v]])), cases.cases[v].mesh_shape
                 for s, spec in enumerate(specs):
                     if self.divides(kind, spec)[v]:
                         exact = device.op_time(sum_signature(local_shape(shape, spec, mesh), kind.dtype))
-                        found[v, s] = found[v, s] if exact is None else exact.forward_s
-        return found
+                        seconds[v, s] = seconds[v, s] if exact is None else exact.forward_s
+        return seconds
 
     def coder_seconds(self, code: str, kind: TensorType) -> np.ndarray:
         """[num] seconds per element of a tensor to encode it, and as many to decode it."""
-        seconds = np.zeros(self.variants.num)
+        seconds = np.zeros(self.cases.num)
         for device, rows in self.devices:
             seconds[rows] = coder_seconds(code, kind, device)
         return seconds
@@ -286,34 +284,32 @@ class CasePricer:
 
     def divides(self, kind: TensorType, spec: Spec) -> np.ndarray:
         """bool [num]: where ``spec`` cuts a tensor evenly. Cached."""
-        variants = self.variants
-        return variants.array(("divides", kind.shape, spec), lambda: variants.divides(variants.shapes(kind), spec))
+        cases = self.cases
+        return cases.array(("divides", kind.shape, spec), lambda: cases.divides(cases.shapes(kind), spec))
 
     # ---- conversions
 
     def term_prices(self, kind: TensorType) -> np.ndarray:
         """[num, terms] seconds of every step that a conversion of a tensor may have."""
-        variants = self.variants
+        cases = self.cases
 
         def make() -> np.ndarray:
             columns = [
-                self.tariff(1 << axis, name).seconds(self.by_mask(kind))
-                for name in KINDS
-                for axis in range(variants.axes)
+                self.tariff(1 << axis, name).seconds(self.by_mask(kind)) for name in KINDS for axis in range(cases.axes)
             ]
-            copied = np.zeros((variants.num, 1))
+            copied = np.zeros((cases.num, 1))
             for device, rows in self.devices:
                 copied[rows, 0] = self.by_mask(kind)[rows, -1] / device.memory_bytes_per_s
             return np.concatenate([*columns, copied], axis=1)
 
-        return variants.array(("terms", kind), make)
+        return cases.array(("terms", kind), make)
 
     def conversions(self, kind: TensorType, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> np.ndarray:
         """[num, sources, targets] seconds of conversions in one direction, inf where there is none."""
         if not sources or not targets:  # a border that has no state in any case
-            return np.zeros((self.variants.num, len(sources), len(targets)))
+            return np.zeros((self.cases.num, len(sources), len(targets)))
         counts, which, impossible = conversion_counts(sources, targets)
-        seconds = np.zeros((counts.shape[1], self.variants.num))
+        seconds = np.zeros((counts.shape[1], self.cases.num))
         for price, count in zip(self.term_prices(kind).T, counts):  # a product would round by how many rows there are
             if count.any():
                 seconds += count[:, None] * price
@@ -329,20 +325,20 @@ class CasePricer:
         if not trainable:
             return float(kind.dtype.itemsize), 0.0, 0.0
         half = kind.dtype.itemsize == 2
-        bill = parameter_bytes(1, kind.dtype, self.variants.optimizer, half, self.gradient_type(kind).dtype)
+        bill = parameter_bytes(1, kind.dtype, self.cases.optimizer, half, self.gradient_type(kind).dtype)
         return float(bill.parameter), float(bill.gradient), float(bill.optimizer_state)
 
     def gradient_type(self, kind: TensorType) -> TensorType:
         """The type in which gradients of a parameter are kept and summed."""
-        return gradient_type(kind, self.variants.graph.mixed)
+        return gradient_type(kind, self.cases.graph.mixed)
 
     def update_seconds(self, kind: TensorType, elements: np.ndarray) -> np.ndarray:
         """[num, …] seconds to update ``elements`` of a trained parameter on each device."""
         parameter, gradient, state = self.parameter_rates(kind, True)
-        updated = gradient if self.variants.graph.mixed else parameter
+        updated = gradient if self.cases.graph.mixed else parameter
         seconds = np.zeros_like(elements)
         for device, rows in self.devices:
-            rate = device.optimizer_rate(self.variants.optimizer)
+            rate = device.optimizer_rate(self.cases.optimizer)
             if rate is not None:
                 own = rate.alpha_s + rate.beta_s_per_byte * updated * elements[rows]
             else:
@@ -370,9 +366,9 @@ class _Work:
 
     def _extent(self, kind: TensorType, specs: Sequence[Spec], dim: int) -> np.ndarray:
         """[num, choices] the local extent of one dim."""
-        variants = self.pricer.variants
+        cases = self.pricer.cases
         masks = [sum(1 << a for a, p in enumerate(spec) if p.is_shard and p.dim == dim) for spec in specs]
-        return variants.shapes(kind)[variants.extent_of, dim][:, None] / variants.divisor[:, masks]
+        return cases.shapes(kind)[cases.extent_of, dim][:, None] / cases.divisor[:, masks]
 
     def sizes(self, rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """``Surface.sizes`` of the local output."""
@@ -440,7 +436,7 @@ class Tariff:
 
 
 def num_terms(axes: int) -> int:
-    """How many terms there are on a mesh: steps that communicate by kind, axis and cuts, and copies last."""
+    """The number of terms on a mesh: steps that communicate by kind, axis and cuts, and copies last."""
     return len(KINDS) * axes * (1 << axes) + 1
 
 

@@ -1,6 +1,6 @@
-"""The values that ``section`` builds: one layer as a numeric problem, with a leading axis over the cases.
+"""The numeric problem of one layer with a leading axis over the cases, as ``section`` builds it.
 
-Arrays of edges are made when they are first asked for, and edges of equal tensors and states share them.
+Arrays of edges are computed when they are first read, and edges of equal tensors and states share them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ ByMode = dict[str, np.ndarray]
 
 
 class Conversions:
-    """Seconds of all conversions of one tensor between its source and target pairs. late: of a lone loss, which leaves
-    as it is made (``loss``). loose: axes over which nothing may be sent (``independent_axes``)."""
+    """Seconds of all conversions of one tensor between its source and target pairs.
+
+    late: True for a lone loss, which leaves as it is computed (``loss``); independent: axes along which replicas are
+    independent, so that no conversion may communicate over them (``independent_axes``).
+    """
 
     def __init__(
         self,
@@ -40,10 +43,10 @@ class Conversions:
         grad: bool,
         is_placeholder: bool,
         late: bool = False,
-        loose: tuple[int, ...] = (),
+        independent: tuple[int, ...] = (),
     ) -> None:
         self.pricer, self.kind, self.sources, self.targets = pricer, kind, sources, targets
-        self.grad, self.is_placeholder, self.late, self.loose = grad, is_placeholder, late, loose
+        self.grad, self.is_placeholder, self.late, self.independent = grad, is_placeholder, late, independent
 
     @cached_property
     def ahead(self) -> np.ndarray:
@@ -57,12 +60,12 @@ class Conversions:
             ]
             seconds[:, np.array(free)] = 0.0
         if self.late:
-            left = [[exit_pair(source).value != target for target in values[1]] for source in self.sources]
-            seconds[:, np.array(left)] = np.inf
-        for axis in self.loose:
+            mismatch = [[exit_pair(source).value != target for target in values[1]] for source in self.sources]
+            seconds[:, np.array(mismatch)] = np.inf
+        for axis in self.independent:
             pairs = product(self.sources, self.targets)
             sends = np.array([converts_over(*pair, self.kind, self.grad, axis) for pair in pairs], dtype=bool)
-            there = self.pricer.variants.sizes[:, axis, None, None] > 1
+            there = self.pricer.cases.sizes[:, axis, None, None] > 1
             seconds = np.where(there & sends.reshape(seconds.shape[1:]), np.inf, seconds)
         return seconds
 
@@ -85,8 +88,8 @@ class Conversions:
         nbytes = self.pricer.local_bytes(self.kind, [pair.value for pair in self.targets])
         moved = np.array([[s.value != t.value for t in self.targets] for s in self.sources], dtype=bool)
         moved = moved.reshape(len(self.sources), len(self.targets))
-        found: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
-        return found
+        copies: np.ndarray = np.where(moved & np.isfinite(self.seconds), nbytes[:, None, :], 0.0)
+        return copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +106,12 @@ class CaseEdge:
     consumers: tuple[tuple[int, np.ndarray], ...]
     states: tuple[tuple[Pair, ...], tuple[Pair, ...]]
     conversions: Conversions
-    copied: bool  # whether some consumer keeps its copy for the backward
-    kept_in: frozenset[str]  # modes in which copies stay until the backward
-    again_in: frozenset[str]  # modes in which the backward converts again
+    #: True if some consumer keeps its copy for the backward.
+    copied: bool
+    #: Recompute modes in which copies stay until the backward.
+    kept_in: frozenset[str]
+    #: Recompute modes in which the backward converts again.
+    again_in: frozenset[str]
     modes: tuple[str, ...]
     floor: float = 1.0
 
@@ -145,31 +151,32 @@ class CaseEdge:
 
 @dataclass(frozen=True, eq=False)
 class CaseSection:
-    """One layer in all cases. Parallel tuples over operators, arrays [num, choices]; see ``section.Section``.
-
-    choices: MeshChoice for ops (with the labels of some case: ``label`` knows every case's), ParameterChoice for
-    parameters, Pair for the rest; offered: bool, where a case has the choice. seconds: per microbatch, everything;
-    step_seconds: of these what is done once per step, over the number of microbatches (gradients' reduction and the
-    update; adding gradients up belongs to every microbatch); gradient_seconds: of these the reduction and gathers that
-    could hide behind compute; backward_seconds: of the seconds those in the backward of a microbatch; weight_seconds:
-    of these the gradients of weights, for which no other stage waits. floor_seconds:
-    what a stage that holds several layers pays for this one at least: nothing for floating ops that more layers need,
-    a parameter's seconds shared among the layers that use it.
-    """
+    """One layer in all cases. Parallel tuples over operators, arrays [num, choices]; see ``section.Section``."""
 
     layer: int
     modes: tuple[str, ...]
     names: tuple[str, ...]
     kinds: tuple[str, ...]
+    #: ``MeshChoice`` for ops (with the labels of some case; ``label`` has those of every case), ``ParameterChoice`` for
+    #: parameters, ``Pair`` for the rest.
     choices: tuple[tuple[Choice, ...], ...]
+    #: bool, True where the case has the choice.
     offered: tuple[np.ndarray, ...]
+    #: Seconds per microbatch, all included.
     seconds: tuple[np.ndarray, ...]
+    #: The part of ``seconds`` that is spent once per step (gradient reduction and update), divided by the microbatches.
     step_seconds: tuple[np.ndarray, ...]
+    #: The part of ``step_seconds`` that could overlap with compute: the reduction and the gathers.
     gradient_seconds: tuple[np.ndarray, ...]
+    #: The part of ``seconds`` in the backward of a microbatch.
     backward_seconds: tuple[np.ndarray, ...]
+    #: The part of ``backward_seconds`` that makes gradients of weights, for which no other stage waits.
     weight_seconds: tuple[np.ndarray, ...]
+    #: Lower bound on the share of this layer in a stage of several layers: nothing for floating ops that more layers
+    #: need, and the seconds of a parameter divided by the layers that use it.
     floor_seconds: tuple[np.ndarray, ...]
     resident: tuple[np.ndarray, ...]
+    #: Seconds that recomputation adds, by mode.
     again: tuple[ByMode, ...]
     saved: tuple[ByMode, ...]
     transient: tuple[ByMode, ...]

@@ -1,22 +1,20 @@
-"""Rows of numbers by the digest of all that they follow from, on disk: what one search made and another may need.
+"""An on-disk cache of cost-table rows. The key of a row is a digest of every number that the row follows from.
 
-A *row* is an array of floats of some shape under a key of 16 bytes. Rows that one search made go into one file, a
-*pack*: an .npz without pickled objects, of (``keysN`` uint8 [rows, 16], ``valuesN`` [*shape, rows]) per shape, written
-complete or not at all. What cannot be read, or has another form, counts as not there. A pack's name begins with the
-digest of whatever all its keys share (the source that makes rows), so that others are not even opened.
+A *row* is an array of floats of some shape under a key of 16 bytes. The rows that one search computes go into one
+file, a *pack*: an .npz without pickled objects, of (``keysN`` uint8 [rows, 16], ``valuesN`` [*shape, rows]) per shape,
+written complete or not at all. A file that cannot be read, or has another form, is ignored. The name of a pack begins
+with a digest of the source code that computes rows, so packs of other versions are not even opened.
 
-Packs take at most ``LIMIT_BYTES`` together: those that were not used for the longest time go first. The limit is in
-bytes, not in rows, which may be of any size.
+Packs take at most ``LIMIT_BYTES`` together. Those that were not used for the longest time are deleted first.
 
-Keys of the rows of ``BatchComposer``: digests of the very numbers that a row follows from.
+**Keys** (``IntervalComposer``). The column of a case in a template holds all inputs of its tables: the terms of all
+operators and tensors, the possible border states, and the links between operators, tensors and borders. The key of a
+row covers the columns of its layers in their sequence, the seconds of a stage's actions, its level and, where messages
+count, the seconds at borders and the memory peaks.
 
-A case's column of a template is everything that its tables are made of: the terms of all operators and tensors, which
-border states are possible, and how operators, tensors and borders hang together. A row is its layers' columns in
-their sequence, a stage's actions and, where messages count, seconds at borders and peaks of memory, under a level.
-
-So nothing needs to be known of what prices depend on (cluster, mesh, microbatch, optimizer, constraints, …): rows are
-equal where their numbers are, and whatever changes a number changes the key. What makes rows of numbers, the source,
-is the business of ``RowCache``. Of equally good choices another one may have been taken among other cases.
+So the cache needs not know what prices depend on (cluster, mesh, microbatch, optimizer, constraints, …): a change of
+any of them changes a number, and with it the key. Among equally good choices, a search over other cases may have taken
+another one.
 """
 
 from __future__ import annotations
@@ -198,11 +196,11 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
     num = template.possible.shape[-1]
     flat = [array.reshape(-1, num) for array in (*arrays, template.possible)]
     most = max(1, _AT_ONCE_BYTES // (8 * sum(map(len, flat))))
-    found = []
+    digests = []
     for first in range(0, num, most):
         columns = np.concatenate([array[:, first : first + most] for array in flat], dtype=np.float64).T
-        found += [_digest([structure, column]) for column in columns]
-    return found
+        digests += [_digest([structure, column]) for column in columns]
+    return digests
 
 
 def row_key(

@@ -11,8 +11,14 @@ import torch
 from meshwright import cli
 from meshwright.api import plan
 from meshwright.compiler.cost.gradient_communication import EXACT, Communication, cheapest_offers
-from meshwright.compiler.cost.gradient_reduction import Bucket, Gradient, choose_ways, hidden_seconds, worthwhile
-from meshwright.compiler.cost.pricing import MeshPricer, offered_ways, way_of
+from meshwright.compiler.cost.gradient_reduction import (
+    Bucket,
+    Gradient,
+    choose_routes,
+    fastest_route_index,
+    hidden_seconds,
+)
+from meshwright.compiler.cost.pricing import MeshPricer, gradient_route, gradient_routes
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.report.reprice import reprice
@@ -66,9 +72,9 @@ def test_a_way_costs_what_the_code_does(cluster, itemsize):
         (axis,) = mesh_prices(cluster, cluster.mesh(), algorithm)
         if algorithm != "backend" and (codec.pattern != "all_reduce" or "all_reduce" not in axis.pieces):
             with pytest.raises(ValueError, match="have no sum by"):
-                way_of(pricer, (0,), itemsize, algorithm, compressor)
+                gradient_route(pricer, (0,), itemsize, algorithm, compressor)
             continue
-        way = way_of(pricer, (0,), itemsize, algorithm, compressor)
+        way = gradient_route(pricer, (0,), itemsize, algorithm, compressor)
         for nbytes in (1e3, 1e6, 64e6):
             wanted = coded_seconds(axis, cluster.device(0), nbytes, itemsize, codec)
             assert way.seconds(nbytes) == pytest.approx(wanted, rel=1e-12)
@@ -82,14 +88,14 @@ def test_between_hosts_a_code_costs_what_it_does_on_a_part(mesh_shape):
     axes, pricer = tuple(range(len(mesh_shape))), MeshPricer(WORLD, 0, mesh_shape)
     outer, inner = mesh_prices(WORLD, Mesh.of(WORLD, 0, (2, 8)))
     for name in ("bf16", "int8", "topk1%"):
-        way = way_of(pricer, axes, 4, "hierarchical", name)
+        way = gradient_route(pricer, axes, 4, "hierarchical", name)
         for nbytes in (1e3, 64e6):
             wanted = sum(inner.seconds(kind, nbytes) for kind in ("all_to_all", "all_gather"))
             wanted += coded_seconds(outer, WORLD.device(0), nbytes / 8, 4, CODECS[name])
             assert way.seconds(nbytes) == pytest.approx(wanted, rel=1e-12)
     for axes, code, cluster in (((0,), "powersgd4", WORLD), ((0,), "int8", Cluster.local(16))):
         with pytest.raises(ValueError, match="have no sum by 'hierarchical'"):
-            way_of(MeshPricer(cluster, 0, (16,)), axes, 4, "hierarchical", code)
+            gradient_route(MeshPricer(cluster, 0, (16,)), axes, 4, "hierarchical", code)
 
 
 def test_one_algorithm_is_never_cheaper_than_all_of_them():
@@ -107,10 +113,10 @@ def test_where_the_backend_was_measured_other_algorithms_must_be_too():
 
     allowed = Communication.asked("auto")
     measured = replace(V100, wires=(wire("backend", 1e-9), wire("two_step", 5e-10)))
-    ways = offered_ways(MeshPricer(measured, 0, (16,), communication=allowed), (0,), 4)
+    ways = gradient_routes(MeshPricer(measured, 0, (16,), communication=allowed), (0,), 4)
     assert {way.algorithm for way in ways} == {"backend", "two_step"}
     assert {way.source for way in ways} == {"measured"}
-    assert len(offered_ways(MeshPricer(V100, 0, (16,), communication=allowed), (0,), 4)) == 1 + len(REDUCTIONS)
+    assert len(gradient_routes(MeshPricer(V100, 0, (16,), communication=allowed), (0,), 4)) == 1 + len(REDUCTIONS)
 
 
 # ---- the choice
@@ -140,20 +146,20 @@ def test_the_choice_is_the_best_of_all_combinations(seed, overlap):
         return total - hidden
 
     def price(chosen):
-        priced = [way_of(pricer, b.axes, b.gradients[0].key.itemsize, *chosen[b.axes]) for b in buckets]
+        priced = [gradient_route(pricer, b.axes, b.gradients[0].key.itemsize, *chosen[b.axes]) for b in buckets]
         sending = {id(b): way.sending(b.nbytes) for b, way in zip(buckets, priced)}
         coding = sum(way.coding(b.nbytes) for b, way in zip(buckets, priced))
         return exposed(lambda bucket: sending[id(bucket)]) + coding
 
     used = sorted({bucket.axes for bucket in buckets})
-    ways = [[(way.algorithm, way.compressor) for way in offered_ways(pricer, axes, 4)] for axes in used]
+    ways = [[(way.algorithm, way.compressor) for way in gradient_routes(pricer, axes, 4)] for axes in used]
     least = min(price(dict(zip(used, combination))) for combination in product(*ways))
-    assert price(choose_ways(pricer, buckets, exposed)) == pytest.approx(least, rel=1e-12)
+    assert price(choose_routes(pricer, buckets, exposed)) == pytest.approx(least, rel=1e-12)
 
 
 def test_searches_price_a_gradient_below_every_choice():
     pricer = MeshPricer(V100, 0, (2, 8), communication=LOSSY)
-    ways = offered_ways(pricer, (0, 1), 4)
+    ways = gradient_routes(pricer, (0, 1), 4)
     offers = cheapest_offers(ways)
     assert len(offers) < sum(len(way.offers) for way in ways)
     for nbytes in 2.0 ** np.arange(4, 34):
@@ -252,10 +258,10 @@ def test_a_code_that_gains_little_is_not_taken_by_itself(graph):
     assert any(wire.compressor != "none" for stage in freely.stages for wire in stage.wire)
     assert all(wire.compressor == "none" for stage in made.stages for wire in stage.wire)
     assert freely.prediction.step_s < made.prediction.step_s
-    assert worthwhile([1.0, 0.8, 0.72], [False, True, True], 1.4) == 0
-    assert worthwhile([1.0, 0.8, 0.72], [False, False, True], 1.4) == 1
-    assert worthwhile([1.0, 0.8, 0.7], [False, False, True], 1.1) == 2
-    assert worthwhile([1.0, 0.9], [True, True], 1.4) == 1
+    assert fastest_route_index([1.0, 0.8, 0.72], [False, True, True], 1.4) == 0
+    assert fastest_route_index([1.0, 0.8, 0.72], [False, False, True], 1.4) == 1
+    assert fastest_route_index([1.0, 0.8, 0.7], [False, False, True], 1.1) == 2
+    assert fastest_route_index([1.0, 0.9], [True, True], 1.4) == 1
 
 
 def test_auto_keeps_the_sum_exact(graph):
@@ -307,5 +313,5 @@ def test_factors_are_priced_for_the_weights_that_a_model_trains() -> None:
     sent = sent_bytes(CODECS["powersgd2"], elements, 4, shapes=allowed.shapes)["all_reduce"]
     assert sum(share for _, share in shares) * 4 * elements == pytest.approx(sent)
     nominal, here = (MeshPricer(WORLD, 0, (16,), communication=one) for one in (replace(allowed, shapes=()), allowed))
-    few, all_of_them = (offered_ways(pricer, (0,), 4)[1].seconds(2**24) for pricer in (nominal, here))
+    few, all_of_them = (gradient_routes(pricer, (0,), 4)[1].seconds(2**24) for pricer in (nominal, here))
     assert all_of_them > few  # small matrices have large factors

@@ -13,18 +13,17 @@ from meshwright.compiler.cost.parameter_sharding import (
     PATTERNS,
     accumulate_seconds,
     gathered_bytes,
-    parameter_residencies,
-    pattern_of,
-    residencies,
-    residency_bytes,
-    residency_seconds,
-    residency_text,
-    unfilled,
+    parameter_shardings,
+    sharding_bytes,
+    sharding_seconds,
+    sharding_text,
+    shardings_by_pattern,
+    unfilled_messages,
 )
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import Restriction, label
+from meshwright.compiler.intra_op.section import Restriction, StageContext, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
 from meshwright.compiler.ir.graph import TensorType
 from meshwright.compiler.ir.spec import local_shape, parse_pair, parse_spec
@@ -63,11 +62,11 @@ def graph():
 )
 def test_the_patterns_cut_one_more_dim(shape, mesh, pair, cut):
     kind = TensorType(shape, torch.float32)
-    found = dict(residencies(kind, parse_pair(pair), mesh, True))
+    found = dict(shardings_by_pattern(kind, parse_pair(pair), mesh, True))
     assert list(found) == list(PATTERNS if cut else PATTERNS[:1])
     for name, residency in found.items():
-        assert pattern_of(residency) == name
-        assert residency_text(residency) == (pair if name == "replicated" else f"{pair} {name}")
+        assert residency.pattern == name
+        assert sharding_text(residency) == (pair if name == "replicated" else f"{pair} {name}")
         assert ParameterSharding.from_json(residency.to_json()) == residency
         for spec in (residency.stored, residency.gradient, residency.optimizer):
             assert spec in (residency.compute.value, parse_spec(cut or ""))
@@ -79,22 +78,24 @@ def test_the_patterns_cut_one_more_dim(shape, mesh, pair, cut):
 
 def test_only_what_is_allowed_and_frozen_parameters_have_no_gradient_to_cut():
     pair = parse_pair("R|P")
-    assert [n for n, _ in residencies(WEIGHT, pair, (4,), True, ("zero2",))] == ["zero2"]
+    assert [n for n, _ in shardings_by_pattern(WEIGHT, pair, (4,), True, ("zero2",))] == ["zero2"]
     pairs = [pair, parse_pair("R|R"), parse_pair("S0|S0")]  # a whole gradient has no axis to be cut by, and need not be
-    found = parameter_residencies(WEIGHT, pairs, (4,), True, ("zero3",))
-    assert [residency_text(r) for r in found] == ["R|P zero3", "S0|S0"]
-    assert len(parameter_residencies(WEIGHT, pairs, (4,), True, PATTERNS)) == 6
-    assert [n for n, _ in residencies(TensorType((3,), torch.float32), pair, (4,), True, ("zero3",))] == ["replicated"]
-    frozen = dict(residencies(WEIGHT, parse_pair("R,S0|R,S0"), (4, 2), False))
+    found = parameter_shardings(WEIGHT, pairs, (4,), True, ("zero3",))
+    assert [sharding_text(r) for r in found] == ["R|P zero3", "S0|S0"]
+    assert len(parameter_shardings(WEIGHT, pairs, (4,), True, PATTERNS)) == 6
+    assert [n for n, _ in shardings_by_pattern(TensorType((3,), torch.float32), pair, (4,), True, ("zero3",))] == [
+        "replicated"
+    ]
+    frozen = dict(shardings_by_pattern(WEIGHT, parse_pair("R,S0|R,S0"), (4, 2), False))
     assert list(frozen) == ["replicated", "zero3"]
-    assert pattern_of(frozen["zero3"]) == "zero3"
+    assert frozen["zero3"].pattern == "zero3"
     assert frozen["zero3"].scattered_axes == (0,)
 
 
 def test_what_follows_no_pattern_is_custom():
-    (_, plain), *_ = residencies(WEIGHT, parse_pair("R|P"), (4,), True)
-    assert pattern_of(replace(plain, stored=parse_spec("S0"))) == "custom"
-    assert pattern_of(replace(plain, gather="microbatch")) == "custom"
+    (_, plain), *_ = shardings_by_pattern(WEIGHT, parse_pair("R|P"), (4,), True)
+    assert replace(plain, stored=parse_spec("S0")).pattern == "custom"
+    assert replace(plain, gather="microbatch").pattern == "custom"
 
 
 # ---- prices
@@ -103,7 +104,7 @@ def test_what_follows_no_pattern_is_custom():
 @pytest.mark.parametrize(("mesh", "pair"), [((4,), "R|P"), ((2, 2), "R,S0|P,S0"), ((2, 4), "R,R|P,P")])
 def test_seconds_and_bytes_by_hand(mesh, pair):
     pricer = MeshPricer(V100, 0, mesh)
-    found = dict(residencies(WEIGHT, parse_pair(pair), mesh, True))
+    found = dict(shardings_by_pattern(WEIGHT, parse_pair(pair), mesh, True))
     axes = found["zero1"].scattered_axes
     d = int(np.prod([mesh[a] for a in axes]))
     n = pricer.local_bytes(WEIGHT, found["zero1"].compute.value)
@@ -123,10 +124,10 @@ def test_seconds_and_bytes_by_hand(mesh, pair):
         "zero3": (2 * sum(shares[0]) - shares[0][1] + sum(shares[1]), update / d, (n / d, n / d, 2 * n / d), n),
     }
     for name, (often, once, sizes, gathered) in expected.items():
-        price = residency_seconds(pricer, WEIGHT, found[name], 4, uses=uses)
+        price = sharding_seconds(pricer, WEIGHT, found[name], 4, uses=uses)
         assert price.per_microbatch_s == pytest.approx(often, rel=1e-12)
         assert price.per_step_s == pytest.approx(once, rel=1e-12)
-        bill = residency_bytes(pricer, WEIGHT, found[name], True)
+        bill = sharding_bytes(pricer, WEIGHT, found[name], True)
         assert [bill[c] for c in ("parameters", "gradients", "optimizer")] == pytest.approx(list(sizes))
         assert gathered_bytes(pricer, WEIGHT, found[name], False) == gathered
         assert gathered_bytes(pricer, WEIGHT, found[name], True) == 2 * gathered  # and its gradient
@@ -137,14 +138,14 @@ def test_seconds_and_bytes_by_hand(mesh, pair):
 
 def test_a_frozen_parameter_costs_gathers_alone():
     pricer = MeshPricer(V100, 0, (4,))
-    (_, whole), (_, cut) = residencies(WEIGHT, parse_pair("R|R"), (4,), False)
-    assert residency_seconds(pricer, WEIGHT, whole, 4, False).per_step_s == 0
+    (_, whole), (_, cut) = shardings_by_pattern(WEIGHT, parse_pair("R|R"), (4,), False)
+    assert sharding_seconds(pricer, WEIGHT, whole, 4, False).per_step_s == 0
     for again in (False, True):
-        price = residency_seconds(pricer, WEIGHT, cut, 4, False, (GatherUse(WEIGHT.numel, again),))
+        price = sharding_seconds(pricer, WEIGHT, cut, 4, False, (GatherUse(WEIGHT.numel, again),))
         assert (price.per_microbatch_s, price.per_step_s) == (price.gather_forward_s * (1 + again), 0)
         assert price.gather_forward_s == pytest.approx(pricer.axes[0].seconds("all_gather", WEIGHT.nbytes))
-    assert residency_seconds(pricer, WEIGHT, cut, 4, False).per_microbatch_s == 0  # messages are priced elsewhere
-    assert residency_bytes(pricer, WEIGHT, cut, False) == {
+    assert sharding_seconds(pricer, WEIGHT, cut, 4, False).per_microbatch_s == 0  # messages are priced elsewhere
+    assert sharding_bytes(pricer, WEIGHT, cut, False) == {
         "parameters": WEIGHT.nbytes / 4, "gradients": 0.0, "optimizer": 0.0,
     }  # fmt: skip
 
@@ -161,7 +162,7 @@ def section_of(graph, mesh, microbatches=4, **restriction):
 def test_a_section_offers_what_is_allowed(graph):
     _, plain = section_of(graph, (4,))
     _, wide = section_of(graph, (4,), residencies=PATTERNS)
-    names = {pattern_of(c) for i in plain.index("parameter").values() for c in plain.choices[i]}
+    names = {c.pattern for i in plain.index("parameter").values() for c in plain.choices[i]}
     assert names == {"replicated"}
     for name, i in wide.index("parameter").items():
         labels = [label(choice) for choice in wide.choices[i]]
@@ -186,11 +187,10 @@ def test_a_pinned_stage_costs_what_its_section_says(graph, pattern, pair):
     composer, section = section_of(graph, mesh, pinned=pinned)
     chosen = [0] * len(section.names)
     at = section.index("parameter")
-    assert {pattern_of(section.choices[at[name]][chosen[at[name]]]) for name in weights} == {pattern}
+    assert {section.choices[at[name]][chosen[at[name]]].pattern for name in weights} == {pattern}
     chosen = solve_section(section, 1.0)
-    made = describe_stage(
-        graph, composer.pricer, composer.layering, (0, len(composer.layering.layers)), section, chosen, 1, 0.0, 4
-    )
+    context = StageContext(graph, composer.layering, composer.pricer, 4)
+    made = describe_stage(context, (0, len(composer.layering.layers)), section, chosen, 1, 0.0)
     seen = made.prediction
     took = sum(float(section.seconds[at[name]][chosen[at[name]]]) for name in weights)
     gradient, gather = seen.seconds["gradient"], seen.seconds["gather"]
@@ -198,7 +198,7 @@ def test_a_pinned_stage_costs_what_its_section_says(graph, pattern, pair):
     added = sum(accumulate_seconds(composer.pricer, graph.by_name()[n].meta["type"], section.choices[at[n]][0], 4)
                 for n in weights)  # fmt: skip
     blocks = [(graph.by_name()[name].meta["type"], section.choices[at[name]][0]) for name in weights]
-    more = unfilled(composer.pricer, blocks) if pattern in ("zero1", "zero2") else []
+    more = unfilled_messages(composer.pricer, blocks) if pattern in ("zero1", "zero2") else []
     kinds = ("reduce_scatter", True), ("reduce_scatter", False), ("all_gather", False)
     often, once, gathers = (sum(one.seconds for one in more if (one.collective, one.often) == kind) for kind in kinds)
     if pattern == "zero3":  # a share of its layer's message for each; biases come along where weights are read again
@@ -208,7 +208,7 @@ def test_a_pinned_stage_costs_what_its_section_says(graph, pattern, pair):
         spent = gradient + gather + seen.seconds["optimizer"] + added - 4 * often - once - gathers
         assert spent == pytest.approx(4 * took, rel=1e-9)
         assert (often > 0, once > 0, gathers > 0) == (pattern == "zero2", pattern == "zero1", True)
-    assert {pattern_of(home) for home in made.stage.chunks[0].parameters.values()} == {pattern}
+    assert {home.pattern for home in made.stage.chunks[0].parameters.values()} == {pattern}
     whole = sum(composer.pricer.local_bytes(graph.by_name()[n].meta["type"], parse_pair(pair).value) for n in weights)
     cut = {"replicated": (1, 1, 1), "zero1": (1, 1, 4), "zero2": (1, 4, 4), "zero3": (4, 4, 4)}[pattern]
     sizes = [whole / cut[0], whole / cut[1], 2 * whole / cut[2]]
@@ -232,7 +232,8 @@ def test_sources_are_those_of_the_messages_that_are_sent(graph):
         composer = Composer(graph, layering, MeshPricer(cluster, 0, (4,)), 4, Restriction(pinned=weights))
         section = composer.section(0, len(layering.layers), [()], [()])
         chosen = solve_section(section, 1.0)
-        made = describe_stage(graph, composer.pricer, layering, (0, len(layering.layers)), section, chosen, 1, 0.0, 4)
+        context = StageContext(graph, layering, composer.pricer, 4)
+        made = describe_stage(context, (0, len(layering.layers)), section, chosen, 1, 0.0)
         found.append((made.sources.get("measured", 0.0), made.prediction.seconds))
     (none, _), (other, summed), (half, seconds), (both, every) = found
     assert none == 0

@@ -11,10 +11,10 @@ import torch
 from meshwright.compiler.cost.gradient_reduction import (
     Bucket,
     Gradient,
-    bucketed,
     hidden_seconds,
-    lowered,
-    most_hidden_seconds,
+    lower_by_overlap,
+    make_buckets,
+    max_hidden_seconds,
 )
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.cost.signature import plan_probes
@@ -232,7 +232,7 @@ def test_buckets_are_those_of_the_runtime() -> None:
     real = _buckets([(leaf, axis, 0) for leaf, axis in zip(leaves, axes)], {}, 25 * 2**20)
     index = {id(leaf): str(k) for k, leaf in enumerate(leaves)}
     gradients = [Gradient(str(k), axis, 4.0 * size) for k, (size, axis) in enumerate(zip(sizes, axes))]
-    ours = bucketed(gradients)
+    ours = make_buckets(gradients)
     assert [(b.axes, [index[id(p)] for p in b.parameters]) for b in real] == [
         (b.axes, [g.name for g in b.gradients]) for b in ours
     ]
@@ -263,10 +263,10 @@ def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
 @pytest.mark.parametrize(("overlap", "m", "seconds", "least"), [(0.0, 4, 1.0, 1.0), (0.8, 4, 1e-9, 0.8e-9)])
 def test_what_hides_lowers_the_bound(overlap: float, m: int, seconds: float, least: float) -> None:
     cluster = with_device(CLUSTER, overlap=overlap)
-    hidden_s = most_hidden_seconds(captured("gpt"), cluster, "AdamW", [(2,), (4,), (2, 2)])
-    assert lowered(seconds, m, cluster, hidden_s) == pytest.approx(least)
+    hidden_s = max_hidden_seconds(captured("gpt"), cluster, "AdamW", [(2,), (4,), (2, 2)])
+    assert lower_by_overlap(seconds, m, cluster, hidden_s) == pytest.approx(least)
     # beside a million seconds all gradients are nothing
-    assert lowered(1e6, m, cluster, hidden_s) == pytest.approx(1e6, rel=1e-6)
+    assert lower_by_overlap(1e6, m, cluster, hidden_s) == pytest.approx(1e6, rel=1e-6)
 
 
 def test_the_search_never_asks_more_for_gradients_than_the_buckets_take() -> None:

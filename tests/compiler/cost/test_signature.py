@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from meshwright.compiler.cost.signature import plan_probes, signature_of
+from meshwright.compiler.cost.signature import plan_probes, signature
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.frontend.strides import copy_with_layout, layout_of, note_layouts
 from meshwright.compiler.ir.graph import Graph, op_name
 from meshwright.compiler.ir.probe import Probe
+from meshwright.compiler.rules import pairs_choice
 from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.costmodel.cluster import Cluster
 
@@ -24,6 +25,10 @@ CLUSTER = Cluster.parse("p3.16xlarge:1")
 def captured(name: str) -> Graph:
     model, args, kwargs = zoo.ZOO[name](batch=8, device="meta")
     return capture(model, args, kwargs)
+
+
+def signature_of(node, labels, mesh_shape, needs_grad) -> str:
+    return signature(node, pairs_choice(node, labels, mesh_shape), mesh_shape, needs_grad)
 
 
 def probes_of(graph: Graph, tp: int) -> dict[str, Probe]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
-from meshwright.compiler.intra_op.section import FREE, Restriction
+from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.interval_tables import IntervalComposer
 from meshwright.compiler.intra_op.vectorised.layer_tables import Level
-from meshwright.compiler.intra_op.vectorised.section import build_batch_section
+from meshwright.compiler.intra_op.vectorised.section import build_case_section
 from meshwright.costmodel.cluster import Cluster
 from torch import nn
 
@@ -39,7 +39,7 @@ def variants_of(graph, axes):
 
 
 def assert_equal_to_scalar(found, variants, byte_weight=0.0):
-    for row, scalar in enumerate(scalar_composers(variants, FREE, ["none"])):
+    for row, scalar in enumerate(scalar_composers(variants, NO_RESTRICTION, ["none"])):
         one = scalar["none"]
         one.byte_weight = byte_weight
         expected = one.intervals()
@@ -58,7 +58,9 @@ def assert_equal_to_scalar(found, variants, byte_weight=0.0):
 @pytest.mark.parametrize("byte_weight", [0.0, 1e-9])
 def test_intervals_equal_the_scalar_composer(graph, axes, byte_weight):
     variants = variants_of(graph, axes)
-    composer = IntervalComposer(variants, FREE, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section)
+    composer = IntervalComposer(
+        variants, NO_RESTRICTION, [Level(), Level(byte_weight, byte_weight)], ["none"], stacked_section
+    )
     found = composer.intervals([(v, 1) for v in range(variants.num)])
     assert_equal_to_scalar(found, variants, byte_weight)
 
@@ -85,14 +87,14 @@ def test_borders_of_several_tensors(axes):
         variants = variants_of(capture(Skip(), (torch.empty(64, 16), torch.empty(64, 16)), {}), axes)
     crossing = variants.layering.crossing
     assert any(len(after) > 1 and set(before) & set(after) for before, after in pairwise(crossing))
-    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], stacked_section)
     assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
 
 
 def test_intervals_of_templates_equal_the_scalar_composer(graph):
     """The same with sections that are priced for all cases at once, which is how a search has them."""
     variants = variants_of(graph, 2)
-    composer = IntervalComposer(variants, FREE, [Level()], ["none"])
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"])
     assert_equal_to_scalar(composer.intervals([(v, 0) for v in range(variants.num)]), variants)
     labels, modes, _ = composer.choices((0, 0), 1, 3)
     nodes = variants.source.by_name()
@@ -103,9 +105,9 @@ def test_intervals_of_templates_equal_the_scalar_composer(graph):
 @pytest.mark.parametrize("axes", [0, 1, 2])
 def test_floors_are_intervals_without_transfers(graph, axes, monkeypatch):
     variants = variants_of(graph, axes)
-    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], stacked_section)
     found = composer.intervals([(v, 0) for v in range(variants.num)])
-    for row, scalar in enumerate(scalar_composers(variants, FREE, ["none"])):
+    for row, scalar in enumerate(scalar_composers(variants, NO_RESTRICTION, ["none"])):
         monkeypatch.setattr(scalar["none"].pricer, "transfer_seconds", lambda size, before=False: 0.0)
         expected = scalar["none"].intervals().seconds
         possible = np.isfinite(expected)
@@ -115,7 +117,7 @@ def test_floors_are_intervals_without_transfers(graph, axes, monkeypatch):
 @pytest.mark.parametrize("axes", [1, 2])
 def test_choices_attain_the_interval(graph, axes):
     variants = variants_of(graph, axes)
-    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], stacked_section)
     rows = [(v, 0) for v in range(variants.num)]
     found = composer.intervals(rows)
     count = len(variants.layering.layers)
@@ -124,7 +126,7 @@ def test_choices_attain_the_interval(graph, axes):
             continue
         labels, modes, states = composer.choices(row, first, end)
         assert modes == ("none",) * (end - first)
-        one = scalar_composers(variants, FREE, ["none"])[row[0]]["none"]
+        one = scalar_composers(variants, NO_RESTRICTION, ["none"])[row[0]]["none"]
         parameters = {name for name in labels if variants.source.by_name()[name].op == "placeholder"}
         assert parameters
         pinned = one.afresh(restriction=Restriction(pinned=labels))
@@ -142,10 +144,10 @@ def test_choices_attain_the_interval(graph, axes):
 def test_tables_have_the_best_mode_of_each_cell(graph, axes, byte_weight):
     variants = variants_of(graph, axes)
     modes = ["none", "full"]
-    composer = IntervalComposer(variants, FREE, [Level(byte_weight, 2 * byte_weight)], modes, stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level(byte_weight, 2 * byte_weight)], modes, stacked_section)
     tables = composer.tables([(v, 0) for v in range(variants.num)])
     seen = set()
-    for row, scalar in enumerate(scalar_composers(variants, FREE, modes)):
+    for row, scalar in enumerate(scalar_composers(variants, NO_RESTRICTION, modes)):
         for layer, one in enumerate(variants.layering.layers):
             ours = tables[one.class_key]
             expected = []
@@ -175,12 +177,12 @@ def aligned(composer, scalar, layer, table, empty=np.inf):
 
 def test_equal_runs_are_one_and_cost_what_each_of_them_costs(graph):
     variants = variants_of(graph, 1)
-    composer = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], stacked_section)
     found = composer.intervals([(0, 0)])
     count = len(variants.layering.layers)
     keys = [layer.class_key for layer in variants.layering.layers]
     assert len(np.unique(found.run[found.run >= 0])) == len(found.cost) < count * (count + 1) / 2
-    one = scalar_composers(variants, FREE, ["none"])[0]["none"]
+    one = scalar_composers(variants, NO_RESTRICTION, ["none"])[0]["none"]
     for first in range(count):
         for end in range(first + 1, count + 1):
             for other in range(count - (end - first) + 1):
@@ -194,7 +196,7 @@ def test_equal_runs_are_one_and_cost_what_each_of_them_costs(graph):
 def test_the_order_and_repetition_of_rows_do_not_matter(graph):
     variants = variants_of(graph, 2)
     levels = [Level(), Level(1e-8, 1e-8)]
-    composer = IntervalComposer(variants, FREE, levels, ["none", "full"], stacked_section)
+    composer = IntervalComposer(variants, NO_RESTRICTION, levels, ["none", "full"], stacked_section)
     rows = [(2, 1), (0, 0), (1, 1), (0, 1), (2, 0)]
     together = composer.intervals(rows)
     for place, row in enumerate(rows):
@@ -214,8 +216,10 @@ def test_a_level_that_counts_half_of_what_a_step_costs_once(graph):
         return section
 
     rows = [(v, 0) for v in range(variants.num)]
-    ours = IntervalComposer(variants, FREE, [Level(step_share=0.5)], ["none"], stacked_section).intervals(rows)
-    theirs = IntervalComposer(variants, FREE, [Level()], ["none"], lighter).intervals(rows)
+    ours = IntervalComposer(variants, NO_RESTRICTION, [Level(step_share=0.5)], ["none"], stacked_section).intervals(
+        rows
+    )
+    theirs = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], lighter).intervals(rows)
     np.testing.assert_allclose(ours.cost, theirs.cost, rtol=1e-9)
     np.testing.assert_allclose(ours.floor_s, theirs.floor_s, rtol=1e-9)
 
@@ -226,7 +230,7 @@ def test_a_level_without_gradients_of_weights(graph, byte):
     variants = variants_of(graph, 1)
 
     def lighter(*arguments):
-        section = build_batch_section(*arguments)
+        section = build_case_section(*arguments)
         known = [np.where(np.isfinite(s) & (s > 0), s, 1.0) for s in section.seconds]
         share = [np.where(np.isfinite(floor), floor, 1.0) / s for s, floor in zip(known, section.floor_seconds)]
         parts = zip(section.seconds, section.step_seconds, section.weight_seconds)
@@ -237,11 +241,11 @@ def test_a_level_without_gradients_of_weights(graph, byte):
 
     rows, modes = [(v, 0) for v in range(variants.num)], ["none", "full"]
     level = Level(byte, byte, step_share=0.0, weight_share=0.0)
-    ours = IntervalComposer(variants, FREE, [level], modes).floors(rows)[0]
+    ours = IntervalComposer(variants, NO_RESTRICTION, [level], modes).floors(rows)[0]
     np.testing.assert_allclose(
-        ours, IntervalComposer(variants, FREE, [level], modes, lighter).floors(rows)[0], rtol=1e-9
+        ours, IntervalComposer(variants, NO_RESTRICTION, [level], modes, lighter).floors(rows)[0], rtol=1e-9
     )
-    whole = IntervalComposer(variants, FREE, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
+    whole = IntervalComposer(variants, NO_RESTRICTION, [replace(level, weight_share=1.0)], modes).floors(rows)[0]
     assert (ours <= whole).all()
     assert (ours < whole).any()
 
@@ -257,8 +261,8 @@ def test_a_floor_counts_in_the_objective_and_not_in_the_pace(graph):
         return section
 
     rows = [(v, 0) for v in range(variants.num)]
-    ours = IntervalComposer(variants, FREE, [Level()], ["none"], shared)
-    theirs = IntervalComposer(variants, FREE, [Level()], ["none"], stacked_section)
+    ours = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], shared)
+    theirs = IntervalComposer(variants, NO_RESTRICTION, [Level()], ["none"], stacked_section)
     expected = theirs.tables(rows)
     for key, table in ours.tables(rows).items():
         found = np.isfinite(expected[key].cost)
@@ -280,8 +284,8 @@ def test_floors_are_what_nothing_undercuts(axes):
         assert (floors[np.isfinite(exact)] < exact[np.isfinite(exact)]).all()
 
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
-    composer = IntervalComposer(variants_of(graph, axes), FREE, PRICED, MODES)
-    rows = [(v, level) for v in range(composer.variants.num) for level in range(len(PRICED))]
+    composer = IntervalComposer(variants_of(graph, axes), NO_RESTRICTION, PRICED, MODES)
+    rows = [(v, level) for v in range(composer.cases.num) for level in range(len(PRICED))]
     floors, run = composer.floors(rows)
     made = composer.intervals(rows)
     np.testing.assert_array_equal(run, made.run)
@@ -291,14 +295,14 @@ def test_floors_are_what_nothing_undercuts(axes):
     check_rounded(floors[:, free], made.floor_s[:, free])
     assert (floors[possible] < made.floor_s[possible]).all()
     for mode in MODES:
-        alone = IntervalComposer(variants_of(graph, axes), FREE, PRICED, [mode])
+        alone = IntervalComposer(variants_of(graph, axes), NO_RESTRICTION, PRICED, [mode])
         check_rounded(alone.floors(rows)[0], alone.intervals(rows).floor_s)
 
 
 def test_cases_of_equal_prices_share_their_tables():
     graph = capture(*ZOO["gpt"](64, device="meta", layers=3))
-    composer = IntervalComposer(variants_of(graph, 1), FREE, PRICED, MODES)
-    twice = replace(composer, alike=[0] * composer.variants.num)
+    composer = IntervalComposer(variants_of(graph, 1), NO_RESTRICTION, PRICED, MODES)
+    twice = replace(composer, alike=[0] * composer.cases.num)
     first = twice.intervals([(0, 1), (1, 1)])
     np.testing.assert_array_equal(first.pace_s[:, 0], first.pace_s[:, 1])
     np.testing.assert_array_equal(first.pace_s[:, 0], composer.intervals([(0, 1)]).pace_s[:, 0])

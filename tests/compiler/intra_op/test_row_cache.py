@@ -299,7 +299,7 @@ def shared(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made_by(composer: IntervalComposer, rows: RowCache | None) -> tuple[np.ndarray, Any]:
     composer.kept = rows
-    asked = [(v, level) for v in range(composer.variants.num) for level in range(len(LEVELS))]
+    asked = [(v, level) for v in range(composer.cases.num) for level in range(len(LEVELS))]
     return composer.floors(asked)[0], composer.intervals(asked)
 
 
@@ -361,7 +361,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def counting(method: Any, counts: Counter[str]) -> Any:
     def counted(self: LayerTemplate, weights: Any) -> Any:
-        counts["rows"] += len(weights.variant)
+        counts["rows"] += len(weights.case)
         return method(self, weights)
 
     return counted

@@ -17,10 +17,10 @@ from meshwright.compiler.cost.signature import signature
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import Layering, cluster_layers
 from meshwright.compiler.frontend.strides import note_layouts
-from meshwright.compiler.intra_op.section import FREE, Restriction, Section, label
-from meshwright.compiler.intra_op.vectorised.cases import Case, Cases, split_by_axes
+from meshwright.compiler.intra_op.section import NO_RESTRICTION, Restriction, Section, label
+from meshwright.compiler.intra_op.vectorised.cases import Case, Cases
 from meshwright.compiler.intra_op.vectorised.problem import CaseSection
-from meshwright.compiler.intra_op.vectorised.section import build_batch_section
+from meshwright.compiler.intra_op.vectorised.section import build_case_section
 from meshwright.compiler.ir.graph import Graph, op_name, types_of
 from meshwright.compiler.plan.recompute import recompute_of
 from meshwright.compiler.rules import mesh_choices
@@ -30,6 +30,7 @@ from meshwright.costmodel.measured import CollectiveMeasurement, OpTime, Optimiz
 from meshwright.models.architectures import Llama
 
 from tests.oracles.scalar_composer import Composer
+from tests.support.cases import graph_of, split_by_axes
 from tests.support.zoo import SEQUENCE, VOCAB, ZOO, tokens_and_labels
 
 BATCH = 64
@@ -109,7 +110,7 @@ def scalar_section(variants: Cases, layer: int, v: int, restriction: Restriction
     case = variants.cases[v]
     recompute = recompute_of(variants.graph, variants.layering, mode, "1f1b")
     pricer = MeshPricer(variants.cluster, case.offset, case.mesh_shape, variants.optimizer)
-    graph = variants.graph_at(v)
+    graph = graph_of(variants, v)
     composer = Composer(graph, variants.layering, pricer, case.microbatches, restriction, recompute=recompute)
     return composer.section(layer, layer + 1, composer.states(layer), composer.states(layer + 1))
 
@@ -152,7 +153,7 @@ def check(
     name: str,
     cluster: Cluster,
     rng: random.Random,
-    restriction: Restriction = FREE,
+    restriction: Restriction = NO_RESTRICTION,
     modes: Sequence[str] = ("none",),
     cases: Sequence[Case] | None = None,
     probes: int = 1,
@@ -166,7 +167,7 @@ def check(
         classes = list({one.class_key: layer for layer, one in enumerate(layering.layers)}.values())
         for layer in rng.sample(classes, min(layers, len(classes))):
             into, out = (variants.states(b, restriction.roles)[0] for b in (layer, layer + 1))
-            batch = build_batch_section(variants, layer, into, out, restriction, modes)
+            batch = build_case_section(variants, layer, into, out, restriction, modes)
             for v in rng.sample(range(variants.num), min(probes, variants.num)):
                 mode = rng.choice(modes)
                 compare(batch, scalar_section(variants, layer, v, restriction, mode), v, mode)
@@ -274,7 +275,7 @@ def test_pins():
     layer = next(k for k, one in enumerate(layering.layers) if linear in one.ops)
     into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
     with pytest.raises(ValueError, match="may be split by"):
-        build_batch_section(variants, layer, into, out, Restriction(pinned={linear: "nonsense,o"}))
+        build_case_section(variants, layer, into, out, Restriction(pinned={linear: "nonsense,o"}))
 
 
 def test_parts_of_the_seconds_add_up():
@@ -285,7 +286,7 @@ def test_parts_of_the_seconds_add_up():
         pricer = variants.pricer(0)
         for layer in range(len(layering.layers)):
             into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
-            section = build_batch_section(variants, layer, into, out, Restriction(residencies=PATTERNS))
+            section = build_case_section(variants, layer, into, out, Restriction(residencies=PATTERNS))
             for i, name in enumerate(section.names):
                 for c in np.flatnonzero(section.offered[i][0]):
                     total = section.seconds[i][0, c]
@@ -294,7 +295,7 @@ def test_parts_of_the_seconds_add_up():
                     assert parts <= total * (1 + 1e-12)
                     assert section.weight_seconds[i][0, c] <= section.backward_seconds[i][0, c] * (1 + 1e-12)
                     if section.kinds[i] == "op":
-                        node, choice = variants.graph_at(0).node(name), section.choices[i][c]
+                        node, choice = graph_of(variants, 0).node(name), section.choices[i][c]
                         choice = replace(choice, work_share=1 / variants.divisor[0, section.ops[name].splits[c]])
                         price = pricer.op(node, choice, layering.needs_grad)
                         close(section.weight_seconds[i][0, c], price.backward_weight_s, name)
@@ -314,7 +315,7 @@ def test_a_tied_weight_is_shared():
     last = len(layering.layers) - 1
     for layer in (0, last):
         into, out = variants.states(layer)[0], variants.states(layer + 1)[0]
-        section = build_batch_section(variants, layer, into, out)
+        section = build_case_section(variants, layer, into, out)
         shares = {
             name: section.floor_seconds[i] / section.seconds[i]
             for i, name in enumerate(section.names)
@@ -333,5 +334,5 @@ def test_states_are_those_of_the_composer():
         for boundary in range(len(layering.layers) + 1):
             states, mask = variants.states(boundary, roles)
             for v in range(variants.num):
-                composer = Composer(variants.graph_at(v), layering, variants.pricer(v), 1, Restriction(roles))
+                composer = Composer(graph_of(variants, v), layering, variants.pricer(v), 1, Restriction(roles))
                 assert [s for s, ok in zip(states, mask[v]) if ok] == composer.states(boundary)

@@ -10,7 +10,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.memory.stage import with_footprints
+from meshwright.compiler.memory.stage import with_stage_memories
 from meshwright.compiler.plan.plan import Plan
 from meshwright.costmodel.codecs import CODECS
 from meshwright.costmodel.memory import drawn_bytes, held_bytes, state_bytes
@@ -73,7 +73,7 @@ def test_predicted_bytes_of_coded_gradients_are_those_measured(ranks):
     plain = forced("gpt", ("replicated", "zero1", "zero2"), "dp2", 1, layers=4)
     graph = capture(*case("gpt", layers=4))
     for code in ("1bit", "powersgd4", "topk1%"):
-        plan = with_footprints(graph, Plan.from_json(rewired(plain, "backend", code)))
+        plan = with_stage_memories(graph, Plan.from_json(rewired(plain, "backend", code)))
         found = ranks.run(2, train_and_measure, plan.to_json(), code)
         errors[code] = max((predicted / measured - 1 for predicted, measured in found), key=abs)
     assert all(abs(error) <= MOST for error in errors.values()), errors

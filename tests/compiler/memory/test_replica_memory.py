@@ -10,7 +10,7 @@ import meshwright as mw
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.memory.buffers import CAUSE, with_replicas
+from meshwright.compiler.memory.buffers import CAUSE, with_replica_memory
 from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support import zoo
@@ -64,10 +64,10 @@ def planned() -> tuple[mw.Plan, Any]:
 
 def test_a_plan_that_was_saved_with_replicas_counts_them_once() -> None:
     plan, graph = planned()
-    once = with_replicas(plan, graph, 2, 1, None)
-    assert with_replicas(once, graph, 2, 1, None) == once
-    assert with_replicas(once, graph, 0, 1, None) == plan
-    twice = with_replicas(plan, graph, 4, 1, None)
+    once = with_replica_memory(plan, graph, 2, 1, None)
+    assert with_replica_memory(once, graph, 2, 1, None) == once
+    assert with_replica_memory(once, graph, 0, 1, None) == plan
+    twice = with_replica_memory(plan, graph, 4, 1, None)
     gradients = sum(p.numel() * 4 for p in zoo.mlp(8)[0].parameters())
     assert twice.prediction.stages[0].peak_bytes - once.prediction.stages[0].peak_bytes == 4 * gradients
 
@@ -80,4 +80,4 @@ def test_what_does_not_fit_is_said() -> None:
     device = host["device"] | {"memory_bytes": int(framework + 1.5 * (stage.peak_bytes - framework))}
     tight = replace(plan, cluster=dict(plan.cluster) | {"hosts": [host | {"device": device}]})
     with pytest.raises(mw.InfeasibleError, match=r"each device of stage 0 \(delay=20.*use a smaller delay"):
-        with_replicas(tight, graph, 20, 1, None)
+        with_replica_memory(tight, graph, 20, 1, None)

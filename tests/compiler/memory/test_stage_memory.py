@@ -14,15 +14,15 @@ import meshwright as mw
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.compiler.cost.parameter_sharding import PATTERNS, residencies
+from meshwright.compiler.cost.parameter_sharding import PATTERNS, shardings_by_pattern
 from meshwright.compiler.cost.pricing import MeshPricer
 from meshwright.compiler.cost.saved_tensors import saved_bytes
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.memory.abstract_run import Tracker
 from meshwright.compiler.memory.buffers import update_bytes
-from meshwright.compiler.memory.kernel_workspace import attention_of
-from meshwright.compiler.memory.stage import footprints, stage_memory, with_footprints
+from meshwright.compiler.memory.kernel_workspace import attention_stand_in
+from meshwright.compiler.memory.stage import stage_memories, with_stage_memories
 from meshwright.compiler.plan.recompute import NOTHING
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.search.parallel_shape import parse_strategy
@@ -36,6 +36,7 @@ from torch import nn
 from tests.support.peak_memory import MEDIAN, MOST, least_peak
 from tests.support.planning import make_plan
 from tests.support.ranks import RankPool
+from tests.support.stage_memory import stage_memory
 from tests.support.zoo import ZOO
 
 
@@ -167,7 +168,7 @@ def test_deeper_flight_keeps_more_and_equal_stages_share_a_run() -> None:
     asked = {"strategy": "pp3", "microbatches": 8, "schedule": "1f1b", "executable": True}
     plan = mw.plan(model, Cluster.local(3), example_inputs=args, **asked)
     graph = capture(model, args)
-    found = footprints(graph, plan)
+    found = stage_memories(graph, plan)
     for index in range(3):
         assert found[index] == stage_memory(graph, plan, index)
     kept = [bytes_["activations"] for bytes_ in found if not isinstance(bytes_, Exception)]
@@ -180,7 +181,7 @@ def test_forks_count_the_same(workers: int) -> None:
     asked = {"strategy": "pp3", "microbatches": 8, "executable": True}
     for schedule in ("1f1b", "zb-v"):
         plan = mw.plan(model, Cluster.local(3), example_inputs=args, schedule=schedule, **asked)
-        assert footprints(capture(model, args), plan, workers) == footprints(capture(model, args), plan)
+        assert stage_memories(capture(model, args), plan, workers) == stage_memories(capture(model, args), plan)
 
 
 def test_attention_without_a_fused_kernel_keeps_its_probabilities() -> None:
@@ -212,7 +213,7 @@ def test_attention_that_writes_its_scores_has_them_twice_over_the_probabilities_
     for writes_scores in (False, True):
         query = torch.empty(2, 4, 512, 8, device="meta", requires_grad=True)
         with Tracker("cuda", writes_scores=writes_scores) as tracker:
-            out = attention_of(writes_scores)(query, query, query)
+            out = attention_stand_in(writes_scores)(query, query, query)
             forward, kept = tracker.peak_total, tracker.total
             torch.autograd.grad(out, [query], torch.empty_like(out))
         peaks.append((forward, kept, tracker.peak_total))
@@ -230,7 +231,7 @@ def test_program_that_cannot_run_without_data_keeps_its_estimate(monkeypatch: py
         raise NotImplementedError("this op reads its data")
 
     monkeypatch.setattr("meshwright.compiler.memory.chunk.with_stand_ins", refuse)
-    again = with_footprints(graph, plan)
+    again = with_stage_memories(graph, plan)
     assert again.prediction.stages == plan.prediction.stages
     assert any("this op reads its data" in note for note in again.prediction.notes)
 
@@ -289,7 +290,7 @@ def test_weights_in_parts_take_their_share(graph_of_gpt, pattern: str) -> None:
     types = {node.meta["source"].name: node.meta["type"] for node in graph_of_gpt.placeholders("parameter")}
     (chunk,) = stage.chunks
     homes = {
-        name: dict(residencies(types[name], home.compute, stage.mesh_shape, True))[pattern]
+        name: dict(shardings_by_pattern(types[name], home.compute, stage.mesh_shape, True))[pattern]
         for name, home in chunk.parameters.items()
     }
     lying = replace(plan, stages=(replace(stage, chunks=(replace(chunk, parameters=homes),)),))

@@ -77,7 +77,7 @@ def test_rules_count_what_gathered_weights_hold(graph, monkeypatch, mode, asked)
     held = []
 
     def noted(search, plan):
-        real = build_plan.with_footprints(search.graph.with_batch(search.global_batch // plan.microbatches), plan)
+        real = build_plan.with_stage_memories(search.graph.with_batch(search.global_batch // plan.microbatches), plan)
         stages = plan.prediction.stages[0], real.prediction.stages[0]
         held.append([one.memory_bytes["activations"] + one.memory_bytes["temporary"] for one in stages])
         return real

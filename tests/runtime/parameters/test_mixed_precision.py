@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.precision import PRECISIONS
-from meshwright.compiler.memory.stage import stage_memory
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.verification import verify
@@ -26,6 +25,7 @@ from torch import nn
 
 from tests.support.parity import STEPS, TOLERANCE, case, chunks, make_optimizer
 from tests.support.plan_documents import BATCH, forced, measure, train
+from tests.support.stage_memory import stage_memory
 from tests.support.zoo import ZOO
 
 RULE = {"replicated": 2 + 12, "zero1": 2 + 12 / 2}  # bytes per element of value, master and states on two ranks

@@ -18,7 +18,6 @@ from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.graph import Graph, output_of
 from meshwright.compiler.ir.ops.weight_gathers import GatherOrder, GatherPrefetcher
 from meshwright.compiler.ir.spec import local_shape
-from meshwright.compiler.memory.stage import stage_memory
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.recompute import PlanLayers
 from meshwright.compiler.search.parallel_shape import parse_strategy
@@ -27,6 +26,7 @@ from meshwright.costmodel.cluster import Cluster
 from tests.support.clusters import fast_links
 from tests.support.parity import STEPS, case, chunks, make_optimizer
 from tests.support.plan_documents import BATCH, PATTERNS, agree, forced, measure, sent, train
+from tests.support.stage_memory import stage_memory
 from tests.support.zoo import ZOO
 
 

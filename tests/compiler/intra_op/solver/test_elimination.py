@@ -9,8 +9,9 @@ from meshwright.compiler.errors import TooWide
 from meshwright.compiler.intra_op.solver import elimination_order, vectorised_elimination
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
-from meshwright.compiler.intra_op.solver.vectorised_elimination import EdgeCosts, eliminate_batch
 from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
+
+from tests.support.vectorised_elimination import EdgeCosts, eliminate_rows
 
 
 def random_batch(seed, rows):
@@ -94,7 +95,7 @@ def test_every_row_equals_brute_force(joint_cells, order, monkeypatch):
         rng = np.random.default_rng(seed)
         costs, edges = random_batch(seed, rows=3)
         keep = tuple(rng.permutation(len(costs))[: seed % 4].tolist())
-        table = eliminate_batch(costs, edges, keep)
+        table = eliminate_rows(costs, edges, keep)
         for row in range(3):
             problem = row_of(costs, edges, row)
             np.testing.assert_allclose(table.cost[row], brute_force(problem, keep), rtol=1e-12)
@@ -122,7 +123,7 @@ def layer_like(seed, rows, num_operators=18, num_choices=7):
 def test_wide_problems_equal_the_elimination_of_one(seed):
     costs, edges = layer_like(seed, rows=5)
     keep = (0, len(costs) - 1)
-    table = eliminate_batch(costs, edges, keep)
+    table = eliminate_rows(costs, edges, keep)
     for row in range(5):
         problem = row_of(costs, edges, row)
         np.testing.assert_allclose(table.cost[row], eliminate(problem, keep).cost, rtol=1e-12)
@@ -149,9 +150,9 @@ def test_of_several_orders_the_lightest_is_taken(monkeypatch):
 
 def test_chunks_and_threads_change_nothing(monkeypatch):
     costs, edges = layer_like(7, rows=23)
-    whole = eliminate_batch(costs, edges, (0,))
+    whole = eliminate_rows(costs, edges, (0,))
     monkeypatch.setattr(vectorised_elimination, "_MOST_ROWS", 4)
-    parts = eliminate_batch(costs, edges, (0,))
+    parts = eliminate_rows(costs, edges, (0,))
     assert len(parts._chunks) == 6
     np.testing.assert_array_equal(parts.cost, whole.cost)
     cells = [np.tile(np.arange(whole.cost.shape[1]), (23, 1))]
@@ -161,17 +162,17 @@ def test_chunks_and_threads_change_nothing(monkeypatch):
 
 def test_blocks_change_nothing(monkeypatch):
     costs, edges = layer_like(8, rows=3)
-    whole = eliminate_batch(costs, edges, (0, len(costs) - 1))
+    whole = eliminate_rows(costs, edges, (0, len(costs) - 1))
     for cells in (1, 7, 40):
         monkeypatch.setattr(vectorised_elimination, "_BLOCK_CELLS", cells)
-        np.testing.assert_array_equal(eliminate_batch(costs, edges, (0, len(costs) - 1)).cost, whole.cost)
+        np.testing.assert_array_equal(eliminate_rows(costs, edges, (0, len(costs) - 1)).cost, whole.cost)
 
 
 def test_more_choices_than_a_byte_counts():
     rng = np.random.default_rng(0)
     costs = [rng.random((2, 300)), rng.random((2, 3))]
     edges = [EdgeCosts(0, np.arange(300), ((1, np.arange(3)),), rng.random((2, 300, 3)))]
-    table = eliminate_batch(costs, edges, (1,))
+    table = eliminate_rows(costs, edges, (1,))
     for row in range(2):
         np.testing.assert_allclose(table.cost[row], brute_force(row_of(costs, edges, row), (1,)), rtol=1e-12)
         assert_attained(row_of(costs, edges, row), table, row)
@@ -199,6 +200,6 @@ def test_states_merge_only_where_every_row_prices_them_alike():
 def test_too_wide_is_an_answer():
     costs, edges = layer_like(1, rows=1)
     with pytest.raises(TooWide):
-        eliminate_batch(costs, edges, max_cells=50)
+        eliminate_rows(costs, edges, max_cells=50)
     with pytest.raises(TooWide, match="kept"):
-        eliminate_batch(costs, edges, (0, 5, 11), max_cells=100)
+        eliminate_rows(costs, edges, (0, 5, 11), max_cells=100)
