@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from ..execution.session import Session
 from ..parameters.optimizer import LossScale
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -98,7 +98,7 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
             raise PermissionError("no permission to write")
     except OSError as error:
         fault = ValueError(f"{os.fspath(path)}: cannot be written: {error}; choose a folder that every rank can write")
-    agree(fault)
+    raise_on_all_ranks(fault)
     dcp.save(  # type: ignore[attr-defined]
         values, checkpoint_id=os.fspath(path)
     )

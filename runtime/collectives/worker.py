@@ -19,7 +19,7 @@ from time import monotonic
 __all__ = ["LANES", "Job", "drain", "submit"]
 
 LANES = 2
-_EXIT_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 
 
 class Job:
@@ -77,7 +77,7 @@ def submit(call: Callable[[], object], lane: int = 0) -> Job:
     return job
 
 
-def drain(timeout_s: float = _EXIT_S) -> None:
+def drain(timeout_s: float = _EXIT_TIMEOUT_S) -> None:
     """Wait for what was submitted, so many seconds at the most: of who has died nothing comes."""
     end = monotonic() + timeout_s
     mine = [lane for lane, worker in _workers.items() if worker.process == os.getpid()]

@@ -18,9 +18,9 @@ from math import isfinite
 import torch
 
 from ...costmodel.codecs import Codec, Picked
-from .dither import draw
+from .dither import random_key
 from .exchange import Steps, Work
-from .summing import ChunkCodec, ChunkedSum, Place
+from .summing import BucketSpec, ChunkCodec, ChunkedSum
 
 __all__ = ["Half", "LinearCodec", "LinearSum", "Plain", "RandomK", "shared_positions"]
 
@@ -68,7 +68,7 @@ class Plain(LinearCodec):
 class Half(LinearCodec):
     """16 bits per element."""
 
-    def __init__(self, n: int, place: Place, dtype: torch.dtype) -> None:
+    def __init__(self, n: int, place: BucketSpec, dtype: torch.dtype) -> None:
         self.buffer = torch.empty(n, dtype=dtype, device=place.device)
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
@@ -81,7 +81,7 @@ class Half(LinearCodec):
 class RandomK(LinearCodec):
     """The same random elements on every rank."""
 
-    def __init__(self, n: int, place: Place, codec: Codec, index: int) -> None:
+    def __init__(self, n: int, place: BucketSpec, codec: Codec, index: int) -> None:
         assert isinstance(codec.payload, Picked)
         self.place, self.index = place, index
         self.count = codec.payload.count(n)
@@ -90,7 +90,7 @@ class RandomK(LinearCodec):
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
         """Everything else waits in the residual."""
         finite = isfinite(x.sum(dtype=torch.float32).item())
-        picked = shared_positions(len(x), self.count, draw(self.place.seed, step, self.index), x.device)
+        picked = shared_positions(len(x), self.count, random_key(self.place.seed, step, self.index), x.device)
         if finite:
             self.owed.add_(x)
             values = self.owed[picked]

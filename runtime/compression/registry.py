@@ -22,10 +22,10 @@ from .linear import Half, LinearCodec, LinearSum, Plain, RandomK
 from .powersgd import PowerSGD
 from .signs import ErrorFeedbackSign, MajoritySign, OneBit
 from .sparse import DeepGradient, DeepGradientSum, Threshold, TopK
-from .summing import CompressedSum, Place
+from .summing import BucketSpec, CompressedSum
 from .two_step import BlockCodec, TwoStepSum
 
-__all__ = ["FAMILIES", "blocks", "make_sum"]
+__all__ = ["FAMILIES", "block_family", "make_sum"]
 
 Family = Callable[..., CompressedSum]
 _P = TypeVar("_P")
@@ -55,7 +55,7 @@ def make_sum(
         raise ValueError(f"codes are {', '.join(CODECS)}, but got {name!r}; use one of these or add it to CODECS")
     codec = CODECS[name]
     exchange = GroupExchange(group) if group is None or isinstance(group, dist.ProcessGroup) else group
-    place = Place(n, dtype, tuple(tuple(shape) for shape in shapes), seed, chunk, torch.device(device))
+    place = BucketSpec(n, dtype, tuple(tuple(shape) for shape in shapes), seed, chunk, torch.device(device))
     known = {"dgc": {"momentum", "clip_norm", "warmup_steps"}, "powersgd": {"ranks"}}.get(codec.family, set())
     if options.keys() - known:
         raise ValueError(f"options of {name} are {sorted(known)}, but got {sorted(options)}; leave the others out")
@@ -67,24 +67,24 @@ def _payload(codec: Codec, kind: type[_P]) -> _P:
     return codec.payload
 
 
-def blocks(make: Callable[[QuantizationLevels, torch.device], BlockCodec]) -> Family:
+def block_family(make: Callable[[QuantizationLevels, torch.device], BlockCodec]) -> Family:
     """The family of a ``BlockCodec``."""
 
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+    def family(codec: Codec, place: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
         return TwoStepSum(codec.name, place, exchange, submit, make(_payload(codec, QuantizationLevels), place.device))
 
     return family
 
 
-def _linear(make: Callable[[Codec, int, Place, int], LinearCodec]) -> Family:
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+def _linear(make: Callable[[Codec, int, BucketSpec, int], LinearCodec]) -> Family:
+    def family(codec: Codec, place: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
         return LinearSum(codec.name, place, exchange, submit, lambda low, high, i: make(codec, high - low, place, i))
 
     return family
 
 
-def _sparse(make: Callable[[int, Place, Entries, int], GatheredCodec]) -> Family:
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+def _sparse(make: Callable[[int, BucketSpec, Entries, int], GatheredCodec]) -> Family:
+    def family(codec: Codec, place: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
         payload = _payload(codec, Entries)
         return GatheredSum(
             codec.name, place, exchange, submit, lambda low, high, i: make(high - low, place, payload, low)
@@ -94,7 +94,7 @@ def _sparse(make: Callable[[int, Place, Entries, int], GatheredCodec]) -> Family
 
 
 def _half(dtype: torch.dtype) -> Family:
-    def make(codec: Codec, n: int, place: Place, index: int) -> LinearCodec:
+    def make(codec: Codec, n: int, place: BucketSpec, index: int) -> LinearCodec:
         assert _payload(codec, Dense).itemsize == dtype.itemsize
         return Half(n, place, dtype)
 
@@ -102,7 +102,7 @@ def _half(dtype: torch.dtype) -> Family:
 
 
 def _powersgd(
-    codec: Codec, place: Place, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
+    codec: Codec, place: BucketSpec, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
 ) -> CompressedSum:
     payload = _payload(codec, LowRankFactors)
     return LinearSum(
@@ -110,7 +110,7 @@ def _powersgd(
     )
 
 
-def _spectral(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+def _spectral(codec: Codec, place: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
     payload = _payload(codec, LowRankFactors)
     return GatheredSum(
         codec.name, place, exchange, submit, lambda low, high, i: SampledTriplets(place, payload), max(place.n, 1)
@@ -119,7 +119,7 @@ def _spectral(codec: Codec, place: Place, exchange: Exchange, submit: Submit) ->
 
 def _deep_gradient(
     codec: Codec,
-    place: Place,
+    place: BucketSpec,
     exchange: Exchange,
     submit: Submit,
     momentum: float = 0.9,
@@ -142,10 +142,10 @@ FAMILIES: dict[str, Family] = {
     "none": _linear(lambda codec, n, place, i: Plain()),
     "bf16": _half(torch.bfloat16),
     "fp16": _half(torch.float16),
-    "int": blocks(StochasticLevels),
-    "1bit": blocks(OneBit),
-    "ef-signsgd": blocks(ErrorFeedbackSign),
-    "signsgd": blocks(MajoritySign),
+    "int": block_family(StochasticLevels),
+    "1bit": block_family(OneBit),
+    "ef-signsgd": block_family(ErrorFeedbackSign),
+    "signsgd": block_family(MajoritySign),
     "randomk": _linear(lambda codec, n, place, i: RandomK(n, place, codec, i)),
     "powersgd": _powersgd,
     "topk": _sparse(TopK),

@@ -28,14 +28,14 @@ import torch
 from ...costmodel.codecs import Entries, Run
 from .exchange import Steps
 from .gathered import GatheredCodec, GatheredSum
-from .summing import Place
+from .summing import BucketSpec
 
-__all__ = ["DeepGradient", "DeepGradientSum", "SparseCodec", "Threshold", "TopK", "largest"]
+__all__ = ["DeepGradient", "DeepGradientSum", "SparseCodec", "Threshold", "TopK", "largest_positions"]
 
 _SAMPLE = 2**14
 
 
-def largest(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
+def largest_positions(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
     """Positions of the ``count`` largest of [n], rising; ``key`` places the sample."""
     n = len(magnitudes)
     count = min(count, n)
@@ -56,7 +56,7 @@ def largest(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
 class SparseCodec(GatheredCodec):
     """Writes and reads entries. Subclasses say which and what becomes of the rest."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int) -> None:
+    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int) -> None:
         self.n, self.payload = n, payload
         self.shapes, self.start = place.shapes, start
         spans = -(-n // payload.span)
@@ -109,7 +109,7 @@ class SparseCodec(GatheredCodec):
 class TopK(SparseCodec):
     """The largest of what has accumulated."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int) -> None:
+    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int) -> None:
         super().__init__(n, place, payload, start)
         self.owed, self.scratch = place.zeros(n), place.zeros(n)
 
@@ -117,7 +117,9 @@ class TopK(SparseCodec):
         """After adding x to what is owed."""
         self.accumulate(x)
         magnitudes = torch.abs(self.owed, out=self.scratch)
-        positions = torch.cat([largest(magnitudes[low:high], count, key).add_(low) for low, high, count in pieces])
+        positions = torch.cat(
+            [largest_positions(magnitudes[low:high], count, key).add_(low) for low, high, count in pieces]
+        )
         return positions, self.owed[positions]
 
     def accumulate(self, x: torch.Tensor) -> None:
@@ -138,7 +140,9 @@ class DeepGradient(TopK):
 
     scale = 1.0
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int, momentum: float, warmup_steps: int) -> None:
+    def __init__(
+        self, n: int, place: BucketSpec, payload: Entries, start: int, momentum: float, warmup_steps: int
+    ) -> None:
         super().__init__(n, place, payload, start)
         self.momentum, self.warmup_steps = momentum, warmup_steps
         self.velocity = place.zeros(n)
@@ -186,7 +190,7 @@ class DeepGradientSum(GatheredSum):
 class Threshold(TopK):
     """±τ for what has grown to τ; where that is more than the message has room for, the largest."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int, factor: float) -> None:
+    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int, factor: float) -> None:
         super().__init__(n, place, payload, start)
         self.factor = factor
 
@@ -198,7 +202,7 @@ class Threshold(TopK):
         ((_, _, count),) = self.pieces(step)
         positions = magnitudes.ge(tau).nonzero().view(-1) if tau > 0 else magnitudes.new_empty(0, dtype=torch.int64)
         if len(positions) > count:
-            positions = largest(magnitudes, count, key)
+            positions = largest_positions(magnitudes, count, key)
         header, counts, places = self._parts(body)
         header.fill_(tau)
         tau = float(header)  # as fp32 has it

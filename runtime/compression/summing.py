@@ -21,9 +21,9 @@ import torch
 from ...costmodel.codecs import CHUNK
 from ..collectives.protocol import Pending, Submit
 from ..errors import NonFiniteGradient
-from .exchange import Exchange, Steps, finish
+from .exchange import Exchange, Steps, wait_all
 
-__all__ = ["ChunkCodec", "ChunkedSum", "CompressedSum", "Place", "cut", "first_culprit"]
+__all__ = ["BucketSpec", "ChunkCodec", "ChunkedSum", "CompressedSum", "chunk_spans", "first_culprit"]
 
 
 _NOBODY = -1
@@ -31,7 +31,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketSpec:
     """What a sum is of: n elements of a dtype on a device; shapes: of the tensors that lie in them one after another
     (none: one vector); chunk: elements per message; seed: of the random numbers."""
 
@@ -54,7 +54,7 @@ class Place:
         return torch.zeros(self.n if n is None else n, device=self.device)
 
 
-def cut(n: int, size: int) -> list[tuple[int, int]]:
+def chunk_spans(n: int, size: int) -> list[tuple[int, int]]:
     """0..n in pieces of at most ``size``, as (from, to); none of nothing."""
     return [(low, min(low + size, n)) for low in range(0, n, size)]
 
@@ -69,12 +69,12 @@ class CompressedSum:
     """The part of the ``Sum`` protocol that does not depend on the pattern. submit: runs a function after those that
     were submitted before it, in the communication thread, and gives what is to be waited for."""
 
-    def __init__(self, name: str, place: Place, exchange: Exchange, submit: Submit) -> None:
+    def __init__(self, name: str, place: BucketSpec, exchange: Exchange, submit: Submit) -> None:
         self.name, self.place, self.exchange, self._submit = name, place, exchange, submit
         self.step = 0
 
     def steps(self, x: torch.Tensor) -> Steps:
-        """The work of one sum of x [n] in place, as ``exchange.finish`` has it."""
+        """The work of one sum of x [n] in place, as ``exchange.wait_all`` has it."""
         raise NotImplementedError
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ class CompressedSum:
 
     def start(self, x: torch.Tensor) -> Pending:
         """Start summing x in place; errors are raised by ``wait``."""
-        return self._submit(lambda: finish(self.run(x)))
+        return self._submit(lambda: wait_all(self.run(x)))
 
     def fail(self, rank: int | None = None) -> None:
         """Raise that ``rank`` has no finite gradient, and count the step."""
@@ -145,14 +145,14 @@ class ChunkedSum(CompressedSum, Generic[C]):
     def __init__(
         self,
         name: str,
-        place: Place,
+        place: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         make: Callable[[int, int, int], C],
         chunk: int | None = None,
     ) -> None:
         super().__init__(name, place, exchange, submit)
-        self.chunks = cut(place.n, place.chunk if chunk is None else chunk)
+        self.chunks = chunk_spans(place.n, place.chunk if chunk is None else chunk)
         self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
 
     def residuals(self) -> dict[str, torch.Tensor]:

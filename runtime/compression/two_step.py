@@ -19,10 +19,10 @@ import torch
 
 from ...costmodel.codecs import TILE, QuantizationLevels, Run
 from ..collectives.protocol import Submit
-from .dither import draw
+from .dither import random_key
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
-from .summing import ChunkCodec, ChunkedSum, Place, first_culprit
+from .summing import BucketSpec, ChunkCodec, ChunkedSum, first_culprit
 
 __all__ = ["BlockCodec", "BucketTile", "Messages", "TwoStepSum"]
 
@@ -105,7 +105,7 @@ class _Chunk(ChunkCodec):
     """One message's worth of the bucket: its buffers, the tiles of its parts, its residuals."""
 
     def __init__(
-        self, payload: QuantizationLevels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool
+        self, payload: QuantizationLevels, place: BucketSpec, exchange: Exchange, low: int, high: int, feedback: bool
     ) -> None:
         self.low, self.part = low, payload.part(high - low, exchange.size)
         tiles = payload.tiles(high - low, exchange.size, place.shapes, low)
@@ -129,7 +129,7 @@ class TwoStepSum(ChunkedSum[_Chunk]):
     def __init__(
         self,
         name: str,
-        place: Place,
+        place: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         codec: BlockCodec,
@@ -193,7 +193,7 @@ class TwoStepSum(ChunkedSum[_Chunk]):
         digits = self._digits(tile)
         digits[len(work) :].zero_()
         for k, (low, high, rows, first) in enumerate(tile.runs):
-            key = draw(self.place.seed, self.step, self.exchange.rank, *where, k)
+            key = random_key(self.place.seed, self.step, self.exchange.rank, *where, k)
             scales = to.scales[j, first : first + rows]
             self.codec.encode(work[low:high].view(rows, -1), scales, digits[low:high].view(rows, -1), key)
         pack(digits, self.codec.payload.base, to.data[j, tile.first : tile.last])

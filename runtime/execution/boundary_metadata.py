@@ -19,10 +19,10 @@ from ...compiler.pipeline.schedule import Action, Place
 from ...compiler.plan.boundaries import BoundaryMetadata, facts_of, places_of
 from ...compiler.plan.plan import Plan
 
-__all__ = ["exchange", "own_facts", "programs_of", "settled"]
+__all__ = ["boundaries_of", "exchange_boundaries", "find_settled_sends", "programs_of"]
 
 
-def exchange(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
+def exchange_boundaries(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
     """Every place's facts, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
     the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -37,7 +37,7 @@ _DIRECTION = {"F": "F", "B": "B", "I": "B"}  # of the messages that an action ta
 _Ends = tuple[Place, Place]
 
 
-def settled(
+def find_settled_sends(
     actions: Sequence[Sequence[Action]], stage: int, edges: Sequence[_Ends], back_edges: Sequence[_Ends]
 ) -> list[tuple[int, ...]]:
     """For each action of ``stage``: its earlier actions whose sends are known to have arrived by then.
@@ -101,6 +101,6 @@ def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None)
     return tuple(programs)
 
 
-def own_facts(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
+def boundaries_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
     """Of a rank's programs."""
     return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

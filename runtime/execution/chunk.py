@@ -27,9 +27,9 @@ from ..transport.cross_mesh import Port
 from ..transport.shared_memory import SharedMemoryMessages
 from .compilation import Compiler
 from .input_sharding import InputSharder
-from .split_backward import Halves, halve
+from .split_backward import SplitProgram, split_program
 
-__all__ = ["BoundChunk", "Groups", "Inside", "bind_links"]
+__all__ = ["BoundChunk", "Groups", "LocalTransfer", "bind_links"]
 
 Sends = list[tuple[Any, torch.Tensor]]
 """(work, buffer) of messages on their way"""
@@ -50,7 +50,7 @@ class TransferEnd:
 
 
 @dataclass
-class Inside:
+class LocalTransfer:
     """A tensor from one chunk to another of the same stage: exit of the one, slot of the other, steps there and back
     (None: no gradient), and what is on its way by microbatch."""
 
@@ -74,7 +74,7 @@ class BoundChunk:
     ) -> None:  # fmt: skip
         self.plan, self.place, self.program, self.comm = plan, place, program, comm
         self.state, self.feeder, self.training = state, feeder, training
-        self.halves: Halves | None = halve(program) if halved else None
+        self.halves: SplitProgram | None = split_program(program) if halved else None
         module = program.module if self.halves is None else self.halves.module
         self.gathers = Gathers(module.graph)
         segments = program.segments
@@ -92,8 +92,8 @@ class BoundChunk:
         self.loss_exit = next((i for i, exit in exits if exit.kind == "loss"), None)
         self.inward: list[TransferEnd] = []
         self.outward: list[TransferEnd] = []
-        self.entering: list[Inside] = []  # from other chunks of this stage
-        self.leaving: list[Inside] = []
+        self.entering: list[LocalTransfer] = []  # from other chunks of this stage
+        self.leaving: list[LocalTransfer] = []
         self.seeds: dict[float, torch.Tensor] = {}
 
     # ---- construction
@@ -247,7 +247,7 @@ def bind_links(
                 source, target = mine[link.source], mine[link.target]
                 ahead = steps_between(out.value, into.value)
                 behind = steps_between(into.cotangent, out.cotangent) if returns else None
-                inside = Inside(_exit(source, link.node), _slot(target, link.node), ahead, behind)
+                inside = LocalTransfer(_exit(source, link.node), _slot(target, link.node), ahead, behind)
                 source.leaving.append(inside)
                 target.entering.append(inside)
             continue

@@ -20,7 +20,7 @@ from ...compiler.plan.plan import Plan
 from ..parameters.state import ParameterState
 from ..transport.cross_mesh import wire
 from ..transport.process_groups import DistributedComm
-from .boundary_metadata import exchange, own_facts, programs_of
+from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
 from .chunk import Groups
 from .executor import Executor
 from .input_sharding import InputSharder
@@ -79,7 +79,7 @@ class Evaluation:
                 "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
             )
         own = programs_of(plan, programs, self.state.stage)
-        facts = exchange(plan, own_facts(own, self.state.stage))
+        facts = exchange_boundaries(plan, boundaries_of(own, self.state.stage))
         uses = [use for fact in facts.values() for use in fact.inputs]
         feeder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
         executor = Executor(

@@ -8,7 +8,7 @@ the step ends. The schedule is checked over the edges that the programs really h
 The loss of a batch: the mean of its microbatches', summed once over the axes where each device has an addend.
 
 The sum travels while the last gradients do. Over an axis on which replicas step by themselves it is p times a
-replica's own share, as if all p had its samples (``replicas.Alone``).
+replica's own share, as if all p had its samples (``replicas.ReplicaComm``).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Incoming, Port
 from ..transport.process_groups import DistributedComm, PendingCollective
 from ..transport.shared_memory import SharedMemoryMessages
-from .boundary_metadata import settled
+from .boundary_metadata import find_settled_sends
 from .chunk import BoundChunk, Groups, Sends, bind_links
 from .compilation import Compiler
 from .input_sharding import InputSharder
-from .replicas import Alone
+from .replicas import ReplicaComm
 
 __all__ = ["BatchLoss", "Executor"]
 
@@ -97,7 +97,7 @@ class Executor:
             return
         assert state.stage is not None
         self.stage = state.stage
-        timed = Alone(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
+        timed = ReplicaComm(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
         self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.code("weights"))
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
@@ -112,7 +112,7 @@ class Executor:
         edges = [(link.source, link.target) for link in links if not link.is_local]
         back_edges = [ends for link, ends in zip([k for k in links if not k.is_local], edges)
                       if (link.node, link.source) in back]  # fmt: skip
-        arrived = settled(schedule.actions, self.stage, edges, back_edges)
+        arrived = find_settled_sends(schedule.actions, self.stage, edges, back_edges)
         row = schedule.actions[self.stage]
         final = self._final(row)
         self.works = [

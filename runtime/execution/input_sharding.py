@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...compiler.plan.boundaries import InputUse
 from ...compiler.plan.cross_mesh import MeshLayout, coordinates, cut
 from ...compiler.plan.plan import Plan
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 from ..transport.process_groups import DistributedComm
 
 __all__ = ["InputSharder"]
@@ -119,7 +119,7 @@ class InputSharder:
             self._check_types(inputs)
         except ValueError as error:
             fault = error
-        agree(fault)
+        raise_on_all_ranks(fault)
         self._check_same_data(inputs)
         self._compared = True
 

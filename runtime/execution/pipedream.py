@@ -41,14 +41,14 @@ from ..transport.cross_mesh import Incoming, Port
 from .chunk import BoundChunk, Sends
 from .executor import Executor
 
-__all__ = ["Overlapping", "StashingExecutor", "unrecorded"]
+__all__ = ["OverlappingSteps", "StashingExecutor", "without_profiler_records"]
 
 
 _CHECKED_STEPS = 3  # of a schedule that repeats itself
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def without_profiler_records() -> Iterator[None]:
     """For messages that may outlive a profiler: torch ends a message's record when it arrives, and writes to the memory
     of a profiler that has stopped since."""
     torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ class StashingExecutor(Executor):
         self.comm.phase, self.context.step, self.context.microbatch = "forward", step, microbatch
         arguments, exits = part.run(inputs, arrived, microbatch)
         worked = self.trace.mark()
-        with unrecorded():
+        with without_profiler_records():
             self._hold(self._values, number, part.send_values(exits, number % self.window, number))
         for position, name in part.buffer_exits:
             self.state.buffers[name] = exits[position].detach()
@@ -214,7 +214,7 @@ class StashingExecutor(Executor):
             self.reducer.arm(self.final if last else frozenset())
         part.backward(exits, arrived, number % self.window, 1 / self.microbatches)
         worked = self.trace.mark()
-        with unrecorded():
+        with without_profiler_records():
             self._hold(self._cotangents, number, part.send_cotangents(arguments, number % self.window, number))
         self.backwards += 1
         return worked
@@ -269,7 +269,7 @@ Losses = list[tuple[int, torch.Tensor]]
 """(step, 0-d loss), oldest first"""
 
 
-class Overlapping:
+class OverlappingSteps:
     """The steps of an asynchronous pipeline. Its construction is collective.
 
     loss: (stage, facts) of the loss, if there is one. Raises ValueError for clipping, which needs all gradients.
@@ -325,7 +325,7 @@ class Overlapping:
         loss = self.executor.batch_loss
         mine = loss if dist.get_rank() == self.root else None
         out = torch.zeros(1, dtype=self.dtype, device=self.device) if mine is None else mine.reshape(1).clone()
-        with unrecorded():
+        with without_profiler_records():
             self.pending.append((step, out, dist.broadcast(out, self.root, group=self.group, async_op=True)))
 
     def _take(self, least: int) -> Losses:

@@ -28,9 +28,9 @@ from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Port
 from .chunk import BoundChunk
 
-__all__ = ["Alone", "BackendSum", "Flat", "MakeSum", "Replicas", "flat_buckets"]
+__all__ = ["BackendAllReduce", "FlatBucket", "MakeSum", "ReplicaComm", "Replicas", "flat_buckets"]
 
-_BUCKET_BYTES, _LEAST_BYTES = 2**28, 2**20
+_MAX_BUCKET_BYTES, _MIN_BUCKET_BYTES = 2**28, 2**20
 
 MakeSum = Callable[[int, torch.dtype, Sequence[torch.Size], torch.device], Sum]
 """(length, dtype, shapes of the tensors in it, device) → a sum over this rank's replicas"""
@@ -50,7 +50,7 @@ class Replicas:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if stage is None else loose_axes(plan.stages[stage], programs))
         found = [everyone[one.devices[0]] for one in plan.stages]
-        self.count = _count(plan, found)
+        self.count = _count_replicas(plan, found)
         self.axes: tuple[int, ...] = () if stage is None else found[stage][0]
         self.of: dict[int, int] = dict.fromkeys(range(dist.get_world_size()), 0)
         self.first: dict[int, int] = {}  # rank → the one in its place in replica 0
@@ -81,7 +81,7 @@ class Replicas:
 
     def backend_sum(self, n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
         """The backend's own all-reduce over the replicas."""
-        return BackendSum(self.across)
+        return BackendAllReduce(self.across)
 
     def require_apart(self, parts: Sequence[BoundChunk], tied: TiedParameters) -> None:
         """ValueError if a message of this rank would go to another replica, or a reshard over a loose axis."""
@@ -113,7 +113,7 @@ def _peers(port: Port) -> list[int]:
     return [dist.get_global_rank(group, end) for end in ends]
 
 
-def _count(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
+def _count_replicas(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
     """How many replicas there are."""
     for index, (stage, (axes, why)) in enumerate(zip(plan.stages, found, strict=True)):
         if not axes:
@@ -131,7 +131,7 @@ def _count(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
     return counts[0]
 
 
-class Alone(TimedComm):
+class ReplicaComm(TimedComm):
     """Collectives of a program whose replica steps by itself: over the loose ``axes`` it is told what it would be if
     all replicas had its own samples, and nothing is sent."""
 
@@ -155,7 +155,7 @@ class Alone(TimedComm):
 # ---- flat sums
 
 
-class BackendSum:
+class BackendAllReduce:
     """A persistent ``Sum`` by the backend's all-reduce."""
 
     def __init__(self, group: Any) -> None:
@@ -178,7 +178,7 @@ class BackendSum:
         """Nothing stands."""
 
 
-class Flat:
+class FlatBucket:
     """Parameters of one dtype that travel together, as a vector [n], and the sum by which they do."""
 
     def __init__(self, leaves: Sequence[nn.Parameter], make: MakeSum) -> None:
@@ -203,20 +203,20 @@ class Flat:
         return [piece.view(leaf.shape) for piece, leaf in zip(pieces, self.leaves, strict=True)]
 
 
-def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[Flat]:
-    """Buckets of about ``_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start when
+def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[FlatBucket]:
+    """Buckets of about ``_MAX_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start when
     all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since one
     may travel while another is coded."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.dtype, []).append(leaf)
-    return [Flat(row, make) for alike in groups.values() for row in _cut(alike)]
+    return [FlatBucket(row, make) for alike in groups.values() for row in _split_leaves(alike)]
 
 
-def _cut(leaves: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _split_leaves(leaves: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """In about equal parts: a leaf belongs where its middle is."""
     total = max(sum(leaf.nbytes for leaf in leaves), 1)
-    count = max(min(LANES, total // _LEAST_BYTES), -(-total // _BUCKET_BYTES), 1)
+    count = max(min(LANES, total // _MIN_BUCKET_BYTES), -(-total // _MAX_BUCKET_BYTES), 1)
     parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
     before = 0
     for leaf in leaves:

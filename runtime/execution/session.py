@@ -29,21 +29,21 @@ from ..errors import NonFiniteGradient, NonFiniteLoss
 from ..parameters.gradient_all_reduce import GradientAllReduce
 from ..parameters.gradients import GradientReducer
 from ..parameters.optimizer import LossScale, OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
-from ..parameters.optimizer_shards import ValueGatherer, own_parts
+from ..parameters.optimizer_shards import ValueGatherer, make_optimizer_shards
 from ..parameters.state import Init, ModelInfo, ParameterState, Weights
 from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
-from ..transport.error_propagation import alike
+from ..transport.error_propagation import fail_together
 from ..transport.process_groups import bind_all
 from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
-from .boundary_metadata import exchange, own_facts, programs_of
+from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
 from .chunk import Groups
 from .compilation import Compiler
 from .evaluation import Evaluation
 from .executor import Executor
 from .independent_replicas import SYNCHRONOUS, IndependentReplicas, LocalUpdates
 from .input_sharding import InputSharder
-from .pipedream import Overlapping, StashingExecutor
+from .pipedream import OverlappingSteps, StashingExecutor
 
 __all__ = ["Session"]
 
@@ -85,7 +85,7 @@ class Session:
         self.comm = bind_all(plan, 1 if looseness.is_synchronous else LANES)
         self.stage = plan.stage_of(self.rank)
         self.programs = programs_of(plan, programs, self.stage)
-        self.facts = exchange(plan, own_facts(self.programs, self.stage))
+        self.facts = exchange_boundaries(plan, boundaries_of(self.programs, self.stage))
         self.loosely = (
             None if looseness.is_synchronous else IndependentReplicas(looseness, plan, self.programs, self.stage)
         )
@@ -104,8 +104,10 @@ class Session:
             if slot.kind == "parameter":
                 self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
         self.trace = Trace(self.device)
-        with alike():  # one stage of an edited plan may be what cannot run
-            parts = own_parts(plan, self.stage, self.state.parameters, self.state.masters, self.comm, self.loose_axes)
+        with fail_together():  # one stage of an edited plan may be what cannot run
+            parts = make_optimizer_shards(
+                plan, self.stage, self.state.parameters, self.state.masters, self.comm, self.loose_axes
+            )
             blocks = list(parts.values())
             self.sums = GradientAllReduce(plan, self.stage, self.comm, seed)
             self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace, self.sums)
@@ -118,7 +120,7 @@ class Session:
         }
         self.loss_scale = LossScale() if plan.precision == "fp16" else None
         self.values = ValueGatherer(self.comm, [parts[name] for name in self.owned if name in parts], bucket_bytes)
-        with alike():
+        with fail_together():
             uses = [use for fact in self.facts.values() for use in fact.inputs]
             self.feeder = InputSharder(plan, uses, self.comm, self.device, data)
             self.executor = (StashingExecutor if is_asynchronous(plan) else Executor)(
@@ -139,16 +141,18 @@ class Session:
         self.optimizer: torch.optim.Optimizer | None = None
         trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
         if optimizer is not None:
-            with alike():  # a factory may fail on the parameters of one stage only
+            with fail_together():  # a factory may fail on the parameters of one stage only
                 self.optimizer = make_optimizer(optimizer, trained, plan)
         if self.loosely is not None:
-            with alike():
+            with fail_together():
                 self.loosely.bind(self.executor, self.tied, trained, self.sums)
-        self.overlapping: Overlapping | None = None
+        self.overlapping: OverlappingSteps | None = None
         if isinstance(self.executor, StashingExecutor):
             loss = None if self.loss_place is None else (self.loss_place[0], self.facts[self.loss_place])
-            with alike():
-                self.overlapping = Overlapping(plan, self.executor, loss, self.optimizer, clip_grad_norm, self.device)
+            with fail_together():
+                self.overlapping = OverlappingSteps(
+                    plan, self.executor, loss, self.optimizer, clip_grad_norm, self.device
+                )
 
     def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
         """(leaf, axes over which its gradient is partial, the chunk that keeps it) of every parameter, by chunk and

@@ -23,9 +23,9 @@ from ..collectives.protocol import Sum
 from ..errors import NonFiniteGradient
 from ..profiling.trace import Trace
 from ..transport.process_groups import DistributedComm, PendingCollective
-from ..transport.shared_memory import SharedSum
+from ..transport.shared_memory import SharedMemoryAllReduce
 from .gradient_all_reduce import GradientAllReduce
-from .optimizer_shards import Bundle, OptimizerShards
+from .optimizer_shards import OptimizerShards, ShardBucket
 
 __all__ = ["GradientReducer"]
 
@@ -87,7 +87,7 @@ class _Bucket:
         raise NotImplementedError
 
 
-class _Summed(_Bucket):
+class _AllReduceBucket(_Bucket):
     """Gradients that end in the leaves, whole."""
 
     def __init__(self, leaves: Sequence[nn.Parameter], axes: tuple[int, ...]) -> None:
@@ -95,7 +95,7 @@ class _Summed(_Bucket):
         self.axes = axes
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.shared: SharedSum | None = None  # by which the bucket's ranks sum it in memory that they share
+        self.shared: SharedMemoryAllReduce | None = None  # by which the bucket's ranks sum it in memory that they share
         self.wire: torch.Tensor | None = None
         self.work: Any = None
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -168,13 +168,13 @@ class _Summed(_Bucket):
         self.kept = []
 
 
-class _Scattered(_Bucket):
+class _ReduceScatterBucket(_Bucket):
     """Gradients of which each rank keeps a block: what the optimizer updates. The leaves' own are let go."""
 
     unscale = 1.0
 
     def __init__(self, owned: Sequence[OptimizerShards]) -> None:
-        self.bundle = Bundle(owned)
+        self.bundle = ShardBucket(owned)
         self.often = owned[0].often
         self.eager = self.often or owned[0].mixed
         self.wire: torch.Tensor | None = None
@@ -277,7 +277,7 @@ class GradientReducer:
         self.armed: frozenset[int] = frozenset()  # ids of the leaves whose next gradient is the whole one
         self.lasting = [bucket for bucket in self.buckets if not bucket.often]
         self.next = 0  # of those
-        self.flying: _Scattered | None = None
+        self.flying: _ReduceScatterBucket | None = None
         for bucket in self.buckets:
             if sums is not None:
                 bucket.bind(sums)
@@ -288,7 +288,7 @@ class GradientReducer:
         """Before the first backward of a batch. unscale: what mixed gradients are multiplied with."""
         self.armed, self.next, self.fault = frozenset(), 0, None
         for bucket in self.buckets:
-            if isinstance(bucket, _Scattered):
+            if isinstance(bucket, _ReduceScatterBucket):
                 bucket.unscale = unscale
             bucket.begin()
 
@@ -326,7 +326,7 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         assert self.comm is not None
         phase, self.comm.phase = self.comm.phase, "step"
-        if isinstance(bucket, _Scattered) and bucket.bundle.axes:
+        if isinstance(bucket, _ReduceScatterBucket) and bucket.bundle.axes:
             # a message and what arrives are held until then: one at a time
             self._land()
             self.flying = bucket
@@ -384,5 +384,5 @@ def _buckets(
     for group in gradient_buckets(keys, bucket_bytes):
         leaves, axes = [parameters[i][0] for i in group], parameters[group[0]][1]
         parts = [owned[id(leaf)] for leaf in leaves if id(leaf) in owned]
-        buckets.append(_Scattered(parts) if parts else _Summed(leaves, axes))
+        buckets.append(_ReduceScatterBucket(parts) if parts else _AllReduceBucket(leaves, axes))
     return buckets

@@ -6,9 +6,9 @@ parameter over mesh axes on which the value is whole (ZeRO-1 and 2: Rajbhandari 
 whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the blocks are
 gathered into the leaf::
 
-    reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``Bundle``
+    reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``ShardBucket``
     update      optimizer.step() on the parameters
-    gather      the parameters of all ranks → leaf                           one all-gather per ``Bundle``
+    gather      the parameters of all ranks → leaf                           one all-gather per ``ShardBucket``
 
 The block shares the leaf's storage where it is contiguous there; otherwise, and as a master, it has storage of its own.
 Sums of a master's gradients are fp32, over microbatches and over ranks; values are gathered in the leaf's type.
@@ -30,7 +30,7 @@ from ...compiler.plan.plan import ParameterSharding, Plan, gradient_buckets
 from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 
-__all__ = ["Bundle", "OptimizerShards", "ValueGatherer", "own_parts"]
+__all__ = ["OptimizerShards", "ShardBucket", "ValueGatherer", "make_optimizer_shards"]
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class OptimizerShards:
         return self.cut.axes, self.cut.sizes, self.rest, self.often, self.leaf.dtype, self.parameter.dtype
 
 
-def own_parts(
+def make_optimizer_shards(
     plan: Plan,
     stage: int | None,
     leaves: Mapping[str, nn.Parameter],
@@ -74,12 +74,12 @@ def own_parts(
         home = homes[name]
         apart = mixed and home.stored == home.compute.value  # else programs gather masters themselves
         if leaf.requires_grad and (apart or home.stored != home.optimizer):
-            found[name] = _own(leaf, name, home, comm, masters.get(name), mixed)
+            found[name] = _make_shard(leaf, name, home, comm, masters.get(name), mixed)
             found[name].rest = tuple(axis for axis in found[name].rest if axis not in loose)
     return found
 
 
-def _own(
+def _make_shard(
     leaf: nn.Parameter,
     name: str,
     residency: ParameterSharding,
@@ -100,7 +100,7 @@ def _own(
     )
 
 
-class Bundle:
+class ShardBucket:
     """Parameters whose blocks travel in one message (see ``compiler.ir.reshard``)."""
 
     def __init__(self, members: Sequence[OptimizerShards]) -> None:
@@ -133,7 +133,7 @@ class ValueGatherer:
         self.owned = owned
         keys = [(o.cut.axes, o.cut.sizes, o.leaf.dtype) if o.cut.axes else None for o in owned]
         groups = gradient_buckets([(key, o.leaf.nbytes) for key, o in zip(keys, owned, strict=True)], bucket_bytes)
-        self.bundles = [Bundle([owned[index] for index in group]) for group in groups]
+        self.bundles = [ShardBucket([owned[index] for index in group]) for group in groups]
 
     def run(self) -> None:
         """Every leaf becomes what the ranks of its axes own of it. Collective."""
@@ -148,10 +148,10 @@ class ValueGatherer:
             if following is not None:
                 started.append(self._start(following))
             assert bundle is not None
-            _spread(bundle, started.pop(0).wait())
+            _scatter_values(bundle, started.pop(0).wait())
         self.comm.phase = phase
 
-    def _start(self, bundle: Bundle) -> Any:
+    def _start(self, bundle: ShardBucket) -> Any:
         assert self.comm is not None
         blocks = [owned.parameter.detach().reshape(-1).to(owned.leaf.dtype) for owned in bundle.members]
         mine = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
@@ -173,6 +173,6 @@ class ValueGatherer:
 
 
 @torch.no_grad()
-def _spread(bundle: Bundle, wire: torch.Tensor) -> None:
+def _scatter_values(bundle: ShardBucket, wire: torch.Tensor) -> None:
     for index, owned in enumerate(bundle.members):
         owned.cut.blocks(owned.leaf).copy_(bundle.place(wire, index))

@@ -28,7 +28,7 @@ from ...compiler.ir.spec import Spec
 from ...compiler.plan.cross_mesh import MeshLayout, cut
 from ...compiler.plan.plan import Plan, parameter_stages
 from ..transport.cross_mesh import transfer_now, wire
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 from .tied import parameter_layout
@@ -183,7 +183,8 @@ class ParameterState:
         """
         given = _tensors(weights)
         have = [
-            next((alias for alias in self.names(name) if _real(given.get(alias))), None) for name, _ in self.types()
+            next((alias for alias in self.names(name) if _has_values(given.get(alias))), None)
+            for name, _ in self.types()
         ]
         shared: list[Any] = [
             (have, {n: tuple(given[a].shape) for (n, _), a in zip(self.types(), have, strict=True) if a})
@@ -212,13 +213,13 @@ class ParameterState:
             elif needed and fault is None:
                 assert init is not None
                 try:
-                    whole = _initial(name, kind, init, seed).to(self.device)
+                    whole = _make_initial(name, kind, init, seed).to(self.device)
                 except Exception as error:
                     fault = error
             if needed and whole is not None:
                 self._keep(name, whole)
             whole = None  # before the next one is made: one whole tensor at a time
-        agree(fault)
+        raise_on_all_ranks(fault)
 
     def _keep(self, name: str, whole: torch.Tensor) -> None:
         if not self.homes.get(name):
@@ -374,11 +375,11 @@ def _tensors(weights: Weights | None) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
-def _real(x: torch.Tensor | None) -> bool:
+def _has_values(x: torch.Tensor | None) -> bool:
     return x is not None and x.device.type != "meta"
 
 
-def _initial(name: str, kind: TensorType, init: Init, seed: int) -> torch.Tensor:
+def _make_initial(name: str, kind: TensorType, init: Init, seed: int) -> torch.Tensor:
     """Call ``init`` for one whole CPU tensor under a generator of its own."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     whole = torch.empty(kind.shape, dtype=kind.dtype)

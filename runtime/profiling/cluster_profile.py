@@ -42,12 +42,12 @@ from ...costmodel.profiled import (
 )
 from ...costmodel.profiler import Engine, ProfileState, Progress, Task, TaskRecord
 from ...costmodel.tables import machine
-from ..errors import AbsentRankError
-from ..transport.error_propagation import agree, alike, from_first
-from ..transport.launch import call_roll, ensure_initialized, missing_ranks, world_store
+from ..errors import MissingRankError
+from ..transport.error_propagation import broadcast_from_rank0, fail_together, raise_on_all_ranks
+from ..transport.launch import await_all_ranks, ensure_initialized, missing_ranks, world_store
 from . import probes as over_ranks
 from .message_probes import PACE_S
-from .probes import KINDS, OWN, ROOTED, ConcurrentGroups, Ranks
+from .probes import COLLECTIVES, OWN_ALGORITHMS, ROOTED_COLLECTIVES, ConcurrentGroups, Ranks
 from .profile_store import ProfileStore, gather_facts
 
 __all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
@@ -56,13 +56,13 @@ QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
 QUICK_PACE_S = 0.002
 KIB, MIB = 1 << 10, 1 << 20
 # each in order of value: the ends first, so that a fit has both wherever the budget ends
-_COARSE = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
-_FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
-_QUICK = (KIB, MIB, 8 * MIB)
-_VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
-_LEAST = 0.05  # of the budget, for what no plan can do without
+_COARSE_SIZES = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
+_FINE_SIZES = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
+_QUICK_SIZES = (KIB, MIB, 8 * MIB)
+_VISITS, _REPEAT_VISITS = 3, 2  # of every task; and once everything was visited
+_MIN_SHARE = 0.05  # of the budget, for what no plan can do without
 _CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
-_LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
+_MAX_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
 
 def profile(
@@ -94,7 +94,7 @@ def profile(
         raise ValueError(f"a budget is a positive number of seconds, but got {budget_s}; give it a few")
     ensure_initialized()
     _check_size(mesh, base)
-    call_roll("profiling", timeout_s)
+    await_all_ranks("profiling", timeout_s)
     try:
         return _Profile(
             QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace,
@@ -105,7 +105,7 @@ def profile(
         missing = missing_ranks("the end of profiling", min(timeout_s, 10.0), world_store(), rank, world)
         if missing:
             names = ", ".join(map(str, missing))
-            raise AbsentRankError(
+            raise MissingRankError(
                 f"every rank takes part in profiling to its end, but got no answer from rank {names} any more; "
                 "start again (what was measured is kept)"
             ) from error
@@ -197,17 +197,17 @@ class _Profile:
         try:
             self._alone(facts, 1.0, "facts", 1)
             self._together(ranks, wires, shares[0], "collectives", visits)
-            self._alone(ops, shares[1], "ops", visits, _LEAST)
-            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _LEAST)
+            self._alone(ops, shares[1], "ops", visits, _MIN_SHARE)
+            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _MIN_SHARE)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:
-                task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap, ranks), width=3)
+                task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap_probe, ranks), width=3)
                 self._together(ranks, [task], shares[2] + 0.03, "overlap", 1)
             self._alone(exact, shares[3], "exact ops", visits)
             if not self.quick:
                 several = sum(f.device == self.facts[self.rank].device for f in self.facts)  # whose visits are together
-                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _AGAIN)
-                self._together(ranks, wires, 1.0, "again", _VISITS + _AGAIN)
+                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _REPEAT_VISITS)
+                self._together(ranks, wires, 1.0, "again", _VISITS + _REPEAT_VISITS)
         finally:
             ranks.close()
         return self._finish()
@@ -239,8 +239,8 @@ class _Profile:
         except Exception as error:
             fault = error
         left = max(until - perf_counter(), 0.0)
-        call_roll("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
-        agree(fault)
+        await_all_ranks("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
+        raise_on_all_ranks(fault)
         new = {}
         for key, record in local.records.items():
             visits_before, samples_before = before.get(key, (0, 0))
@@ -265,10 +265,10 @@ class _Profile:
 
     def _wire_tasks(self, ranks: Ranks) -> list[Task]:
         """In order of value: what every plan of the whole world asks for at a few sizes, then the rest."""
-        axes, sends = over_ranks.forms(self.hosts), over_ranks.send_forms(self.hosts)
+        axes, sends = over_ranks.group_forms(self.hosts), over_ranks.send_forms(self.hosts)
         whole = [form for form in axes if form.size * form.groups == self.world]
         parts = [form for form in axes if form.size * form.groups != self.world]
-        largest = min(_LARGEST[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
+        largest = min(_MAX_BYTES[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
 
         def tasks(kinds: Sequence[str], among: Sequence[ConcurrentGroups], sizes: Sequence[int]) -> list[Task]:
             return [
@@ -276,17 +276,17 @@ class _Profile:
                 for nbytes in sizes if nbytes <= largest for form in among for kind in kinds
             ]  # fmt: skip
 
-        coarse = _QUICK if self.quick else _COARSE
+        coarse = _QUICK_SIZES if self.quick else _COARSE_SIZES
         first = [  # the smaller sizes of all before the larger ones of any: on slow links those take the whole budget
             task for nbytes in coarse
-            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(KINDS, whole, (nbytes,)))
+            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(COLLECTIVES, whole, (nbytes,)))
         ]  # fmt: skip
         if self.quick:
             return first
         return [
-            *first, *tasks(KINDS, parts, coarse), *tasks(KINDS, whole, _FINE), *tasks(("send",), sends, _FINE),
-            *tasks(ROOTED, whole, coarse), *tasks(KINDS, parts, _FINE), *tasks(ROOTED, parts, coarse),
-            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse),
+            *first, *tasks(COLLECTIVES, parts, coarse), *tasks(COLLECTIVES, whole, _FINE_SIZES), *tasks(("send",), sends, _FINE_SIZES),
+            *tasks(ROOTED_COLLECTIVES, whole, coarse), *tasks(COLLECTIVES, parts, _FINE_SIZES), *tasks(ROOTED_COLLECTIVES, parts, coarse),
+            *tasks(OWN_ALGORITHMS if dist.get_backend() == "gloo" else (), whole, coarse),
         ]  # fmt: skip
 
     def _wire_task(self, ranks: Ranks, kind: str, form: ConcurrentGroups, nbytes: int) -> Task:
@@ -297,19 +297,19 @@ class _Profile:
     def _optimizer_tasks(self) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
         names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
-        sizes = over_ranks.OPTIMIZED[:-1] if self.quick else over_ranks.OPTIMIZED
+        sizes = over_ranks.OPTIMIZER_SIZES[:-1] if self.quick else over_ranks.OPTIMIZER_SIZES
         return [
             Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
-                 partial(over_ranks.optimizer_step, name, tensors, elements, self.device))
+                 partial(over_ranks.optimizer_probe, name, tensors, elements, self.device))
             for name in names if name not in known for tensors, elements in sizes
         ]  # fmt: skip
 
     def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()
-        sizes = over_ranks.CODED[:-1] if self.quick else over_ranks.CODED
+        sizes = over_ranks.CODED_LENGTHS[:-1] if self.quick else over_ranks.CODED_LENGTHS
         return [
             Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
-                 partial(over_ranks.coded_sum, name, elements, self.device, pace))
+                 partial(over_ranks.coded_sum_probe, name, elements, self.device, pace))
             for elements in sizes for name in self.codes if name not in known and name != "none"
         ]  # fmt: skip
 
@@ -317,7 +317,7 @@ class _Profile:
 
     def _finish(self) -> Cluster:
         text = ""
-        with alike():
+        with fail_together():
             if self.rank == 0:
                 cluster = self._cluster()
                 if self.path is not None:
@@ -325,7 +325,7 @@ class _Profile:
                 # a table with gaps is worth a profile, not a place in the cache
                 self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
                 text = cluster.to_json()
-        return Cluster.from_json(from_first(lambda: text))
+        return Cluster.from_json(broadcast_from_rank0(lambda: text))
 
     def _cluster(self) -> Cluster:
         provenance = self._provenance()

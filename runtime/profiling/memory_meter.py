@@ -103,10 +103,10 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
             reading.peak_rss_bytes = peak_rss_bytes()
         return
     gc.collect()  # garbage is not the block's, nor is its end
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _patient():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _waits_until_released():
         alive = storages_alive()
         start = sum(alive.values())
-        watched = [weakref.ref(storage, _reporter(size)) for storage, size in alive.items()]
+        watched = [weakref.ref(storage, _release_reporter(size)) for storage, size in alive.items()]
         del alive
         try:
             yield reading
@@ -118,7 +118,7 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
 
 
 @contextmanager
-def _patient() -> Iterator[None]:
+def _waits_until_released() -> Iterator[None]:
     """Whoever waits for a collective keeps what it was given until the thread that carried it has let go of it."""
     if not dist.is_available():
         yield
@@ -138,7 +138,7 @@ def _patient() -> Iterator[None]:
         work.wait = original
 
 
-def _reporter(size: int) -> Any:
+def _release_reporter(size: int) -> Any:
     def report(_: Any) -> None:
         with record_function(f"{_FREED}{size}"):
             pass

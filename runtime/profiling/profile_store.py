@@ -24,7 +24,7 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.profiled import RankFacts
 from ...costmodel.profiler import ProfileState
 from ...costmodel.tables import cache_directory, machine, machine_memory_bytes, usable_cores
-from ..transport.error_propagation import from_first
+from ..transport.error_propagation import broadcast_from_rank0
 
 __all__ = ["ProfileStore", "gather_facts"]
 
@@ -102,7 +102,7 @@ class ProfileStore:
             with suppress(ValueError):  # half a file, or another program's: begin anew
                 found = ProfileState.load(self.partial)
                 text = found.to_json() if found.about == self.about else ""
-        text = from_first(lambda: text)
+        text = broadcast_from_rank0(lambda: text)
         return ProfileState.from_json(text) if text else ProfileState(self.about)
 
     def cached(self) -> Cluster | None:
@@ -113,7 +113,7 @@ class ProfileStore:
         elif self.writes and self.table.is_file():
             with suppress(ValueError):  # of another release: measured again and replaced
                 text = Cluster.load(self.table).to_json()
-        text = from_first(lambda: text)
+        text = broadcast_from_rank0(lambda: text)
         return Cluster.from_json(text) if text else None
 
     def finish(self, cluster: Cluster, usual: bool, keep: bool) -> None:

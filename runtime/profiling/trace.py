@@ -33,7 +33,16 @@ import torch
 from ...compiler.ir.comm import Arrival, Comm
 from ...costmodel.measured import RankTimes
 
-__all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "meetings", "middle", "peak_bytes", "rank_times"]
+__all__ = [
+    "ActionTimes",
+    "StepTimes",
+    "TimedComm",
+    "Trace",
+    "meeting_times",
+    "middle_steps",
+    "peak_bytes",
+    "rank_times",
+]
 
 T = TypeVar("T")
 
@@ -210,7 +219,7 @@ class Trace:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
 
 
-def middle(walls: Sequence[Sequence[float]]) -> list[int]:
+def middle_steps(walls: Sequence[Sequence[float]]) -> list[int]:
     """Which steps to count: the middle half of them by what they took, the mean over ranks. walls: rank → step →
     seconds. Means of the same steps, unlike medians, add up."""
     count = min(map(len, walls))
@@ -246,7 +255,7 @@ def rank_times(
     )  # fmt: skip
 
 
-def meetings(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
+def meeting_times(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
     """Step → every time that ranks of a stage meet: ("F", "B" or "G" for the gradients, seconds)."""
     return [
         [*(("F" if a.label[0] == "F" else "B", a.exchange_s) for a in step.actions), ("G", step.gradient_s)]

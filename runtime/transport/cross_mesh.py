@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.plan.cross_mesh import Box, MeshLayout, Tile, cut, extents, tiles
-from ..compression.carrier import Carrier, carrier
-from ..compression.dither import draw
+from ..compression.dither import random_key
+from ..compression.tensor_codec import TensorCodec, tensor_codec
 from .shared_memory import SharedMemoryMessages, SharedMessage
 
 __all__ = ["Port", "transfer_now"]
@@ -33,7 +33,7 @@ class Incoming:
 
     shape: tuple[int, ...]
     out: torch.Tensor | None
-    parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]]
+    parts: list[tuple[Any, torch.Tensor | None, TensorCodec | None, Box]]
 
     def wait(self) -> torch.Tensor:
         """Block until every tile is here, decode it if it is coded, put it in its place, return the local block."""
@@ -53,7 +53,7 @@ class Incoming:
         return self.out
 
 
-Message = tuple[int, int, Box, Carrier | None]
+Message = tuple[int, int, Box, TensorCodec | None]
 """(tile, peer, box of the local block, what encodes it)"""
 
 
@@ -88,7 +88,7 @@ class Port:
         group = port._group()
         for index, tile in enumerate(messages):
             assert tile.source != tile.target, "stages do not share devices"
-            coder = carrier(port.code, prod(tile.shape), dtype, torch.device(port.device))
+            coder = tensor_codec(port.code, prod(tile.shape), dtype, torch.device(port.device))
             if tile.source == rank:
                 port.sends.append((index, dist.get_group_rank(group, tile.target), tile.source_box, coder))
             elif tile.target == rank:
@@ -117,17 +117,17 @@ class Port:
     def _is_near(self, peer: int) -> bool:
         return self.near is not None and peer in self.near.peers
 
-    def _encoded(self, x: torch.Tensor, coder: Carrier | None, at: tuple[int, ...]) -> torch.Tensor:
+    def _encoded(self, x: torch.Tensor, coder: TensorCodec | None, at: tuple[int, ...]) -> torch.Tensor:
         if coder is None:
             return x
-        return coder.encode(x.view(-1), None if self.seed is None else draw(self.seed, self.base_tag, *at))
+        return coder.encode(x.view(-1), None if self.seed is None else random_key(self.seed, self.base_tag, *at))
 
     def receive(self, microbatch: int) -> Incoming:
         """Post the receives of this rank's block."""
         coded = any(coder is not None for *_, coder in self.receives)
         out = None if coded else torch.empty(self.shape, dtype=self.dtype, device=self.device)
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
-        parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]] = []
+        parts: list[tuple[Any, torch.Tensor | None, TensorCodec | None, Box]] = []
         for index, peer, box, coder in self.receives:
             here = None if out is None else cut(out, box)
             buffer: torch.Tensor | None = None

@@ -26,9 +26,18 @@ import torch
 import torch.distributed as dist
 
 from ..collectives.worker import drain
-from ..errors import AbsentRankError
+from ..errors import MissingRankError
 
-__all__ = ["call_roll", "ensure_initialized", "join", "leave", "missing_ranks", "resolve", "spawn_local", "world_store"]
+__all__ = [
+    "await_all_ranks",
+    "ensure_initialized",
+    "join",
+    "leave",
+    "missing_ranks",
+    "resolve",
+    "spawn_local",
+    "world_store",
+]
 
 
 _TIMEOUT = timedelta(minutes=10)
@@ -178,7 +187,7 @@ def world_store() -> Any:
     return group.get_group_store()
 
 
-def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[int, int] | None = None) -> None:
+def await_all_ranks(purpose: str, timeout_s: float, store: Any = None, place: tuple[int, int] | None = None) -> None:
     """Return once every rank is here; raise AbsentRankError on all ranks that are, naming those that are not.
 
     purpose: what the ranks meet for, as the error says it. store and place = (rank, world size): by default the
@@ -189,7 +198,7 @@ def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[in
     if missing:
         names = ", ".join(map(str, missing))
         verb = "rank" if len(missing) == 1 else "ranks"
-        raise AbsentRankError(
+        raise MissingRankError(
             f"every rank takes part in {purpose}, but got no answer from {verb} {names} of {world} within"
             f" {timeout_s:.3g} s; start them again and check the network between the hosts"
         )

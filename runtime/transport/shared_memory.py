@@ -14,7 +14,7 @@ connection to each of its peers, from which one thread reads.
 Tagged messages between ranks that share memory.
 
 The sender copies a message into pages of its own that the receiver has mapped, and tells so; the receiver copies it out
-when it needs it, and tells that the pages are free. Neither needs the other one's processor meanwhile. Where ``_ROOMS``
+when it needs it, and tells that the pages are free. Neither needs the other one's processor meanwhile. Where ``_BUFFERS_PER_SIZE``
 messages of a size are with a peer already, the next one is the backend's: rooms do not grow with what is in flight.
 
 Sums over ranks of one machine in memory that they share.
@@ -48,7 +48,7 @@ from ..collectives.protocol import Pending, Submit
 from ..collectives.worker import submit
 from ..errors import PeerError
 
-__all__ = ["SharedMemory", "SharedMemoryMessages", "SharedMessage", "SharedSum"]
+__all__ = ["SharedMemory", "SharedMemoryAllReduce", "SharedMemoryMessages", "SharedMessage"]
 
 
 _WORD = struct.Struct("<qqq")
@@ -81,11 +81,11 @@ class SharedMemory:
         if size == 1 or dist.get_backend(group) != "gloo":
             return cls(group, {}, 1.0)
         listener, token = _listener(size), secrets.token_bytes(_TOKEN_BYTES)
-        mine = None if listener is None else (_machine(), listener.getsockname(), token)
+        mine = None if listener is None else (_machine_identity(), listener.getsockname(), token)
         every: list[tuple[tuple[Any, ...], bytes, bytes] | None] = [None] * size
         dist.all_gather_object(every, mine, group=group)
         near = [p for p, one in enumerate(every) if one and mine and one[0] == mine[0] and p != rank]
-        timeout_s = _patience_s(group)
+        timeout_s = _group_timeout_s(group)
         peers: dict[int, socket.socket] = {}
         if listener is not None:
             try:
@@ -151,7 +151,7 @@ class SharedMemory:
         used.
         """
         self._shared += 1
-        mine, pages = own_pages(nbytes)
+        mine, pages = allocate_pages(nbytes)
         for peer in self.peers:
             self.tell(peer, _PAGES, self._shared, nbytes, pages)
         os.close(pages)
@@ -191,7 +191,7 @@ class SharedMemory:
         )
 
 
-def own_pages(nbytes: int) -> tuple[torch.Tensor, int]:
+def allocate_pages(nbytes: int) -> tuple[torch.Tensor, int]:
     """Fresh zeros [nbytes] that can be shared, and the file of their pages, which is to be closed."""
     assert nbytes > 0, "there are no pages of nothing"
     pages = os.memfd_create("meshwright")
@@ -216,13 +216,13 @@ def _listener(backlog: int) -> socket.socket | None:
     return listener
 
 
-def _patience_s(group: Any) -> float:
+def _group_timeout_s(group: Any) -> float:
     """How long the group waits for a rank."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return (default_pg_timeout if options is None else options._timeout).total_seconds()
 
 
-def _machine() -> tuple[Any, ...]:
+def _machine_identity() -> tuple[Any, ...]:
     """What ranks have in common if they can share memory: the kernel, and its network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         booted = file.read()
@@ -234,8 +234,8 @@ def _close(sockets: Sequence[socket.socket]) -> None:
         one.close()
 
 
-_ROOMS = 4
-_BY_THE_BACKEND = -1
+_BUFFERS_PER_SIZE = 4
+_SENT_BY_BACKEND = -1
 
 
 class SharedMemoryMessages:
@@ -253,7 +253,7 @@ class SharedMemoryMessages:
     def send(self, x: torch.Tensor, peer: int, tag: int) -> bool:
         """Send a contiguous tensor, which may change at once. False: it is to be sent by the backend, as the peer
         expects now."""
-        room = self._room(peer, x.nbytes) if x.numel() else _BY_THE_BACKEND
+        room = self._room(peer, x.nbytes) if x.numel() else _SENT_BY_BACKEND
         if room >= 0:
             self._mine[room].copy_(x.view(-1).view(torch.uint8))
         self.near.tell(peer, self._here, tag, room)
@@ -266,10 +266,10 @@ class SharedMemoryMessages:
             empty.append(near.hear(peer, self._free, nbytes))
         if empty:
             return empty.pop()
-        if self._made[size] == _ROOMS:
-            return _BY_THE_BACKEND
+        if self._made[size] == _BUFFERS_PER_SIZE:
+            return _SENT_BY_BACKEND
         self._made[size] += 1
-        bytes_, pages = own_pages(nbytes)
+        bytes_, pages = allocate_pages(nbytes)
         self._mine.append(bytes_)
         near.tell(peer, self._mapped, len(self._mine) - 1, nbytes, pages)
         os.close(pages)
@@ -277,7 +277,7 @@ class SharedMemoryMessages:
 
     def _take(self, x: torch.Tensor, peer: int, tag: int) -> bool:
         room, near = self.near.hear(peer, self._here, tag), self.near
-        if room == _BY_THE_BACKEND:
+        if room == _SENT_BY_BACKEND:
             return False
         if (peer, room) not in self._theirs:
             self._theirs[peer, room] = near.pages_of(peer, self._mapped, room)
@@ -307,7 +307,7 @@ class SharedMessage:
 _ALIGNED = 64  # elements: parts begin at cache lines
 
 
-class SharedSum:
+class SharedMemoryAllReduce:
     """The sum, by the communication thread, of flat tensors over the ranks of a group that are all near. Made on all of
     them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
     be copied; other tensors, of any length, go through it piece by piece."""

@@ -209,7 +209,7 @@ def owing(code: str, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Under SGD: how far replicas have moved, and the sum of the true means less what the code owes, in its residuals
     and in what the last flush puts into the next step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "_LEAST_BYTES", 1 if lanes > 1 else 2**20)
+        patch.setattr(replicas, "_MIN_BUCKET_BYTES", 1 if lanes > 1 else 2**20)
         parallel = start("dga, 1 late", model=Model(), delay=2, plan=wired(code))
     session = parallel.session
     buckets = session.loosely.means.buckets

@@ -15,7 +15,7 @@ from meshwright.compiler.plan.cross_mesh import Tile
 from meshwright.models import GPT
 from meshwright.runtime.errors import PeerError
 from meshwright.runtime.transport.cross_mesh import Port
-from meshwright.runtime.transport.shared_memory import SharedMemory, SharedMemoryMessages, SharedSum
+from meshwright.runtime.transport.shared_memory import SharedMemory, SharedMemoryAllReduce, SharedMemoryMessages
 
 from tests.support.ranks import RankPool
 
@@ -31,8 +31,8 @@ def sums() -> list[tuple[bool, bool]]:
     near = SharedMemory.meet()
     assert near.is_all
     cases = [(n, dtype) for n in (1, 63, 64, 65, 1003, 70000) for dtype in DTYPES]
-    made = [SharedSum(near, n, dtype) for n, dtype in cases]
-    passage = SharedSum(near, 400, torch.float32)
+    made = [SharedMemoryAllReduce(near, n, dtype) for n, dtype in cases]
+    passage = SharedMemoryAllReduce(near, 400, torch.float32)
     found = []
     for step in range(3):
         rows = [
