@@ -37,7 +37,7 @@ from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
-from .runtime.execution.session import Session
+from .runtime.execution.session import Session, SessionOptions
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
@@ -145,13 +145,15 @@ class Parallel:
             programs,
             ModelInfo.of(graph, self._model),
             weights,
-            init=options.init,
-            optimizer=options.optimizer,
-            seed=options.seed,
-            clip_grad_norm=options.clip_grad_norm,
-            data=options.data,
-            compiler=compiler,
-            looseness=replace(options.looseness, delay=delay),
+            SessionOptions(
+                init=options.init,
+                optimizer=options.optimizer,
+                seed=options.seed,
+                clip_grad_norm=options.clip_grad_norm,
+                data=options.data,
+                compiler=compiler,
+                local_updates=replace(options.looseness, delay=delay),
+            ),
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code

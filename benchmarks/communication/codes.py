@@ -24,7 +24,7 @@ from meshwright.costmodel.codecs import CHUNK, CODECS, sent_bytes
 from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.protocol import Sum
-from meshwright.runtime.compression import make_sum
+from meshwright.runtime.compression import BucketSpec, make_sum
 from meshwright.runtime.compression.gathered import MIN_GATHER_BYTES
 from meshwright.runtime.parameters.gradient_all_reduce import AlgorithmExchange
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -93,7 +93,7 @@ def make_call(name: str, bucket: Bucket) -> tuple[Call, Callable[[], object]]:
         made = DenseSum(group, bucket.n, torch.float32, algorithm)
     else:
         exchange = AlgorithmExchange(group, algorithm) if algorithm else group
-        made = make_sum(code, bucket.n, exchange, shapes=bucket.shapes)
+        made = make_sum(code, BucketSpec(bucket.n, shapes=tuple(bucket.shapes)), exchange)
     return lambda x: made.start(x).wait(), made.close
 
 

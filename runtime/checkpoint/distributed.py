@@ -37,9 +37,9 @@ def _optimizers(session: Session) -> list[tuple[str, torch.optim.Optimizer, Mapp
     """(prefix of its keys, optimizer, its parameters by name), the one that averages replicas last."""
     found: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
     if session.optimizer is not None:
-        found.append(("optimizer", session.optimizer, session.owned))
-    if session.loosely is not None and (outer := session.loosely.outer) is not None:
-        anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned.items() if id(leaf) in outer[1]}
+        found.append(("optimizer", session.optimizer, session.owned_parameters))
+    if session.independent_replicas is not None and (outer := session.independent_replicas.outer) is not None:
+        anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned_parameters.items() if id(leaf) in outer[1]}
         found.append(("outer", outer[0], anchors))
     return found
 
@@ -139,9 +139,9 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
         dcp.load(  # type: ignore[attr-defined]
             values, checkpoint_id=os.fspath(path)
         )
-    session.values.refresh()
-    if session.loosely is not None:
-        session.loosely.renew()
+    session.value_gatherer.refresh()
+    if session.independent_replicas is not None:
+        session.independent_replicas.renew()
     told = json.loads(bytes(values["session"].tolist()).decode())
     session.step = int(told["step"])
     _carry_on(session, carried)
@@ -160,7 +160,7 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
 
 
 def _carried(session: Session) -> dict[str, torch.Tensor]:
-    return {f"wire.{session.rank}.{name}": x for name, x in session.sums.state_dict().items()}
+    return {f"wire.{session.rank}.{name}": x for name, x in session.gradient_all_reduce.state_dict().items()}
 
 
 def _alike(entry: Any, x: torch.Tensor) -> bool:
@@ -169,11 +169,13 @@ def _alike(entry: Any, x: torch.Tensor) -> bool:
 
 def _carry_on(session: Session, carried: Mapping[str, torch.Tensor]) -> None:
     """Sums go on, or on all ranks start anew. Collective where there are any."""
-    mine = session.sums.state_dict()
+    mine = session.gradient_all_reduce.state_dict()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (len(mine), len(carried)))
     if all(wanted == found for wanted, found in everyone):
-        session.sums.load_state_dict({k.removeprefix(f"wire.{session.rank}."): x for k, x in carried.items()})
+        session.gradient_all_reduce.load_state_dict(
+            {k.removeprefix(f"wire.{session.rank}."): x for k, x in carried.items()}
+        )
     elif session.rank == 0:
         warnings.warn(
             "the checkpoint was written under another plan: what compressed gradients still owed is lost", stacklevel=3

@@ -58,11 +58,11 @@ class SampledTriplets(GatheredCodec):
     """Spectral: λ_i are the singular values of each matrix; ``payload.rank`` of its triplets are sent. What is not
     worth factoring is sent as it is."""
 
-    def __init__(self, place: BucketSpec, payload: LowRankFactors) -> None:
+    def __init__(self, bucket: BucketSpec, payload: LowRankFactors) -> None:
         self.payload = payload
         self.pieces: list[tuple[int, int, int, bool]] = []  # (offset, rows, columns, whether factored)
         offset = 0
-        for rows, columns in payload.sizes(place.shapes or ((place.n,),)):
+        for rows, columns in payload.sizes(bucket.shapes or ((bucket.n,),)):
             self.pieces.append((offset, rows, columns, payload.pays(rows, columns)))
             offset += rows * columns
         self.bytes = 4 * sum(

@@ -70,7 +70,7 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
 
     def _decode(self, codec: GatheredCodec, messages: torch.Tensor, part: torch.Tensor) -> None:
         """Write the sum of what the messages [ranks, bytes] of a chunk say."""
-        total = part if part.dtype is torch.float32 else self.place.zeros(len(part))
+        total = part if part.dtype is torch.float32 else self.bucket.zeros(len(part))
         total.zero_()
         for message in messages:
             codec.decode_add(message[4:], total, self.step)
@@ -82,6 +82,6 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
         finite = isfinite(x.sum(dtype=torch.float32).item())
         message[:4].view(torch.int32).fill_(-1 if finite else self.exchange.rank)
         if finite:
-            key = random_key(self.place.seed, self.step, self.exchange.rank, i)
+            key = random_key(self.bucket.seed, self.step, self.exchange.rank, i)
             codec.encode(x, message[4:], key, self.step)
         return message

@@ -61,15 +61,15 @@ class Plain(LinearCodec):
     """The gradient itself."""
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
-        """In place."""
+        """Sum ``x`` in place."""
         yield x
 
 
 class Half(LinearCodec):
     """16 bits per element."""
 
-    def __init__(self, n: int, place: BucketSpec, dtype: torch.dtype) -> None:
-        self.buffer = torch.empty(n, dtype=dtype, device=place.device)
+    def __init__(self, n: int, bucket: BucketSpec, dtype: torch.dtype) -> None:
+        self.buffer = torch.empty(n, dtype=dtype, device=bucket.device)
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
         """Rounded, summed, widened. Beyond 65,504 fp16 is infinite, which is reported as a NaN is."""
@@ -81,16 +81,16 @@ class Half(LinearCodec):
 class RandomK(LinearCodec):
     """The same random elements on every rank."""
 
-    def __init__(self, n: int, place: BucketSpec, codec: Codec, index: int) -> None:
+    def __init__(self, n: int, bucket: BucketSpec, codec: Codec, index: int) -> None:
         assert isinstance(codec.payload, Picked)
-        self.place, self.index = place, index
+        self.bucket, self.index = bucket, index
         self.count = codec.payload.count(n)
-        self.owed = place.zeros(n)
+        self.owed = bucket.zeros(n)
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
         """Everything else waits in the residual."""
         finite = isfinite(x.sum(dtype=torch.float32).item())
-        picked = shared_positions(len(x), self.count, random_key(self.place.seed, step, self.index), x.device)
+        picked = shared_positions(len(x), self.count, random_key(self.bucket.seed, step, self.index), x.device)
         if finite:
             self.owed.add_(x)
             values = self.owed[picked]

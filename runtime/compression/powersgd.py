@@ -65,8 +65,8 @@ class _Matrix:
 class PowerSGD(LinearCodec):
     """The matrices of one bucket."""
 
-    def __init__(self, place: BucketSpec, payload: LowRankFactors, ranks: Sequence[int] | None = None) -> None:
-        shapes = place.shapes or ((place.n,),)
+    def __init__(self, bucket: BucketSpec, payload: LowRankFactors, ranks: Sequence[int] | None = None) -> None:
+        shapes = bucket.shapes or ((bucket.n,),)
         ranks = [payload.rank] * len(shapes) if ranks is None else list(ranks)
         if len(ranks) != len(shapes) or any(rank < 0 for rank in ranks):
             raise ValueError(f"ranks has one of 0 or more for each of {len(shapes)} tensors, but got {ranks}")
@@ -81,16 +81,16 @@ class PowerSGD(LinearCodec):
                 self.dense.append((offset, offset + rows * columns))
             offset += rows * columns
         self.factors = left
-        self.first = place.zeros(left + sum(high - low for low, high in self.dense))
-        self.owed = place.zeros()
-        self.right = self._start(right, place)
+        self.first = bucket.zeros(left + sum(high - low for low, high in self.dense))
+        self.owed = bucket.zeros()
+        self.right = self._start(right, bucket)
 
     @staticmethod
-    def _start(n: int, place: BucketSpec) -> torch.Tensor:
+    def _start(n: int, bucket: BucketSpec) -> torch.Tensor:
         """The same on every rank: orthonormal columns are made of it before it is used."""
-        q = place.zeros(n)
+        q = bucket.zeros(n)
         for i, piece in enumerate(q.split(2**15)):
-            piece.copy_(uniforms(random_key(place.seed, i), len(piece), place.device)).sub_(0.5)
+            piece.copy_(uniforms(random_key(bucket.seed, i), len(piece), bucket.device)).sub_(0.5)
         return q
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:

@@ -56,11 +56,11 @@ def largest_positions(magnitudes: torch.Tensor, count: int, key: int) -> torch.T
 class SparseCodec(GatheredCodec):
     """Writes and reads entries. Subclasses say which and what becomes of the rest."""
 
-    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int) -> None:
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int) -> None:
         self.n, self.payload = n, payload
-        self.shapes, self.start = place.shapes, start
+        self.shapes, self.start = bucket.shapes, start
         spans = -(-n // payload.span)
-        self.starts = torch.arange(spans, device=place.device) * payload.span
+        self.starts = torch.arange(spans, device=bucket.device) * payload.span
 
     def entries(self, step: int) -> Entries:
         """What is sent in this step."""
@@ -109,9 +109,9 @@ class SparseCodec(GatheredCodec):
 class TopK(SparseCodec):
     """The largest of what has accumulated."""
 
-    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int) -> None:
-        super().__init__(n, place, payload, start)
-        self.owed, self.scratch = place.zeros(n), place.zeros(n)
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int) -> None:
+        super().__init__(n, bucket, payload, start)
+        self.owed, self.scratch = bucket.zeros(n), bucket.zeros(n)
 
     def pick(self, x: torch.Tensor, pieces: list[Run], key: int) -> tuple[torch.Tensor, torch.Tensor]:
         """After adding x to what is owed."""
@@ -141,11 +141,11 @@ class DeepGradient(TopK):
     scale = 1.0
 
     def __init__(
-        self, n: int, place: BucketSpec, payload: Entries, start: int, momentum: float, warmup_steps: int
+        self, n: int, bucket: BucketSpec, payload: Entries, start: int, momentum: float, warmup_steps: int
     ) -> None:
-        super().__init__(n, place, payload, start)
+        super().__init__(n, bucket, payload, start)
         self.momentum, self.warmup_steps = momentum, warmup_steps
-        self.velocity = place.zeros(n)
+        self.velocity = bucket.zeros(n)
 
     def entries(self, step: int) -> Entries:
         """4^-1, 4^-2, … of the elements during the warm-up, as long as that is more than afterwards."""
@@ -190,8 +190,8 @@ class DeepGradientSum(GatheredSum):
 class Threshold(TopK):
     """±τ for what has grown to τ; where that is more than the message has room for, the largest."""
 
-    def __init__(self, n: int, place: BucketSpec, payload: Entries, start: int, factor: float) -> None:
-        super().__init__(n, place, payload, start)
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int, factor: float) -> None:
+        super().__init__(n, bucket, payload, start)
         self.factor = factor
 
     def encode(self, x: torch.Tensor, body: torch.Tensor, key: int, step: int) -> None:

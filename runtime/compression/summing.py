@@ -69,8 +69,8 @@ class CompressedSum:
     """The part of the ``Sum`` protocol that does not depend on the pattern. submit: runs a function after those that
     were submitted before it, in the communication thread, and gives what is to be waited for."""
 
-    def __init__(self, name: str, place: BucketSpec, exchange: Exchange, submit: Submit) -> None:
-        self.name, self.place, self.exchange, self._submit = name, place, exchange, submit
+    def __init__(self, name: str, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> None:
+        self.name, self.bucket, self.exchange, self._submit = name, bucket, exchange, submit
         self.step = 0
 
     def steps(self, x: torch.Tensor) -> Steps:
@@ -83,9 +83,9 @@ class CompressedSum:
 
     def run(self, x: torch.Tensor) -> Steps:
         """``steps``, checked and counted."""
-        if x.shape != (self.place.n,) or x.dtype != self.place.dtype or not x.is_contiguous():
+        if x.shape != (self.bucket.n,) or x.dtype != self.bucket.dtype or not x.is_contiguous():
             raise ValueError(
-                f"this sum is of contiguous {self.place.dtype} [{self.place.n}], but got {x.dtype} {list(x.shape)}; "
+                f"this sum is of contiguous {self.bucket.dtype} [{self.bucket.n}], but got {x.dtype} {list(x.shape)}; "
                 "make another for another bucket"
             )
         steps = self.steps(x)
@@ -145,14 +145,14 @@ class ChunkedSum(CompressedSum, Generic[C]):
     def __init__(
         self,
         name: str,
-        place: BucketSpec,
+        bucket: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         make: Callable[[int, int, int], C],
         chunk: int | None = None,
     ) -> None:
-        super().__init__(name, place, exchange, submit)
-        self.chunks = chunk_spans(place.n, place.chunk if chunk is None else chunk)
+        super().__init__(name, bucket, exchange, submit)
+        self.chunks = chunk_spans(bucket.n, bucket.chunk if chunk is None else chunk)
         self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
 
     def residuals(self) -> dict[str, torch.Tensor]:

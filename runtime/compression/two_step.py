@@ -105,17 +105,17 @@ class _Chunk(ChunkCodec):
     """One message's worth of the bucket: its buffers, the tiles of its parts, its residuals."""
 
     def __init__(
-        self, payload: QuantizationLevels, place: BucketSpec, exchange: Exchange, low: int, high: int, feedback: bool
+        self, payload: QuantizationLevels, bucket: BucketSpec, exchange: Exchange, low: int, high: int, feedback: bool
     ) -> None:
         self.low, self.part = low, payload.part(high - low, exchange.size)
-        tiles = payload.tiles(high - low, exchange.size, place.shapes, low)
+        tiles = payload.tiles(high - low, exchange.size, bucket.shapes, low)
         self.tiles = [BucketTile.of_part(part, low, payload.per_byte) for part in tiles]
         form = (payload, self.part, payload.blocks(tiles))
-        self.sent, self.came, self.told = (Messages(*form, exchange.size, place.device) for _ in range(3))
-        self.mine = Messages(*form, 1, place.device)
-        self.total = place.zeros(self.part)
-        self.owed = place.zeros(high - low) if feedback else None
-        self.owed_total = place.zeros(self.part) if feedback else None
+        self.sent, self.came, self.told = (Messages(*form, exchange.size, bucket.device) for _ in range(3))
+        self.mine = Messages(*form, 1, bucket.device)
+        self.total = bucket.zeros(self.part)
+        self.owed = bucket.zeros(high - low) if feedback else None
+        self.owed_total = bucket.zeros(self.part) if feedback else None
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Of both stages."""
@@ -129,19 +129,19 @@ class TwoStepSum(ChunkedSum[_Chunk]):
     def __init__(
         self,
         name: str,
-        place: BucketSpec,
+        bucket: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         codec: BlockCodec,
     ) -> None:
         def made(low: int, high: int, index: int) -> _Chunk:
-            return _Chunk(codec.payload, place, exchange, low, high, codec.feedback)
+            return _Chunk(codec.payload, bucket, exchange, low, high, codec.feedback)
 
-        super().__init__(name, place, exchange, submit, made)
+        super().__init__(name, bucket, exchange, submit, made)
         self.codec = codec
         width = max((t.high - t.low for chunk in self.codecs for part in chunk.tiles for t in part), default=0)
-        self.work, per_byte = place.zeros(width), codec.payload.per_byte
-        self.digits, self.quotients = (place.zeros(-(-width // per_byte) * per_byte) for _ in range(2))
+        self.work, per_byte = bucket.zeros(width), codec.payload.per_byte
+        self.digits, self.quotients = (bucket.zeros(-(-width // per_byte) * per_byte) for _ in range(2))
 
     def steps(self, x: torch.Tensor) -> Steps:
         """All chunks on their way, then each part summed, then all sums told."""
@@ -193,7 +193,7 @@ class TwoStepSum(ChunkedSum[_Chunk]):
         digits = self._digits(tile)
         digits[len(work) :].zero_()
         for k, (low, high, rows, first) in enumerate(tile.runs):
-            key = random_key(self.place.seed, self.step, self.exchange.rank, *where, k)
+            key = random_key(self.bucket.seed, self.step, self.exchange.rank, *where, k)
             scales = to.scales[j, first : first + rows]
             self.codec.encode(work[low:high].view(rows, -1), scales, digits[low:high].view(rows, -1), key)
         pack(digits, self.codec.payload.base, to.data[j, tile.first : tile.last])

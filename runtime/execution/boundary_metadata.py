@@ -23,7 +23,7 @@ __all__ = ["boundaries_of", "exchange_boundaries", "find_settled_sends", "progra
 
 
 def exchange_boundaries(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
-    """Every place's facts, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
+    """Every place's boundaries, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
     the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(mine))

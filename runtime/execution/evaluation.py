@@ -21,7 +21,7 @@ from ..parameters.state import ParameterState
 from ..transport.cross_mesh import wire
 from ..transport.process_groups import DistributedComm
 from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
-from .chunk import Groups
+from .chunk import Groups, RankResources, StageTransport
 from .executor import Executor
 from .input_sharding import InputSharder
 
@@ -47,16 +47,16 @@ class Evaluation:
         programs' own batch counts. programs: of this rank's stage; the same object on later calls reuses what the first
         call bound. Collective.
         """
-        executor, facts = self._executor(plan, programs)
-        executor.feeder.check(inputs)
-        self._lend(executor, facts)
+        executor, boundaries = self._executor(plan, programs)
+        executor.input_sharder.check(inputs)
+        self._lend(executor, boundaries)
         loss, mine = executor.run(inputs, step=step)
         out: dict[str, torch.Tensor] = {}
-        for (index, chunk), fact in facts.items():
+        for (index, chunk), boundary in boundaries.items():
             here = self.plan.stages[index]
-            kinds = dict(fact.outputs)
-            if fact.loss is not None:
-                kinds["loss"] = fact.loss
+            kinds = dict(boundary.outputs)
+            if boundary.loss is not None:
+                kinds["loss"] = boundary.loss
                 mine = {**mine, "loss": loss} if loss is not None else mine
             for name, kind in kinds.items():
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
@@ -71,29 +71,28 @@ class Evaluation:
         return out
 
     def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, BoundaryMetadata]]:
-        for known, executor, facts in self._bound:
+        for known, executor, boundaries in self._bound:
             if known is programs:
-                return executor, facts
+                return executor, boundaries
         if [(s.devices, s.mesh_shape) for s in plan.stages] != [(s.devices, s.mesh_shape) for s in self.plan.stages]:
             raise ValueError(
                 "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
             )
         own = programs_of(plan, programs, self.state.stage)
-        facts = exchange_boundaries(plan, boundaries_of(own, self.state.stage))
-        uses = [use for fact in facts.values() for use in fact.inputs]
-        feeder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
-        executor = Executor(
-            plan, own, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed, training=False
-        )
-        self._bound.append((programs, executor, facts))
-        return executor, facts
+        boundaries = exchange_boundaries(plan, boundaries_of(own, self.state.stage))
+        uses = [use for boundary in boundaries.values() for use in boundary.inputs]
+        input_sharder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
+        rank = RankResources(plan, self.comm, self.state, input_sharder, training=False)
+        executor = Executor(rank, own, boundaries, StageTransport(self.groups, seed=self.seed))
+        self._bound.append((programs, executor, boundaries))
+        return executor, boundaries
 
-    def _lend(self, executor: Executor, facts: Mapping[Place, BoundaryMetadata]) -> None:
+    def _lend(self, executor: Executor, boundaries: Mapping[Place, BoundaryMetadata]) -> None:
         """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
         nothing to do."""
-        for (index, _), fact in facts.items():
+        for (index, _), boundary in boundaries.items():
             here = self.plan.stages[index]
-            for name, spec in {**fact.parameters, **fact.buffers}.items():
+            for name, spec in {**boundary.parameters, **boundary.buffers}.items():
                 if index not in self.state.homes.get(name, ()):
                     whole = self.state.whole(name)
                     if index == self.state.stage:

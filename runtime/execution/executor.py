@@ -25,17 +25,12 @@ from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.families import generate
 from ...compiler.pipeline.schedule import Action, Place, validate
 from ...compiler.plan.boundaries import BoundaryMetadata, differentiable_links, links_of, places_of
-from ...compiler.plan.plan import Plan
 from ..parameters.gradients import GradientReducer
-from ..parameters.state import ParameterState
 from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Incoming, Port
 from ..transport.process_groups import DistributedComm, PendingCollective
-from ..transport.shared_memory import SharedMemoryMessages
 from .boundary_metadata import find_settled_sends
-from .chunk import BoundChunk, Groups, Sends, bind_links
-from .compilation import Compiler
-from .input_sharding import InputSharder
+from .chunk import BoundChunk, RankResources, Sends, StageTransport, bind_links
 from .replicas import ReplicaComm
 
 __all__ = ["BatchLoss", "Executor"]
@@ -55,38 +50,31 @@ class Executor:
     """Runs one rank's programs, one per chunk of its stage, by the plan's schedule. An idle rank has none and does
     nothing in ``run``.
 
-    training=False: forwards only, without autograd, one microbatch. alone: the axes over which replicas step by
-    themselves. groups: see ``chunk.Groups``; near: for messages to ranks that share memory. Raises ScheduleError for a
-    schedule that cannot run over the plan's edges.
+    independent_axes: the mesh axes over which replicas step by themselves. Raises ScheduleError for a schedule that
+    cannot run over the plan's edges.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        rank: RankResources,
         programs: Sequence[ChunkProgram],
-        comm: DistributedComm | None,
-        state: ParameterState,
-        facts: Mapping[Place, BoundaryMetadata],
-        feeder: InputSharder,
+        boundaries: Mapping[Place, BoundaryMetadata],
+        transport: StageTransport,
         *,
         reducer: GradientReducer | None = None,
-        groups: Groups = lambda source, target: (None, None),
-        near: SharedMemoryMessages | None = None,
-        seed: int = 0,
-        training: bool = True,
         trace: Trace | None = None,
-        compiler: Compiler | None = None,
-        alone: Sequence[int] = (),
+        independent_axes: Sequence[int] = (),
     ) -> None:
-        self.plan, self.programs, self.comm, self.state, self.feeder = plan, programs, comm, state, feeder
-        self.reducer, self.training = reducer, training
+        plan, comm, state, training = rank.plan, rank.comm, rank.state, rank.training
+        self.plan, self.programs, self.comm, self.state = plan, programs, comm, state
+        self.input_sharder, self.reducer, self.training = rank.input_sharder, reducer, training
         self.microbatches = plan.microbatches if training else 1
         self.trace = trace or Trace(state.device)
         self.works: list[_Work] = []
         # this rank's blocks of tensors that other stages own, for evaluation
         self.borrowed: dict[str, torch.Tensor] = {}
-        links, places = links_of(plan, facts), places_of(plan)
-        back = differentiable_links(links, facts) if training else set()
+        links, places = links_of(plan, boundaries), places_of(plan)
+        back = differentiable_links(links, boundaries) if training else set()
         schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked) if training else None
         number = {place: index for index, place in enumerate(places)}
         self.links, self.back = links, back
@@ -97,15 +85,14 @@ class Executor:
             return
         assert state.stage is not None
         self.stage = state.stage
-        timed = ReplicaComm(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
-        self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.code("weights"))
+        timed = ReplicaComm(comm, self.trace, independent_axes) if independent_axes else TimedComm(comm, self.trace)
+        self.context = Context(timed, transport.seed, repeating=self.trace.repeating, code=plan.code("weights"))
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
-            BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
-            for chunk, program in enumerate(programs)
+            BoundChunk(rank, (self.stage, chunk), program, chunk in halved) for chunk, program in enumerate(programs)
         ]
-        self.loss = BatchLoss(self.parts, comm, alone)
-        bind_links(self.parts, plan, facts, links, back, groups, self.window, seed, near)
+        self.loss = BatchLoss(self.parts, comm, independent_axes)
+        bind_links(self.parts, plan, boundaries, links, back, transport, self.window)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
             return
@@ -234,7 +221,7 @@ class Executor:
 def _work(
     action: Action, part: BoundChunk, arrived: tuple[int, ...] = (), final: frozenset[int] = frozenset()
 ) -> _Work:
-    ways = {"F": part.inward, "W": []}.get(action.kind, part.outward)
+    ways = {"F": part.incoming, "W": []}.get(action.kind, part.outgoing)
     ports = [(way.position, way.forward if action.kind == "F" else way.backward) for way in ways]
     label = f"{action.kind}{action.microbatch}" + (f"c{action.chunk}" if action.chunk else "")
     return _Work(action, label, part, [(at, port) for at, port in ports if port is not None], arrived, final)
@@ -250,14 +237,17 @@ def _drain(sends: Sends) -> None:
 
 
 class BatchLoss:
-    """The losses of the microbatches that one rank's chunks have run. alone: axes over which nothing is sent."""
+    """The losses of the microbatches that one rank's chunks have run. independent_axes: those over which nothing is
+    sent."""
 
-    def __init__(self, parts: Sequence[BoundChunk], comm: DistributedComm, alone: Collection[int] = ()) -> None:
+    def __init__(
+        self, parts: Sequence[BoundChunk], comm: DistributedComm, independent_axes: Collection[int] = ()
+    ) -> None:
         self.comm, self.losses = comm, list[torch.Tensor]()
         exits = [part.program.exits[part.loss_exit] for part in parts if part.loss_exit is not None]
         addends = [axis for exit in exits for axis, value in enumerate(exit.pair.value) if value.is_partial]
-        self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in alone]
-        self.times = prod(comm.size(axis) for axis in addends if axis in alone)
+        self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in independent_axes]
+        self.times = prod(comm.size(axis) for axis in addends if axis in independent_axes)
 
     def begin(self) -> None:
         """Before the first microbatch of a batch: nothing is there, whatever became of the last one."""

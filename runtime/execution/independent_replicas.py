@@ -73,9 +73,9 @@ class IndependentReplicas:
     """What a session does differently. Its construction is collective; ``bind`` follows once there are parameters."""
 
     def __init__(
-        self, looseness: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
+        self, local_updates: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
     ) -> None:
-        self.looseness, self.plan = looseness, plan
+        self.local_updates, self.plan = local_updates, plan
         self.replicas = Replicas(plan, programs, stage)
         self.means: DelayedGradients | PeriodicAverage | None = None
 
@@ -100,7 +100,7 @@ class IndependentReplicas:
             here, lane = self.replicas, next(lanes)
             return sums.make(here.axes, n, dtype, shapes, device, lane) or here.backend_sum(n, dtype, shapes, device)
 
-        how = self.looseness
+        how = self.local_updates
         if how.every > 1:
             self.means = PeriodicAverage(leaves, self.replicas, how.every, how.delay, how.outer, made)
         else:
@@ -181,5 +181,5 @@ class IndependentReplicas:
         if self.means is not None and not self.means.drained:
             raise ValueError(
                 f"{what} needs replicas that are alike, but got steps since the last flush under "
-                f"delay={self.looseness.delay}, local_steps={self.looseness.every}; call flush() before"
+                f"delay={self.local_updates.delay}, local_steps={self.local_updates.every}; call flush() before"
             )

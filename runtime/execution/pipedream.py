@@ -38,7 +38,7 @@ from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
 from ..profiling.trace import Mark
 from ..transport.cross_mesh import Incoming, Port
-from .chunk import BoundChunk, Sends
+from .chunk import BoundChunk, RankResources, Sends
 from .executor import Executor
 
 __all__ = ["OverlappingSteps", "StashingExecutor", "without_profiler_records"]
@@ -103,9 +103,9 @@ class StashingExecutor(Executor):
 
     update: Callable[[], None]
 
-    def __init__(self, plan: Plan, *arguments: Any, **options: Any) -> None:
-        p, m = len(plan.stages), plan.microbatches
-        super().__init__(plan, *arguments, **options)
+    def __init__(self, rank: RankResources, *arguments: Any, **options: Any) -> None:
+        p, m = len(rank.plan.stages), rank.plan.microbatches
+        super().__init__(rank, *arguments, **options)
         validate(generate(PIPEDREAM, p, m * _CHECKED_STEPS + p), self.edges)
         self.forwards = self.backwards = 0
         self.batch_loss: torch.Tensor | None = None  # of the batch that this stage has just finished
@@ -118,7 +118,7 @@ class StashingExecutor(Executor):
         self.warm = p - 1 - self.stage
         mine = [k.source[0] for k in self.links if k.target[0] == self.stage and (k.node, k.source) in self.back]
         self.apart = p - min(mine, default=0)  # from a B to the F that proves that its cotangents have arrived
-        self.reads = [name for _, name, _ in self.feeder.plans.get(0, ())]
+        self.reads = [name for _, name, _ in self.input_sharder.plans.get(0, ())]
         leaves = self.state.parameters
         self.final = frozenset(id(leaves[name]) for name in self.part.touches("B"))
         self.trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -248,7 +248,7 @@ class StashingExecutor(Executor):
     # ---- messages
 
     def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming]]:
-        ways = self.part.inward if kind == "F" else self.part.outward
+        ways = self.part.incoming if kind == "F" else self.part.outgoing
         ports: list[tuple[int, Port | None]] = [(w.position, w.forward if kind == "F" else w.backward) for w in ways]
         return [(at, port.receive(number % self.window)) for at, port in ports if port is not None]
 
@@ -272,7 +272,7 @@ Losses = list[tuple[int, torch.Tensor]]
 class OverlappingSteps:
     """The steps of an asynchronous pipeline. Its construction is collective.
 
-    loss: (stage, facts) of the loss, if there is one. Raises ValueError for clipping, which needs all gradients.
+    loss: (stage, boundaries) of the loss, if there is one. Raises ValueError for clipping, which needs all gradients.
     """
 
     def __init__(

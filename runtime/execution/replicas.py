@@ -85,12 +85,12 @@ class Replicas:
 
     def require_apart(self, parts: Sequence[BoundChunk], tied: TiedParameters) -> None:
         """ValueError if a message of this rank would go to another replica, or a reshard over a loose axis."""
-        ways = [way for part in parts for way in (*part.inward, *part.outward)]
+        ways = [way for part in parts for way in (*part.incoming, *part.outgoing)]
         ports = [port for way in ways for port in (way.forward, way.backward) if port is not None]
         ports += [port for _, port, _ in (*tied.up, *tied.down)]
         steps = [step for way in ways for step in way.steps]
         for part in parts:
-            steps += [step for one in part.leaving for step in (*one.ahead, *(one.back or ()))]
+            steps += [step for one in part.local_outputs for step in (*one.forward_steps, *(one.backward_steps or ()))]
             steps += [step for _, _, there, back in part.derived for step in (*there, *back)]
         if any(axis in self.axes for _, axis, *_ in steps):
             raise ValueError(

@@ -38,7 +38,7 @@ from ..collectives.rounds import schedule_of
 from ..collectives.worker import submit
 from ..compression.exchange import CompletedWork, Exchange, GroupExchange, Work, wait_all
 from ..compression.registry import make_sum
-from ..compression.summing import CompressedSum
+from ..compression.summing import BucketSpec, CompressedSum
 from ..transport.process_groups import DistributedComm
 from ..transport.shared_memory import SharedMemory, SharedMemoryAllReduce
 
@@ -57,15 +57,15 @@ class GradientAllReduce:
         self.made: list[Sum] = []
         coded = [(s, wire) for s in plan.stages for wire in s.wire if wire.compressor != "none"]
         # whether a rank may not know what the code of another one found
-        self.told_apart = any(
+        self.faults_differ = any(
             wire.algorithm == "hierarchical" or prod(s.mesh_shape[a] for a in wire.axes) < plan.num_devices
             for s, wire in coded
         )
         self._hops: dict[tuple[tuple[int, ...], int], _SumGroup] = {}
         self._wires: dict[tuple[int, ...], GradientReduction] = {}
         self._comm = comm
-        self._near: dict[tuple[int, ...], SharedMemory] = {}
-        self._passages: dict[tuple[tuple[int, ...], torch.dtype], SharedMemoryAllReduce] = {}
+        self._shared_memory: dict[tuple[int, ...], SharedMemory] = {}
+        self._staging: dict[tuple[tuple[int, ...], torch.dtype], SharedMemoryAllReduce] = {}
         if stage is None or comm is None:
             return
         for wire in plan.stages[stage].wire:
@@ -94,10 +94,9 @@ class GradientAllReduce:
                 else AlgorithmExchange(hop.channel, wire.algorithm, hop.members)
             )
             size, tensors = (n, shapes) if inner is None else (part_length(n, hop.members), ())
-            coded = make_sum(
-                wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
-                device=device, submit=hop.submit,
-            )  # fmt: skip
+            shapes_in_part = tuple(tuple(shape) for shape in tensors)
+            bucket = BucketSpec(size, dtype, shapes_in_part, self.seed + len(self.made), device=device)
+            coded = make_sum(wire.compressor, bucket, exchange, submit=hop.submit)
             made = coded if inner is None else HierarchicalAllReduce(n, GroupExchange(inner), coded, hop.submit)
         self.made.append(made)
         return made
@@ -109,16 +108,16 @@ class GradientAllReduce:
         plan says how it travels. lasting: whether the bucket is to lie there, or only passes through it, as others."""
         if self._comm is None or axes in self._wires or device.type != "cpu":
             return None
-        if axes not in self._near:
-            self._near[axes] = SharedMemory.meet(self._comm.groups[axes])
-        near = self._near[axes]
-        if not near.is_all:
+        if axes not in self._shared_memory:
+            self._shared_memory[axes] = SharedMemory.connect(self._comm.groups[axes])
+        near = self._shared_memory[axes]
+        if not near.spans_group:
             return None
         if lasting:
             return SharedMemoryAllReduce(near, n, dtype)
-        if (axes, dtype) not in self._passages:
-            self._passages[axes, dtype] = SharedMemoryAllReduce(near, min(n, _STAGING_ELEMENTS), dtype)
-        return self._passages[axes, dtype]
+        if (axes, dtype) not in self._staging:
+            self._staging[axes, dtype] = SharedMemoryAllReduce(near, min(n, _STAGING_ELEMENTS), dtype)
+        return self._staging[axes, dtype]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """ "<number of the sum>.<name>" → what this rank's sums carry from step to step."""
@@ -178,7 +177,7 @@ class HierarchicalAllReduce:
 
     def __init__(self, n: int, inner: Exchange, coded: CompressedSum, submit: Submit) -> None:
         self.n, self.inner, self.coded, self._submit = n, inner, coded, submit
-        assert coded.place.n == part_length(n, inner.size), (coded.place.n, n, inner.size)
+        assert coded.bucket.n == part_length(n, inner.size), (coded.bucket.n, n, inner.size)
 
     def start(self, x: torch.Tensor) -> Pending:
         """Start summing ``x`` in place; ``wait`` raises NonFiniteGradient on the ranks whose part has one."""
@@ -186,7 +185,7 @@ class HierarchicalAllReduce:
 
     @torch.no_grad()
     def _run(self, x: torch.Tensor) -> None:
-        members, part = self.inner.size, self.coded.place.n
+        members, part = self.inner.size, self.coded.bucket.n
         rows = x.new_zeros(members, part)
         rows.view(-1)[: self.n].copy_(x)
         arrived = torch.empty_like(rows)

@@ -13,7 +13,7 @@ What has been measured is on disk every few seconds, so that an interrupted prof
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -96,10 +96,12 @@ def profile(
     _check_size(mesh, base)
     await_all_ranks("profiling", timeout_s)
     try:
-        return _Profile(
-            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace,
-            (() if quick else _CODES) if codes is None else codes,
-        ).run()  # fmt: skip
+        measured_codes = (() if quick else _CODES) if codes is None else codes
+        request = _ProfileRequest(
+            QUICK_BUDGET_S if quick else budget_s, quick, tuple(probes), base, path, progress, resume, timeout_s, pace,
+            tuple(measured_codes),
+        )  # fmt: skip
+        return _Profiler(request).run()
     except RuntimeError as error:
         rank, world = dist.get_rank(), dist.get_world_size()
         missing = missing_ranks("the end of profiling", min(timeout_s, 10.0), world_store(), rank, world)
@@ -131,31 +133,47 @@ def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) 
             )
 
 
-class _Profile:
+@dataclass(frozen=True)
+class _ProfileRequest:
+    """The arguments of ``profile``, with its defaults filled in."""
+
+    budget_s: float
+    quick: bool
+    #: exact ops to measure as well
+    probes: tuple[Probe, ...]
+    #: a cluster of which only the gaps are measured
+    base: Cluster | None
+    #: the file of the result
+    path: str | Path | None
+    progress: Progress | None
+    #: continue an interrupted profile
+    resume: bool
+    #: seconds that a rank may be silent
+    timeout_s: float
+    #: the computation before and beside each collective; None: matmuls
+    pace: Callable[[], object] | None
+    #: compressors to measure
+    codes: tuple[str, ...]
+
+    @property
+    def is_cacheable(self) -> bool:
+        """True if the request asks for nothing beyond a quick profile, so that the cached table answers it."""
+        return self.quick and self.base is None and not self.probes and self.pace is None and not self.codes
+
+
+class _Profiler:
     """One run of the profiler on this rank."""
 
-    def __init__(
-        self,
-        budget_s: float,
-        quick: bool,
-        probes: Sequence[Probe],
-        base: Cluster | None,
-        path: str | Path | None,
-        progress: Progress | None,
-        resume: bool,
-        timeout_s: float,
-        pace: Callable[[], object] | None,
-        codes: Sequence[str],
-    ) -> None:
-        self.codes = codes
-        self.budget_s, self.quick, self.probes, self.base, self.path = budget_s, quick, probes, base, path
-        self.pace = pace
-        self.cacheable = quick and base is None and not probes and pace is None and not codes
+    def __init__(self, request: _ProfileRequest) -> None:
+        self.request = request
+        self.budget_s, self.quick, self.probes, self.base = (
+            request.budget_s, request.quick, request.probes, request.base,
+        )  # fmt: skip
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.progress = progress if self.rank == 0 else None
-        self.resume, self.timeout_s, self.started = resume, timeout_s, perf_counter()
+        self.progress = request.progress if self.rank == 0 else None
+        self.timeout_s, self.started = request.timeout_s, perf_counter()
         self.facts = gather_facts(self.device)
         self.hosts = [facts.host for facts in self.facts]
         mine, machines = self.facts[self.rank], [facts.machine for facts in self.facts]
@@ -164,20 +182,20 @@ class _Profile:
         self.measures_ops = mine.kind != "cpu" or place < mine.cores
         self.names = list(dict.fromkeys(facts.device for facts in self.facts))
         self.suffix = f"@{self.names.index(mine.device)}"
-        self.store = ProfileStore(self.facts, self.slowdown, path)
+        self.store = ProfileStore(self.facts, self.slowdown, request.path)
         ops = grid(mine.kind)
-        self.ops = coarse(ops) if quick else ops
+        self.ops = coarse(ops) if self.quick else ops
         self.state = ProfileState(self.store.about)
 
     # ---- the run
 
     def run(self) -> Cluster:
         """Measure and tell everyone."""
-        if self.cacheable and (cached := self.store.cached()) is not None:
+        if self.request.is_cacheable and (cached := self.store.cached()) is not None:
             return cached
-        if self.resume and not self.quick:
+        if self.request.resume and not self.quick:
             self.state = self.store.earlier()
-        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.pace, QUICK_PACE_S if self.quick else PACE_S)
+        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.request.pace, QUICK_PACE_S if self.quick else PACE_S)
         wires = self._wire_tasks(ranks) if self.world > 1 and not (self.base and self.base.wires) else []
         known = self.base is not None and bool(self.base.device(0).curves)
         memory = min(self.facts[self.rank].memory_bytes / 8, 2e9)
@@ -310,7 +328,7 @@ class _Profile:
         return [
             Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
                  partial(over_ranks.coded_sum_probe, name, elements, self.device, pace))
-            for elements in sizes for name in self.codes if name not in known and name != "none"
+            for elements in sizes for name in self.request.codes if name not in known and name != "none"
         ]  # fmt: skip
 
     # ---- the result
@@ -320,10 +338,10 @@ class _Profile:
         with fail_together():
             if self.rank == 0:
                 cluster = self._cluster()
-                if self.path is not None:
-                    cluster.save(self.path)
+                if self.request.path is not None:
+                    cluster.save(self.request.path)
                 # a table with gaps is worth a profile, not a place in the cache
-                self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
+                self.store.finish(cluster, self.request.pace is None, keep=not (self.quick and self.state.skipped))
                 text = cluster.to_json()
         return Cluster.from_json(broadcast_from_rank0(lambda: text))
 

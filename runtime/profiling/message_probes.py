@@ -42,7 +42,7 @@ class RankPair:
 
     def __init__(
         self, ranks: tuple[int, ...], groups: Sequence[Any], rank: int, nbytes: int, device: torch.device,
-        near: SharedMemoryMessages | None,
+        shared_memory: SharedMemoryMessages | None,
     ) -> None:  # fmt: skip
         self.x = torch.ones(max(nbytes // 4, 1), device=device)
         box = ((0, self.x.numel()),)
@@ -50,7 +50,7 @@ class RankPair:
         there, back = (
             Port.make(
                 [Tile(source, target, box, box)], rank, tag, (self.x.numel(),), self.x.dtype,
-                device=device, group=group, near=near,
+                device=device, group=group, shared_memory=shared_memory,
             )
             for source, target, tag, group in ((first, second, _TAG, groups[0]), (second, first, _TAG + 1, groups[1]))
         )  # fmt: skip

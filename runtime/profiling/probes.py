@@ -33,6 +33,7 @@ from ..collectives.channel import Channel
 from ..collectives.dense import DenseSum
 from ..collectives.rounds import ALGORITHMS
 from ..compression.registry import make_sum
+from ..compression.summing import BucketSpec
 from ..transport.process_groups import DistributedComm
 from ..transport.shared_memory import SharedMemory, SharedMemoryAllReduce, SharedMemoryMessages
 from .message_probes import PACE_S, SLOW_S, RankPair, sample_count, time_call, time_messages
@@ -188,18 +189,20 @@ class Ranks:
             if mine is None:
                 return partial(time_messages, self, None)
             ranks, group = mine
-            near = self._near(*mine)
-            ways = SharedMemoryMessages(near) if near is not None and near.is_all else None
+            shared_memory = self._shared_memory(*mine)
+            ways = (
+                SharedMemoryMessages(shared_memory) if shared_memory is not None and shared_memory.spans_group else None
+            )
             return partial(
                 time_messages, self, RankPair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways)
             )
         call: Callable[..., object] | None = None
         if mine is not None:
-            near = self._near(*mine) if kind == "all_reduce_in_place" else None
+            shared_memory = self._shared_memory(*mine) if kind == "all_reduce_in_place" else None
             if kind in OWN_ALGORITHMS:
                 call = self._own_sum(*mine, kind, nbytes)
-            elif near is not None and near.is_all:
-                shared = SharedMemoryAllReduce(near, max(nbytes // 4, 1), torch.float32)
+            elif shared_memory is not None and shared_memory.spans_group:
+                shared = SharedMemoryAllReduce(shared_memory, max(nbytes // 4, 1), torch.float32)
                 call = partial(_run_sum, shared, shared.buffer)
             else:
                 call = _CALLS.get(kind, partial(_rooted_call, kind))(*mine, self.rank, nbytes, self.device)
@@ -207,10 +210,10 @@ class Ranks:
             return partial(self._paced, call)
         return partial(_median_seconds, call, form.size, self.agree, self.device)
 
-    def _near(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
+    def _shared_memory(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
         """As training meets them. Collective over the group."""
         if ranks not in self._met and self.device.type == "cpu":
-            self._met[ranks] = SharedMemory.meet(group)
+            self._met[ranks] = SharedMemory.connect(group)
         return self._met.get(ranks)
 
     def _own_sum(self, ranks: tuple[int, ...], group: Any, kind: str, nbytes: int) -> Callable[[], object]:
@@ -421,13 +424,14 @@ def coded_sum_probe(code: str, elements: int, device: torch.device, pace: Callab
     side = min(_CODED_SIDE, isqrt(elements))
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(side, side, generator=generator).to(device).repeat(elements // side**2, 1).view(-1)
-    made = make_sum(code, elements, None, shapes=[(side, side)] * (elements // side**2), device=device)
+    bucket = BucketSpec(elements, shapes=((side, side),) * (elements // side**2), device=device)
+    coded_sum = make_sum(code, bucket)
     x = torch.empty_like(gradient)
 
     def once() -> float:
         x.copy_(gradient)
         pace()
-        return time_call(lambda: made.start(x).wait(), device)
+        return time_call(lambda: coded_sum.start(x).wait(), device)
 
     def visit() -> Visit:
         once()

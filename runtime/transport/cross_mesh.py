@@ -63,7 +63,7 @@ class Port:
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
     Peers are ranks of ``group``, whose own methods are called: what ``dist.isend`` checks of every message takes as
-    long as the rest of an action. near: is of a group with the same ranks. code: of the messages
+    long as the rest of an action. shared_memory: is of a group with the same ranks. code: of the messages
     (``codecs.CARRIERS``).
     """
 
@@ -77,7 +77,7 @@ class Port:
     group: Any = None
     code: str = "none"
     seed: int | None = None  # of random numbers of the code; None: nearest levels
-    near: SharedMemoryMessages | None = None  # that reach some peers
+    shared_memory: SharedMemoryMessages | None = None  # that reach some peers
 
     @classmethod
     def make(
@@ -110,12 +110,12 @@ class Port:
             if box not in copies:
                 copies[box] = self._encoded(cut(x, box).contiguous(), coder, (step, microbatch, index))
             message = wire(copies[box])
-            if not self._is_near(peer) or not self.near.send(message, peer, base + index):  # type: ignore[union-attr]
+            if not self._shares_memory(peer) or not self.shared_memory.send(message, peer, base + index):  # type: ignore[union-attr]
                 started.append((group.send([message], peer, base + index), copies[box]))
         return started
 
-    def _is_near(self, peer: int) -> bool:
-        return self.near is not None and peer in self.near.peers
+    def _shares_memory(self, peer: int) -> bool:
+        return self.shared_memory is not None and peer in self.shared_memory.peers
 
     def _encoded(self, x: torch.Tensor, coder: TensorCodec | None, at: tuple[int, ...]) -> torch.Tensor:
         if coder is None:
@@ -138,9 +138,9 @@ class Port:
             target = here if buffer is None else buffer
             assert target is not None
             message = wire(target)
-            if self._is_near(peer):
-                assert self.near is not None
-                work: Any = SharedMessage(self.near, message, peer, base + index, group)
+            if self._shares_memory(peer):
+                assert self.shared_memory is not None
+                work: Any = SharedMessage(self.shared_memory, message, peer, base + index, group)
             else:
                 work = group.recv([message], peer, base + index)
             parts.append((work, buffer, coder, box))

@@ -8,7 +8,15 @@ from collections import Counter
 import pytest
 import torch
 from meshwright.costmodel.codecs import CODECS, LowRankFactors, QuantizationLevels, sent_bytes
-from meshwright.runtime.compression import FAMILIES, CompressedSum, NonFiniteGradient, Rehearsal, gathered, make_sum
+from meshwright.runtime.compression import (
+    FAMILIES,
+    BucketSpec,
+    CompressedSum,
+    NonFiniteGradient,
+    Rehearsal,
+    gathered,
+    make_sum,
+)
 from meshwright.runtime.compression.atomo import draw_systematically, probabilities
 from meshwright.runtime.compression.dither import GRID, grid_tile, random_key, uniforms
 from meshwright.runtime.compression.linear import shared_positions
@@ -21,6 +29,7 @@ CPU = torch.device("cpu")
 UNBIASED = ["int8", "int4", "int2", "terngrad", "atomo5%", "atomo-svd4"]
 FEEDBACK = ["1bit", "ef-signsgd", "randomk10%", "powersgd2", "topk1%", "dgc1%", "threshold10"]
 SHAPES = ((20, 30), (7,), (4, 3, 11))  # 739 elements
+BUCKET_OPTIONS = {"dtype", "shapes", "seed", "chunk", "device"}
 every_code = pytest.mark.parametrize("name", CODECS)
 
 
@@ -30,7 +39,8 @@ class World:
     def __init__(self, name: str, n: int, size: int, **options):
         self.rehearsal = Rehearsal(size)
         options = {"chunk": 500, "submit": None, **options}
-        self.sums = [make_sum(name, n, exchange, **options) for exchange in self.rehearsal.exchanges]
+        bucket = BucketSpec(n, **{key: options.pop(key) for key in BUCKET_OPTIONS & options.keys()})
+        self.sums = [make_sum(name, bucket, exchange, **options) for exchange in self.rehearsal.exchanges]
 
     def __call__(self, *gradients: torch.Tensor) -> list[torch.Tensor]:
         xs = [gradient.clone() for gradient in gradients]
@@ -45,9 +55,9 @@ def drawn(seed: int, size: int, n: int) -> list[torch.Tensor]:
 
 def owed(made: CompressedSum, size: int) -> torch.Tensor:
     """What a rank has not sent yet, as a bucket."""
-    total = torch.zeros(made.place.n)
-    width = made.place.n if isinstance(CODECS[made.name].payload, LowRankFactors) else made.place.chunk
-    for i, (low, high) in enumerate(chunk_spans(made.place.n, width)):
+    total = torch.zeros(made.bucket.n)
+    width = made.bucket.n if isinstance(CODECS[made.name].payload, LowRankFactors) else made.bucket.chunk
+    for i, (low, high) in enumerate(chunk_spans(made.bucket.n, width)):
         state = made.state_dict()
         total[low:high] += state[f"residual.{i}"][: high - low]
         if f"residual_of_sum.{i}" in state:
@@ -467,11 +477,11 @@ def test_unknown_codes_options_and_buckets_are_refused():
     with pytest.raises(ValueError, match=r"options of int8 are \[\], but got \['momentum'\]"):
         make_sum("int8", 4, momentum=0.5)
     with pytest.raises(ValueError, match="from float32 or bfloat16, but got"):
-        make_sum("int8", 4, dtype=torch.float64)
+        make_sum("int8", BucketSpec(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="must hold its 4 elements, but got 6"):
-        make_sum("powersgd2", 4, shapes=[(2, 3)])
+        make_sum("powersgd2", BucketSpec(4, shapes=((2, 3),)))
     with pytest.raises(ValueError, match="one of 0 or more for each of 2 tensors, but got"):
-        make_sum("powersgd2", 8, shapes=[(2, 3), (2,)], ranks=[1])
+        make_sum("powersgd2", BucketSpec(8, shapes=((2, 3), (2,))), ranks=[1])
     with pytest.raises(ValueError, match=r"contiguous torch.float32 \[4\], but got torch.float32 \[5\]"):
         next(make_sum("int8", 4).run(torch.zeros(5)))
 

@@ -65,7 +65,7 @@ def run(case: str) -> tuple[list[float], dict[str, torch.Tensor], int, int, int,
     labels = [label for label, _ in session.timings["actions"]]
     parts = session.executor.parts
     owed = sum(len(part.halves.owed) for part in parts if part.halves is not None)
-    left = sum(len(one.values) + len(one.cotangents) for part in parts for one in part.leaving)
+    left = sum(len(one.values) + len(one.cotangents) for part in parts for one in part.local_outputs)
     chunks = tuple(len(stage.chunks) for stage in parallel.plan.stages)
     return losses, parallel.full_state_dict(), m, 0, 0, chunks, labels, owed + left
 
