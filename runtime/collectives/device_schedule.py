@@ -1,4 +1,4 @@
-"""What one device does in a schedule: its sends and receives in order, and what each has to wait for.
+"""The part of one device in a schedule: its sends and receives in order, each with the messages that it waits for.
 
 Spans are half-open ranges of elements. Large messages travel in chunks, so that one is added while the next arrives,
 and a chunk is passed on as soon as it is there::
@@ -65,8 +65,8 @@ class ReceivedChunk:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSchedule:
-    """All of one device. starts[i]: the sends to issue once receive i − 1 is in place (0: at once). tags: how many
-    numbers its messages take."""
+    """The sends and receives of one device. starts[i]: the sends to issue once receive i − 1 is in place (0: at once).
+    tags: how many numbers its messages take."""
 
     arrivals: tuple[ReceivedChunk, ...]
     departures: tuple[SentChunk, ...]

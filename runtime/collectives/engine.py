@@ -136,8 +136,8 @@ class CollectiveRun:
             self._posted += 1
 
     def _out(self, sends: Sequence[int], current: int) -> bool:
-        """Whether these sends are out. Waits for those of rounds before the current one: whom they go to is that far,
-        or will be without us."""
+        """True if these sends are done. It waits for those of rounds before the current one: their receivers have
+        reached those rounds, or will without us."""
         departures = self.passage.departures
         if any(departures[send].round >= current or self._sends[send] is None for send in sends):
             return False
@@ -158,7 +158,7 @@ class CollectiveRun:
             self.channel.await_peer(work, departure.peer, f"{self._what}, round {departure.round + 1}")
 
     def _put(self, index: int, target: torch.Tensor) -> None:
-        """What came, in its place."""
+        """Put the chunk that arrived in its place."""
         arrival, came = self.passage.arrivals[index], self._landing[index]
         if arrival.action == KEEP:
             self._held = index

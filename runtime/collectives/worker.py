@@ -37,7 +37,7 @@ class Job:
             raise self._error
 
     def is_done(self, timeout_s: float | None = None) -> bool:
-        """Whether the call has returned or raised, after so many seconds at the latest; None: once it has."""
+        """Wait up to ``timeout_s`` seconds (None: as long as it takes); True if the call has returned or raised."""
         return self._done.wait(timeout_s)
 
     def _run(self) -> None:

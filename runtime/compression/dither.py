@@ -1,9 +1,9 @@
 """Random numbers that cost next to nothing: a scrambled grid, read from a place that the counters decide.
 
-``random_key(seed, step, rank, …)`` mixes integers to 64 bits (the finalizer of SplitMix64: Steele, Lea, Flood 2014, figure
-16), so that the same counters give the same number on every machine. ``uniforms(key, n)`` is n ≤ ``TILE`` consecutive
-values of a fixed table from the place key mod L on. The table has each of the L = 2²⁰ values (k + ½)/L once, in
-scrambled order.
+``random_key(seed, step, rank, …)`` mixes integers to 64 bits (the finalizer of SplitMix64: Steele, Lea, Flood 2014,
+figure 16), so that the same counters give the same number on every machine. ``uniforms(key, n)`` is n ≤ ``TILE``
+consecutive values of a fixed table from the place key mod L on. The table has each of the L = 2²⁰ values (k + ½)/L
+once, in scrambled order.
 
 What holds. Over keys, each single value is uniform on that grid: stochastic rounding floor(v + u) has the expectation
 v up to 1/(2L) of a level, whatever v, with its true variance. Over keys too, values of one tile at a given distance

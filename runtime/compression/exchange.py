@@ -1,8 +1,8 @@
 """The three collectives that codes travel by, started without waiting, and a rehearsal of them within one process.
 
 What a compressed sum does is a generator of the work that it must see done before it goes on (``Steps``). On a real
-group a thread waits for each piece of work in turn (``wait_all``); a ``Rehearsal`` runs all ranks of a group in lockstep
-in one thread, which tests and simulations use.
+group a thread waits for each piece of work in turn (``wait_all``); a ``Rehearsal`` runs all ranks of a group in
+lockstep in one thread, which tests and simulations use.
 """
 
 from __future__ import annotations

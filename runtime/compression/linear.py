@@ -102,7 +102,7 @@ class RandomK(LinearCodec):
         x[picked] = values.to(x.dtype)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What was never picked yet."""
+        """Return the part of earlier gradients that was never picked."""
         return {"residual": self.owed}
 
 

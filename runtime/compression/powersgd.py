@@ -110,7 +110,7 @@ class PowerSGD(LinearCodec):
         self._decode(x, right, finite, ranks)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What is owed, and the warm start."""
+        """Return the error feedback and the warm start."""
         return {"residual": self.owed, "right": self.right}
 
     def _lefts(self, x: torch.Tensor, finite: bool) -> None:

@@ -63,15 +63,15 @@ class SparseCodec(GatheredCodec):
         self.starts = torch.arange(spans, device=bucket.device) * payload.span
 
     def entries(self, step: int) -> Entries:
-        """What is sent in this step."""
+        """Return the description of the entries that this step sends."""
         return self.payload
 
     def body_bytes(self, step: int) -> int:
-        """As described."""
+        """Return the bytes that the description gives."""
         return self.entries(step).message_bytes(self.n, self.pieces(step)) - 4
 
     def pieces(self, step: int) -> list[Run]:
-        """How many entries of what."""
+        """Return the runs of the chunk with the number of entries that each sends."""
         return self.entries(step).pieces(self.n, self.shapes, self.start)
 
     def pick(self, x: torch.Tensor, pieces: list[Run], key: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A compressed sum of one flat bucket: what all patterns share.
+"""The compressed sum of one flat bucket: the part that all communication patterns share.
 
 A pattern (``linear``, ``two_step``, ``gathered``) is a ``CompressedSum`` whose ``steps`` encode, send and decode;
 codecs plug into it. Large buckets go in chunks of ``CHUNK`` elements, each a message of its own: while one is on its
@@ -32,13 +32,16 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What a sum is of: n elements of a dtype on a device; shapes: of the tensors that lie in them one after another
-    (none: one vector); chunk: elements per message; seed: of the random numbers."""
+    """The flat vector of gradients that a sum is made for."""
 
+    #: elements
     n: int
     dtype: torch.dtype = torch.float32
+    #: the shapes of the tensors that lie in it one after another; empty: one vector
     shapes: tuple[tuple[int, ...], ...] = ()
+    #: the seed of the random numbers
     seed: int = 0
+    #: elements per message
     chunk: int = CHUNK
     device: torch.device = _CPU
 
@@ -129,10 +132,10 @@ class CompressedSum:
 
 
 class ChunkCodec:
-    """What encodes one chunk, with what it keeps from step to step."""
+    """The codec of one chunk, with its state from step to step."""
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds."""
+        """Return the tensors that a checkpoint holds."""
         return {}
 
 

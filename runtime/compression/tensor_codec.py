@@ -1,5 +1,5 @@
-"""Single tensors in a code: activations and their gradients between stages, weights that are gathered, their gradients
-that are scattered.
+"""Codecs of single tensors: activations and their gradients between stages, weights that are gathered, and their
+gradients that are scattered.
 
 Nothing is kept between messages, so only codes of elements serve (``codecs.CARRIERS``). Values are rounded to the
 nearest level, so that who encodes them twice sends the same; gradients at random, without bias. Where an element is not
@@ -23,7 +23,7 @@ __all__ = ["TensorCodec", "tensor_codec"]
 
 @lru_cache(maxsize=1024)
 def tensor_codec(code: str, n: int, dtype: torch.dtype, device: torch.device) -> TensorCodec | None:
-    """What encodes tensors of n elements; None where they travel as they are: code "none", or one that saves no byte of
+    """The codec of tensors of n elements; None where they travel as they are: code "none", or one that saves no byte of
     such elements."""
     if not dtype.is_floating_point or carried_bytes(code, n, dtype.itemsize) == n * dtype.itemsize:
         return None
@@ -60,9 +60,9 @@ class TensorCodec:
             _levels_codec(kind, codec, self.device),
             Messages(codec, self.part, self.blocks, 1, self.device),
         )
-        room = torch.empty(min(TILE, self.part), device=self.device)
+        workspace = torch.empty(min(TILE, self.part), device=self.device)
         for number, tile in enumerate(self.tiles):
-            digits = room[: (tile.last - tile.first) * codec.per_byte]
+            digits = workspace[: (tile.last - tile.first) * codec.per_byte]
             digits[tile.high - tile.low :].zero_()
             for low, high, rows, first in tile.runs:
                 piece = x[tile.low + low : tile.low + high].float().view(rows, -1)
@@ -78,9 +78,9 @@ class TensorCodec:
         codec, made = self.levels, _levels_codec(StochasticLevels, self.levels, self.device)
         read = Messages.over(codec, message[None], self.blocks)
         out = torch.zeros(self.n, device=self.device)
-        room, scratch = (torch.empty(min(TILE, self.part), device=self.device) for _ in range(2))
+        workspace, scratch = (torch.empty(min(TILE, self.part), device=self.device) for _ in range(2))
         for tile in self.tiles:
-            digits = room[: (tile.last - tile.first) * codec.per_byte]
+            digits = workspace[: (tile.last - tile.first) * codec.per_byte]
             unpack(read.data[0, tile.first : tile.last], codec.base, digits, scratch[: len(digits)])
             for low, high, rows, first in tile.runs:
                 piece = out[tile.low + low : tile.low + high].view(rows, -1)

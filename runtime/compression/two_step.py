@@ -1,7 +1,8 @@
 """Two steps: all-to-all, each rank sums one part, re-encodes it, all-gather. The wire ratio does not depend on the
 ranks.
 
-A chunk of c elements has p parts of m elements (m as ``codecs.QuantizationLevels.part`` says; the last may have less, or nothing).
+A chunk of c elements has p parts of m elements (m as ``codecs.QuantizationLevels.part`` says; the last
+may have less, or nothing).
 A message holds one part: int32 [1] whose gradient is not finite, or -1; fp32 [blocks, scales]; int8 [m / per_byte].
 Blocks (``codecs.QuantizationLevels.tiles``) are encoded in tiles, so that scratch stays small.
 
@@ -31,15 +32,15 @@ class BlockCodec:
     """Encodes rows, with scales for each. ``feedback``: whether it is biased, and what it does not send is kept."""
 
     feedback = False
-    scratch = True  # whether it asks for ``room``
+    scratch = True  # whether it asks for ``workspace``
 
     def __init__(self, payload: QuantizationLevels, device: torch.device) -> None:
         self.payload = payload
-        self._room = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
+        self._workspace = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
 
-    def room(self, shape: torch.Size) -> torch.Tensor:
+    def workspace(self, shape: torch.Size) -> torch.Tensor:
         """A scratch tensor, fp32: fresh memory for every tile costs more than the arithmetic."""
-        return self._room[: shape.numel()].view(shape)
+        return self._workspace[: shape.numel()].view(shape)
 
     def encode(self, x: torch.Tensor, scales: torch.Tensor, digits: torch.Tensor, key: int) -> None:
         """x: fp32 [rows, width]; scales: fp32 [rows, payload.scales]; digits: fp32 [rows, width], to be filled with
@@ -235,5 +236,5 @@ class TwoStepSum(ChunkedSum[_Chunk]):
             self.codec.decode_add(scales, digits[low:high].view(rows, -1), out[low:high].view(rows, -1))
 
     def _digits(self, tile: BucketTile) -> torch.Tensor:
-        """Room for a tile's, up to a whole byte."""
+        """The workspace of a tile's digits, up to a whole byte."""
         return self.digits[: (tile.last - tile.first) * self.codec.payload.per_byte]

@@ -1,4 +1,4 @@
-"""What the chunks must know of each other, published once, so that both ends of a transfer derive the same tiles.
+"""The exchange of boundary metadata, by which both ends of a transfer derive the same tiles.
 
 A rank lowers the chunks of its own stage only. The plan says who sends what to whom; the pairs and types at both ends,
 which inputs and buffers a program reads, and along which links a gradient can come back, are read off the programs and
@@ -23,8 +23,8 @@ __all__ = ["boundaries_of", "exchange_boundaries", "find_settled_sends", "progra
 
 
 def exchange_boundaries(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
-    """Every place's boundaries, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
-    the world."""
+    """Return the boundary metadata of every place, in the order in which data flow, on every rank. mine: those of this
+    rank's chunks. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(mine))
     rows = [everyone[stage.devices[0]] for stage in plan.stages]
@@ -102,5 +102,5 @@ def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None)
 
 
 def boundaries_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
-    """Of a rank's programs."""
+    """Return the boundary metadata of a rank's programs."""
     return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

@@ -29,7 +29,7 @@ __all__ = ["Evaluation"]
 
 
 class Evaluation:
-    """What a session of ``plan`` needs to run forwards; ``comm`` is None on an idle rank."""
+    """The forwards of evaluation on the ranks of a session of ``plan``; ``comm`` is None on an idle rank."""
 
     def __init__(
         self, plan: Plan, comm: DistributedComm | None, state: ParameterState, groups: Groups, seed: int

@@ -250,15 +250,15 @@ class BatchLoss:
         self.times = prod(comm.size(axis) for axis in addends if axis in independent_axes)
 
     def begin(self) -> None:
-        """Before the first microbatch of a batch: nothing is there, whatever became of the last one."""
+        """Forget the losses of a batch that was not finished. Called before the first microbatch of the next one."""
         self.losses = []
 
     def add(self, loss: torch.Tensor) -> None:
-        """What a microbatch left (0-d). Its storage may have room for all addends, so it is copied."""
+        """Add the loss of a microbatch (0-d). It is copied, because its storage may be that of all addends."""
         self.losses.append(loss.detach().clone())
 
     def start(self) -> PendingCollective | None:
-        """Start the sum of what is there; nothing is left. None where this rank has no loss."""
+        """Start the sum of the losses so far, and forget them. None where this rank has no loss."""
         losses, self.losses = self.losses, []
         if not losses:
             return None

@@ -32,15 +32,16 @@ __all__ = ["SYNCHRONOUS", "IndependentReplicas", "LocalUpdates"]
 
 @dataclass(frozen=True)
 class LocalUpdates:
-    """How loosely replicas go together. delay: steps for which a mean of gradients (or, with ``every`` > 1, of
-    parameters) may be on its way; every: steps between two averages of parameters, 1: gradients are averaged instead;
-    outer: the optimizer that applies these averages, None: the average itself.
+    """The freedom of replicas to update by themselves.
 
     Raises ValueError for values out of range.
     """
 
+    #: steps for which a mean of gradients (of parameters, if ``every`` > 1) may be on its way
     delay: int = 0
+    #: steps between two averages of parameters; 1: gradients are averaged instead
     every: int = 1
+    #: the optimizer that applies these averages; None: parameters become the average
     outer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class LocalUpdates:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every step waits for its own gradients."""
+        """True if every step waits for its own gradients."""
         return self.delay == 0 and self.every == 1
 
 
@@ -70,7 +71,8 @@ SYNCHRONOUS = LocalUpdates()
 
 
 class IndependentReplicas:
-    """What a session does differently. Its construction is collective; ``bind`` follows once there are parameters."""
+    """The steps of a session whose replicas update by themselves. Its construction is collective; ``bind`` follows once
+    there are parameters."""
 
     def __init__(
         self, local_updates: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
@@ -150,7 +152,7 @@ class IndependentReplicas:
 
     @property
     def waits(self) -> int:
-        """How many sums over replicas this rank has waited for."""
+        """The number of sums over replicas that this rank has waited for."""
         return 0 if self.means is None else self.means.waits
 
     @property

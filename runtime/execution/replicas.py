@@ -37,8 +37,8 @@ MakeSum = Callable[[int, torch.dtype, Sequence[torch.Size], torch.device], Sum]
 
 
 class Replicas:
-    """Who belongs to which replica of a plan. Its construction is collective; ValueError on every rank if the plan has
-    no replicas that could step by themselves.
+    """The assignment of ranks to a plan's replicas. Its construction is collective; ValueError on every rank if the
+    plan has no replicas that could step by themselves.
 
     count: of replicas; index: this rank's; axes: the loose ones of this rank's stage; across: the group of the ranks
     that hold the same blocks; inside: of the ranks of this replica, None if it is one rank. Ranks that the plan leaves
@@ -114,7 +114,7 @@ def _peers(port: Port) -> list[int]:
 
 
 def _count_replicas(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
-    """How many replicas there are."""
+    """The number of replicas."""
     for index, (stage, (axes, why)) in enumerate(zip(plan.stages, found, strict=True)):
         if not axes:
             raise ValueError(
@@ -146,7 +146,7 @@ class ReplicaComm(TimedComm):
         return x * self.size(axis) if op == "sum" else x.clone()
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
-        """The same."""
+        """Start the sum over the other axes, of p times ``x``."""
         x = x * prod(self.size(axis) for axis in axes if axis in self.axes)
         rest = [axis for axis in axes if axis not in self.axes]
         return super().start_sum(x, rest) if rest else Here(x)
@@ -167,7 +167,7 @@ class BackendAllReduce:
         return work
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -175,7 +175,7 @@ class BackendAllReduce:
         assert not state, state
 
     def close(self) -> None:
-        """Nothing stands."""
+        """Do nothing: no receive is posted."""
 
 
 class FlatBucket:
@@ -204,9 +204,9 @@ class FlatBucket:
 
 
 def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[FlatBucket]:
-    """Buckets of about ``_MAX_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start when
-    all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since one
-    may travel while another is coded."""
+    """Buckets of about ``_MAX_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start
+    when all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since
+    one may travel while another is coded."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.dtype, []).append(leaf)

@@ -1,6 +1,6 @@
 """A session: one rank's stage of a plan, bound to real ranks, with everything that a training step needs.
 
-    construct   groups → boundaries of all stages → weights → executor → optimizer     (collective, in this order everywhere)
+    construct   groups → weights → gradient reduction → executor → optimizer     (collective, in this order everywhere)
     step        forward_backward (repeat to accumulate) → optimizer_step
 
 Nothing is planned after construction. An idle rank takes part in the collectives and owns nothing.
@@ -272,7 +272,7 @@ class Session:
             self.overlapping.require_drained(what)
 
     def _require_loss(self) -> tuple[int, int]:
-        """Where the loss is; ValueError if nowhere."""
+        """The (stage, chunk) of the loss; ValueError if there is none."""
         if self.loss_place is None:
             raise ValueError(
                 "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns "
@@ -441,7 +441,7 @@ class Session:
 
     @property
     def data_index(self) -> int:
-        """Which part of the batch this rank wants under data="local"."""
+        """The index of the part of the batch that this rank passes under data="local"."""
         return self.input_sharder.data_index
 
     @property

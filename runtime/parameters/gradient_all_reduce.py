@@ -1,9 +1,10 @@
-"""The sums by which gradients travel, but for those that the backend makes.
+"""The all-reduces of gradients that the backend does not make.
 
-Where a plan's wires say nothing and ranks share memory, they sum there (``SharedMemoryAllReduce``). A wire names mesh axes of a
-stage, an algorithm and a code (``plan.GradientReduction``). Every bucket over these axes gets a persistent ``Sum`` of its own, made
-on all ranks of the stage in the order of the buckets. They send from a communication thread (``worker``), over process
-groups that nothing else uses and each of these threads has of its own::
+Where the plan chooses nothing for some mesh axes and their ranks share memory, gradients are summed there
+(``SharedMemoryAllReduce``). Otherwise the plan's ``GradientReduction`` names the axes, an algorithm and a codec. Every
+bucket over these axes gets a persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets.
+They send from a communication thread (``worker``), over process groups that nothing else uses and each of these threads
+has of its own::
 
     code "none"               ``collectives.DenseSum`` by the algorithm
     others                    ``compression.make_sum``; where it sums on the way, by the algorithm
@@ -198,7 +199,7 @@ class HierarchicalAllReduce:
             x.copy_(rows.view(-1)[: self.n])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Of the code."""
+        """Return the state of the compressed sum."""
         return self.coded.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -206,7 +207,7 @@ class HierarchicalAllReduce:
         self.coded.load_state_dict(state)
 
     def close(self) -> None:
-        """Nothing stands."""
+        """Close the compressed sum."""
         self.coded.close()
 
 

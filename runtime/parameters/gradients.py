@@ -1,12 +1,12 @@
-"""What happens to gradients between a backward and the optimizer: sums over partial axes.
+"""The reduction of gradients between a backward and the optimizer: sums over partial axes.
 
 A gradient whose cotangent is P on some axes is summed over exactly those: in flat buckets, each started by autograd
 hooks during a backward as soon as it is full, so communication hides behind computation. Whole sums are made once per
 step, in the last microbatch's backward. Where the optimizer has only a block of a parameter (``optimizer_shards``),
 each rank gets the sum of its block, in the last backward (ZeRO-1) or in every one (ZeRO-2), and lets go of the whole
-gradient; blocks add up in ``OptimizerShards.parameter.grad``. Under mixed precision every backward's 16-bit gradients are added
-to what will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is already the
-mean over the whole batch, so sums are all there is; nothing is divided.
+gradient; blocks add up in ``OptimizerShards.parameter.grad``. Under mixed precision every backward's 16-bit gradients
+are added to what will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is
+already the mean over the whole batch, so sums are all there is; nothing is divided.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ class GradientReducer:
 def _hook(
     reducer: weakref.ref[GradientReducer], bucket: weakref.ref[_Bucket], index: int
 ) -> Callable[[torch.Tensor], None]:
-    """What autograd calls when a gradient is there. It holds nothing: a tensor is never collected from a cycle through
-    its own hooks."""
+    """The hook that autograd calls when a gradient is there. It holds weak references only: a tensor is never collected
+    from a cycle through its own hooks."""
 
     def hook(parameter: torch.Tensor) -> None:
         mine, here = reducer(), bucket()

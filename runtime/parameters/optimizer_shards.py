@@ -1,10 +1,10 @@
-"""What the optimizer updates, apart from what the program reads.
+"""Optimizer shards and master weights: leaves that the optimizer updates in place of those that the program reads.
 
-Usually both are one leaf. They are not where a plan computes in 16 bits: there the program reads a 16-bit leaf, and
+Usually both are one leaf. They differ where a plan computes in 16 bits: there the program reads a 16-bit leaf, and
 the optimizer updates an fp32 master (Micikevicius et al. 2018). Where a plan cuts the optimizer's state of a
 parameter over mesh axes on which the value is whole (ZeRO-1 and 2: Rajbhandari et al. 2020), the program reads the
-whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the blocks are
-gathered into the leaf::
+whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the
+blocks are gathered into the leaf::
 
     reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``ShardBucket``
     update      optimizer.step() on the parameters
@@ -52,7 +52,7 @@ class OptimizerShards:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What must agree within a bundle."""
+        """The properties that all members of a bucket share."""
         return self.cut.axes, self.cut.sizes, self.rest, self.often, self.leaf.dtype, self.parameter.dtype
 
 

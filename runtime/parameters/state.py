@@ -87,12 +87,12 @@ def without_values(model: nn.Module) -> nn.Module:
     """The model on the meta device, tied as it is, so that whole weights live no longer than their owner keeps them;
     the model itself where it cannot be copied."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    twins = {
+    meta_tensors = {
         id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
         for _, x in tensors
     }
     try:
-        return copy.deepcopy(model, twins)
+        return copy.deepcopy(model, meta_tensors)
     except Exception:  # a module may hold what no copy can be made of: a lock, an open file
         return model
 
@@ -136,14 +136,14 @@ class ParameterState:
         self._mesh: DeviceMesh | None = None
 
     def layout(self, name: str, stage: int) -> MeshLayout:
-        """Where the parameter or buffer lives on a stage that holds it."""
+        """The layout of the parameter or buffer on a stage that holds it."""
         if name in self.info.parameters:
             return parameter_layout(self.plan, stage, name)
         here = self.plan.stages[stage]
         return MeshLayout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
 
     def value_layout(self, name: str, stage: int) -> MeshLayout:
-        """Where the value that state dicts show lives on a stage that holds it."""
+        """The layout, on a stage that holds it, of the value that state dicts show."""
         mastered = name in self.info.parameters and self._has_master(name, stage)
         return parameter_layout(self.plan, stage, name, "optimizer") if mastered else self.layout(name, stage)
 
@@ -157,7 +157,7 @@ class ParameterState:
         return trained and stage == self.homes[name][0] and not self._is_gathered(name, stage)
 
     def _is_gathered(self, name: str, stage: int) -> bool:
-        """Whether programs gather the parameter themselves."""
+        """True if programs gather the parameter themselves."""
         home = self.plan.stages[stage].homes[name]
         return home.stored != home.compute.value
 

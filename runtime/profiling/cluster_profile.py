@@ -115,8 +115,8 @@ def profile(
 
 
 def default_cluster(codes: Sequence[str] = ()) -> Cluster:
-    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one, with the rates
-    of ``codes``, which take less than a second. Collective."""
+    """The cluster that these ranks plan on by default: their quick profile, from the cache if there is one, with the
+    rates of ``codes``, which take less than a second. Collective."""
     found = profile(quick=True)
     lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
     return profile(quick=True, base=found, codes=lacking) if lacking else found
@@ -302,10 +302,15 @@ class _Profiler:
         if self.quick:
             return first
         return [
-            *first, *tasks(COLLECTIVES, parts, coarse), *tasks(COLLECTIVES, whole, _FINE_SIZES), *tasks(("send",), sends, _FINE_SIZES),
-            *tasks(ROOTED_COLLECTIVES, whole, coarse), *tasks(COLLECTIVES, parts, _FINE_SIZES), *tasks(ROOTED_COLLECTIVES, parts, coarse),
+            *first,
+            *tasks(COLLECTIVES, parts, coarse),
+            *tasks(COLLECTIVES, whole, _FINE_SIZES),
+            *tasks(("send",), sends, _FINE_SIZES),
+            *tasks(ROOTED_COLLECTIVES, whole, coarse),
+            *tasks(COLLECTIVES, parts, _FINE_SIZES),
+            *tasks(ROOTED_COLLECTIVES, parts, coarse),
             *tasks(OWN_ALGORITHMS if dist.get_backend() == "gloo" else (), whole, coarse),
-        ]  # fmt: skip
+        ]
 
     def _wire_task(self, ranks: Ranks, kind: str, form: ConcurrentGroups, nbytes: int) -> Task:
         series = f"wire/{kind}/{form.key}"

@@ -1,4 +1,4 @@
-"""How many bytes a block of code keeps alive at its worst: storages of tensors, and the process's resident set beside.
+"""A meter of the peak memory of a block of code: storages of tensors, and the resident set of the process.
 
 On CPUs the profiler of torch reports every allocation and release of its allocator. It does not know what was allocated
 before it started, so those storages are counted once at the start, and each reports its own release into the same
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass
 class Reading:
-    """What ``live_bytes`` found; filled in when its block ends.
+    """The result of ``live_bytes``, filled in when its block ends.
 
     start_bytes, peak_bytes, end_bytes: storages of tensors on the device; None if they could not be counted, and
     ``why`` says why. peak_rss_bytes: of the whole process; since the block began where ``rss_was_reset``, else since

@@ -1,4 +1,4 @@
-"""What the profiler measures of messages between two stages, as the runtime sends them.
+"""Measurements of messages between two stages, sent as the runtime sends them.
 
 A transfer leaves a rank that computes on. In some schedules it meets one that waits: a relay measures how long it is on
 its way then. In others both ends compute, and a message costs what it takes from them: its bytes are moved by the
@@ -170,12 +170,12 @@ _SAMPLES = 12
 
 
 def sample_count(once: float, usual: float) -> int:
-    """How many there are of what takes ``once``: beyond ``SLOW_S`` one has to do."""
+    """The number of samples of a call that takes ``once`` seconds: one, if that is beyond ``SLOW_S``."""
     return 1 if once > SLOW_S else max(4, min(_SAMPLES, int(_SAMPLES * usual / max(once, 1e-6))))
 
 
 def time_call(call: Callable[[], object] | None, device: torch.device) -> float:
-    """How long the call takes until its last message is here."""
+    """The seconds that the call takes until its last message is here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = perf_counter()

@@ -1,9 +1,8 @@
-"""What the profiler measures over real ranks: collectives as the runtime runs them, transfers, overlap, optimizers, and
-codes.
+"""Measurements over real ranks: collectives as the runtime runs them, transfers, overlap, optimizers, and codecs.
 
 A *form* is what the price of a collective depends on: how many devices a group has, how many of them on one host, and
-how many such groups do the same at once. ``group_forms`` lists every form that a plan for these ranks can ask about. One
-visit of a wire task runs the collective on all groups of the form at once; ranks outside wait for the others in
+how many such groups do the same at once. ``group_forms`` lists every form that a plan for these ranks can ask about.
+One visit of a wire task runs the collective on all groups of the form at once; ranks outside wait for the others in
 ``agree``, the elementwise maximum over all ranks, which also decides how many samples there are.
 
 A collective in a training step follows compute: tensors are out of cache, ranks arrive a little apart, and a thread of
@@ -80,7 +79,7 @@ class ConcurrentGroups:
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self.sets)
 
     @property
@@ -180,8 +179,8 @@ class Ranks:
         return total / max(count, 1.0)
 
     def wire(self, kind: str, form: ConcurrentGroups, nbytes: int) -> Callable[[], Visit]:
-        """What measures one collective (a kind, one of ``OWN_ALGORITHMS``, or "send") of ``nbytes`` on all groups of a form.
-        Collective, as is the call that it returns."""
+        """A call that measures one collective (a kind, one of ``OWN_ALGORITHMS``, or "send") of ``nbytes`` on all
+        groups of a form. Collective, as is the call that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
         mine = next(((ranks, g) for ranks, g in zip(form.sets, groups) if self.rank in ranks), None)
         if kind == "send":
@@ -211,7 +210,7 @@ class Ranks:
         return partial(_median_seconds, call, form.size, self.agree, self.device)
 
     def _shared_memory(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
-        """As training meets them. Collective over the group."""
+        """The ranks of the group that share memory, as training finds them. Collective over the group."""
         if ranks not in self._met and self.device.type == "cpu":
             self._met[ranks] = SharedMemory.connect(group)
         return self._met.get(ranks)
@@ -334,8 +333,8 @@ _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
 
 
 def overlap_probe(ranks: Ranks) -> Callable[[], Visit]:
-    """What measures the seconds of ``ranks.pace``, of an all_reduce over the world that takes about as long, and of
-    both at once. Collective, as is the call that it returns."""
+    """A call that measures the seconds of ``ranks.pace``, of an all_reduce over the world that takes about as long, and
+    of both at once. Collective, as is the call that it returns."""
     comm = _comm(tuple(range(ranks.world)), ranks.whole, ranks.rank)
     x = torch.zeros(OVERLAP_BYTES // 4, device=ranks.device)
 
@@ -383,7 +382,7 @@ _CHURNED_MIB = 32  # MiB
 
 
 def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device) -> Callable[[], Visit]:
-    """What measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
+    """A call that measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
 
     Several sets of parameters take turns, so that none is in the cache when its turn comes, and before each round as
     much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
@@ -419,8 +418,8 @@ _CODED_SAMPLES = 6
 
 
 def coded_sum_probe(code: str, elements: int, device: torch.device, pace: Callable[[], object]) -> Callable[[], Visit]:
-    """What measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes, in the
-    communication thread, after ``pace``. The bucket holds square matrices of normal noise."""
+    """A call that measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes, in
+    the communication thread, after ``pace``. The bucket holds square matrices of normal noise."""
     side = min(_CODED_SIDE, isqrt(elements))
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(side, side, generator=generator).to(device).repeat(elements // side**2, 1).view(-1)

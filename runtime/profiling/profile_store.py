@@ -1,4 +1,4 @@
-"""Where the ranks of a job run, and what their profiles leave on disk: the state of an interrupted one, the last table.
+"""The facts about the ranks of a job, and the files of their profiles: an interrupted state, and the last table.
 
 A fingerprint says what a table holds for: devices, driver, torch, backend, hosts and ranks. Files are written by rank 0
 alone and told to the others.
@@ -96,7 +96,7 @@ class ProfileStore:
                 state.save(self.partial)
 
     def earlier(self) -> ProfileState:
-        """What an interrupted profile of these same ranks left, on every rank. Collective."""
+        """Return the state of an interrupted profile of these same ranks, on every rank. Collective."""
         text = ""
         if self.writes and self.partial.is_file():
             with suppress(ValueError):  # half a file, or another program's: begin anew

@@ -1,5 +1,5 @@
-"""What a training step really took on this rank: per action the wait for messages, the work, the sends; and the end of
-the step.
+"""The measured times of training steps on this rank: per action the wait for messages, the work and the sends; and the
+end of the step.
 
 Grammar of a record::
 
@@ -85,7 +85,7 @@ class StepTimes:
 
     @property
     def other_s(self) -> float:
-        """What no other figure holds: the library between actions."""
+        """The seconds that no other figure holds: the library between actions."""
         known = self.gradient_s + self.peers_s + self.optimizer_s
         return max(0.0, self.wall_s - known - sum(action.seconds for action in self.actions))
 
@@ -160,7 +160,7 @@ class Trace:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """What the running backward runs once more."""
+        """Time a recomputation inside the running backward."""
         begin, self._repeating = self.mark(), True
         try:
             yield
@@ -220,8 +220,8 @@ class Trace:
 
 
 def middle_steps(walls: Sequence[Sequence[float]]) -> list[int]:
-    """Which steps to count: the middle half of them by what they took, the mean over ranks. walls: rank → step →
-    seconds. Means of the same steps, unlike medians, add up."""
+    """The indices of the steps to count: the middle half of them by what they took, the mean over ranks. walls: rank →
+    step → seconds. Means of the same steps, unlike medians, add up."""
     count = min(map(len, walls))
     means = [mean(rank[len(rank) - count + step] for rank in walls) for step in range(count)]
     cut = (count + 1) // 4
@@ -320,7 +320,7 @@ class TimedComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent."""
+        """Exchange tensors with the neighbours along the axis."""
         return self._timed(self._inner.exchange, before, after, axis, cyclic)
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:

@@ -33,7 +33,8 @@ def raise_on_all_ranks(fault: Exception | None) -> None:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A block without collectives that succeeds on all ranks or fails on all (``raise_on_all_ranks``). Collective at its end."""
+    """A block without collectives that succeeds on all ranks or fails on all (``raise_on_all_ranks``). Collective at
+    its end."""
     fault: Exception | None = None
     try:
         yield
@@ -43,8 +44,8 @@ def fail_together() -> Iterator[None]:
 
 
 def broadcast_from_rank0(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises.
-    Collective."""
+    """Return on every rank the value that rank 0 makes, so that measured times cannot make ranks disagree. All raise
+    the error that rank 0 raises. Collective."""
     fault: Exception | None = None
     shared: list[Any] = [None, ""]
     if dist.get_rank() == 0:

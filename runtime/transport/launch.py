@@ -1,6 +1,6 @@
 """Starting ranks: joining a torchrun world, and local ranks of one function for demos, benchmarks and tests.
 
-Who is there: a roll call over the store that ranks meet in, so that a missing rank is named and not waited for.
+The start barrier goes over the store that ranks meet in, so that a missing rank is named and not waited for.
 
 A collective with a rank missing blocks until its group's time-out and then names nobody. A store is asked instead:
 every rank writes a key, rank 0 waits for all keys until a deadline and tells the others who is missing.
@@ -111,7 +111,7 @@ def _rank_main(
 
 @contextmanager
 def _one_thread_environment() -> Iterator[None]:
-    """What children inherit: OpenMP reads this before any of our code runs."""
+    """Set OMP_NUM_THREADS=1 for child processes: OpenMP reads it before any of our code runs."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -132,7 +132,7 @@ class DistributedComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent, all messages at once."""
+        """Exchange tensors with the neighbours along the axis, all messages at once."""
         messages: list[dist.P2POp] = []
         from_before = self._post(after, axis, 1, cyclic, messages)
         from_after = self._post(before, axis, -1, cyclic, messages)
@@ -277,7 +277,7 @@ def _sum_rows(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_arrival(works: Sequence[Any], left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-    """What came, once it is here and ``left``, which is kept until then, is away."""
+    """Wait until ``came`` has arrived and ``left``, which is kept alive until then, is sent; return ``came``."""
     for work in works:
         work.wait()
     return came

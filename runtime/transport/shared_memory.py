@@ -1,27 +1,25 @@
-"""Ranks of one machine that reach each other without a network: numbers in pages that both have mapped, words about
-them over Unix sockets.
+"""The shared memory transport between ranks of one machine, and its tagged messages and all-reduce.
 
-Over a loopback every byte is copied four times, and on its way waits for a thread of the backend to get a core, which
-takes milliseconds where ranks compute on all of them. A word wakes the thread that waits for it, and nobody else.
+Data lie in pages that both ranks have mapped; short control messages, called words, go over Unix sockets. Over a
+loopback every byte is copied four times and waits for a thread of the backend to get a core, which takes milliseconds
+where ranks compute on all of them. A word wakes the thread that waits for it, and nobody else.
 
-    memory = Near.connect(group)  # collective
+    memory = SharedMemory.connect(group)  # collective
     if memory.spans_group:
         mine, theirs = memory.share(1 << 20)  # collective
 
-A word is (kind, key, value); those of one kind and key arrive in the order in which they were told. A rank has one
+A word is (kind, key, value); those of one kind and key arrive in the order in which they were sent. A rank has one
 connection to each of its peers, from which one thread reads.
 
-Tagged messages between ranks that share memory.
+*Messages.* The sender copies a message into pages of its own that the receiver has mapped, and sends a word. The
+receiver copies it out when it needs it, and sends a word that the pages are free. Neither needs the other one's
+processor meanwhile. Where a peer has ``_BUFFERS_PER_SIZE`` messages of a size already, the backend sends the next one:
+buffers do not grow with the number of messages in flight.
 
-The sender copies a message into pages of its own that the receiver has mapped, and tells so; the receiver copies it out
-when it needs it, and tells that the pages are free. Neither needs the other one's processor meanwhile. Where ``_BUFFERS_PER_SIZE``
-messages of a size are with a peer already, the next one is the backend's: rooms do not grow with what is in flight.
-
-Sums over ranks of one machine in memory that they share.
-
-Every rank has a row [n] in it. It tells the others when its numbers are there; once all have, each rank adds up its
-part of all rows, in the order of ranks, and writes the sum into every row. That moves some 2.5 n numbers with two
-ranks, no more than n (1 + 3/p) of them by one rank of p, where a ring over a loopback copies most of them eight times.
+*All-reduce.* Every rank has a row [n] in shared memory and sends a word when its numbers are in it. Once all have, each
+rank adds up its part of all rows, in the order of ranks, and writes the sum into every row. That moves some 2.5 n
+numbers with two ranks, no more than n (1 + 3/p) of them by one rank of p, where a ring over a loopback copies most of
+them eight times.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ class SharedMemory:
 
     @property
     def spans_group(self) -> bool:
-        """Whether the group's other ranks are all peers, and there are any."""
+        """True if all other ranks of the group are peers, and there are any."""
         return 0 < len(self.peers) == self.size - 1
 
     def reserve(self, kinds: int) -> int:
@@ -139,7 +137,7 @@ class SharedMemory:
         return self._next(peer, kind, key)[0]
 
     def has_word(self, peer: int, kind: int, key: int = 0) -> bool:
-        """Whether such a word is here."""
+        """True if such a word has arrived."""
         while not self._inbox[peer, kind, key] and self._ready[peer].poll(0):
             self._read(peer)
         return bool(self._inbox[peer, kind, key])
@@ -217,13 +215,13 @@ def _listener(backlog: int) -> socket.socket | None:
 
 
 def _group_timeout_s(group: Any) -> float:
-    """How long the group waits for a rank."""
+    """The seconds for which the group waits for a rank."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return (default_pg_timeout if options is None else options._timeout).total_seconds()
 
 
 def _machine_identity() -> tuple[Any, ...]:
-    """What ranks have in common if they can share memory: the kernel, and its network namespace."""
+    """The identity of the machine, equal on ranks that can share memory: the kernel, and its network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         booted = file.read()
     return booted, os.stat("/proc/self/ns/net").st_ino, os.environ.get("MESHWRIGHT_HOST", "")
@@ -308,9 +306,9 @@ _ALIGNED = 64  # elements: parts begin at cache lines
 
 
 class SharedMemoryAllReduce:
-    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all memory. Made on all of
-    them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
-    be copied; other tensors, of any length, go through it piece by piece."""
+    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all memory. Made on all
+    of them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need
+    not be copied; other tensors, of any length, go through it piece by piece."""
 
     def __init__(self, memory: SharedMemory, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
         assert memory.spans_group, "a shared sum is of ranks that share memory"

@@ -202,8 +202,8 @@ def trained(strategy: str, schedule: str | None, allowed: str) -> tuple[list[flo
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **asked,
         )  # fmt: skip
         losses = [float(parallel.train_step(*tokens)) for _ in range(3)]
-        near = parallel.session.executor.parts[0].inward + parallel.session.executor.parts[0].outward
-        shares = sum(way.forward.memory is not None and bool(way.forward.memory.peers) for way in near)
+        near = parallel.session.executor.parts[0].incoming + parallel.session.executor.parts[0].outgoing
+        shares = sum(way.forward.shared_memory is not None and bool(way.forward.shared_memory.peers) for way in near)
         assert parallel.session.reducer is not None
         shares += sum(getattr(bucket, "shared", None) is not None for bucket in parallel.session.reducer.buckets)
         return losses, parallel.full_state_dict(), shares
