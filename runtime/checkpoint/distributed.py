@@ -35,13 +35,13 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 
 def _optimizers(session: Session) -> list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]]:
     """(prefix of its keys, optimizer, its parameters by name), the one that averages replicas last."""
-    found: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
+    optimizers: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
     if session.optimizer is not None:
-        found.append(("optimizer", session.optimizer, session.owned_parameters))
+        optimizers.append(("optimizer", session.optimizer, session.owned_parameters))
     if session.independent_replicas is not None and (outer := session.independent_replicas.outer) is not None:
         anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned_parameters.items() if id(leaf) in outer[1]}
-        found.append(("outer", outer[0], anchors))
-    return found
+        optimizers.append(("outer", outer[0], anchors))
+    return optimizers
 
 
 def _encode(value: Mapping[str, Any]) -> torch.Tensor:
@@ -70,9 +70,9 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     written."""
     session.require_drained("a checkpoint")
     values: dict[str, Any] = {}
-    own = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
+    owned_names = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
     for name, value in session.state.state_dict(owned_only=True).items():
-        if name in own or name in session.state.unplaced:  # first names only
+        if name in owned_names or name in session.state.unplaced:  # first names only
             values[f"model.{name}"] = value
     for prefix, optimizer, leaves in _optimizers(session):
         for name, leaf in leaves.items():
@@ -117,11 +117,11 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise ValueError(f"{os.fspath(path)}: holds no checkpoint ({error})") from error
     values: dict[str, Any] = {}
-    mine = {**session.state.parameters, **session.state.buffers, **session.state.unplaced}
+    local_tensors = {**session.state.parameters, **session.state.buffers, **session.state.unplaced}
     _check_model(session, stored, path)
     with torch.no_grad():
         current = session.state.state_dict()
-        for name in mine:
+        for name in local_tensors:
             if name in current:
                 values[f"model.{name}"] = current[name]
         loaded = [
@@ -142,11 +142,11 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     session.value_gatherer.refresh()
     if session.independent_replicas is not None:
         session.independent_replicas.renew()
-    told = json.loads(bytes(values["session"].tolist()).decode())
-    session.step = int(told["step"])
+    session_values = json.loads(bytes(values["session"].tolist()).decode())
+    session.step = int(session_values["step"])
     _carry_on(session, carried)
-    if session.loss_scale is not None and "loss_scale" in told:
-        session.loss_scale = LossScale(**told["loss_scale"])
+    if session.loss_scale is not None and "loss_scale" in session_values:
+        session.loss_scale = LossScale(**session_values["loss_scale"])
     for _, optimizer, leaves, states in loaded:
         for name, keys in states.items():
             optimizer.state[leaves[name]] = {
@@ -154,7 +154,7 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
             }
     if session.optimizer is None:
         return
-    for group, saved in zip(session.optimizer.param_groups, told["groups"], strict=False):
+    for group, saved in zip(session.optimizer.param_groups, session_values["groups"], strict=False):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
@@ -211,7 +211,7 @@ def _state_targets(
 ) -> dict[str, dict[str, Any]]:
     """Empty tensors for an optimizer's state of the parameters that this rank owns: name → key → DTensor or whole
     tensor."""
-    found: dict[str, dict[str, Any]] = {}
+    targets: dict[str, dict[str, Any]] = {}
     trained = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
     for name, leaf in leaves.items():
         if id(leaf) not in trained:
@@ -225,7 +225,7 @@ def _state_targets(
             dtype = entry.properties.dtype
             if tuple(entry.size) == shape and shape:
                 local = torch.zeros(leaf.shape, dtype=dtype, device=leaf.device)
-                found.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape, session.layouts[name])
+                targets.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape, session.layouts[name])
             else:
-                found.setdefault(name, {})[key] = torch.zeros(entry.size, dtype=dtype)
-    return found
+                targets.setdefault(name, {})[key] = torch.zeros(entry.size, dtype=dtype)
+    return targets

@@ -52,9 +52,13 @@ class ReceivedChunk:
     tag: int
     round: int
     action: str
+    #: the receive after which its buffer is free again
     freed: int = -1
+    #: the sends that must be out before it is put in its place
     quiet: tuple[int, ...] = ()
+    #: the receive that must be in place before it is posted, if it goes there directly
     clear: int = -1
+    #: those of ``quiet`` that belong to earlier rounds
     early: tuple[int, ...] = ()
 
     @property

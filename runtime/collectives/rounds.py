@@ -281,14 +281,14 @@ def schedule_of(
     if not 0 <= root < size:
         raise ValueError(f"the root is one of {size} devices, but got {root}; number them from 0")
     if algorithm == "hierarchical":
-        made = _hierarchical(kind, size, members or size, between or HIERARCHICAL[kind][0])
+        schedule = _hierarchical(kind, size, members or size, between or HIERARCHICAL[kind][0])
     elif (kind, algorithm) in _POWERS_ONLY and size & (size - 1):
         raise ValueError(f"{kind} by {algorithm} is defined for powers of two, but got {size} devices; use ring")
     else:
         segments, rounds = _ROWS[kind][algorithm]
-        found = tuple(rounds(size)) if size > 1 else ()
-        made = CollectiveSchedule(kind, algorithm, size, segments(size), found, tuple(range(size)))
-    return _rooted(made, root) if root else made
+        rounds_of_size = tuple(rounds(size)) if size > 1 else ()
+        schedule = CollectiveSchedule(kind, algorithm, size, segments(size), rounds_of_size, tuple(range(size)))
+    return _rooted(schedule, root) if root else schedule
 
 
 def _rooted(schedule: CollectiveSchedule, root: int) -> CollectiveSchedule:

@@ -125,15 +125,15 @@ def _deep_gradient(
     warmup_steps: int = 0,
 ) -> CompressedSum:
     payload = _payload(codec, Entries)
-    made = DeepGradientSum(
+    total = DeepGradientSum(
         codec.name,
         bucket,
         exchange,
         submit,
         lambda low, high, i: DeepGradient(high - low, bucket, payload, low, momentum, warmup_steps),
     )
-    made.clip_norm = clip_norm
-    return made
+    total.clip_norm = clip_norm
+    return total
 
 
 FAMILIES: dict[str, Family] = {

@@ -45,11 +45,11 @@ def largest_positions(magnitudes: torch.Tensor, count: int, key: int) -> torch.T
         hits = count * len(sample) / n
         above = int(hits + 4 * sqrt(hits)) + 4  # four deviations more
         if above < len(sample):
-            bar = sample.kthvalue(len(sample) - above).values
-            found = magnitudes.gt(bar).nonzero().view(-1)
-            if len(found) >= count:
-                kept = magnitudes[found].topk(count, sorted=False).indices
-                return found[kept.sort().values]
+            threshold = sample.kthvalue(len(sample) - above).values
+            candidates = magnitudes.gt(threshold).nonzero().view(-1)
+            if len(candidates) >= count:
+                chosen = magnitudes[candidates].topk(count, sorted=False).indices
+                return candidates[chosen.sort().values]
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 

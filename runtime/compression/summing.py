@@ -111,8 +111,8 @@ class CompressedSum:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Residuals, and the number of sums so far."""
-        found = {name: tensor.clone() for name, tensor in self.residuals().items()}
-        return {**found, "step": torch.tensor(self.step)}
+        tensors = {name: tensor.clone() for name, tensor in self.residuals().items()}
+        return {**tensors, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from ``state_dict``. Raises ValueError for the state of another codec or length."""

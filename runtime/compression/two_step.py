@@ -67,7 +67,7 @@ class BucketTile:
     @staticmethod
     def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[BucketTile]:
         """start: of the message in the bucket."""
-        made, blocks = [], 0
+        bucket_tiles, blocks = [], 0
         origin = tiles[0][0][0] if tiles else 0
         for tile in tiles:
             low, high = tile[0][0], tile[-1][1]
@@ -76,8 +76,8 @@ class BucketTile:
                 runs.append((a - low, b - low, (b - a) // width, blocks))
                 blocks += (b - a) // width
             first, last = (low - origin) // per_byte, -(-(high - origin) // per_byte)
-            made.append(BucketTile(start + low, start + high, first, last, tuple(runs)))
-        return made
+            bucket_tiles.append(BucketTile(start + low, start + high, first, last, tuple(runs)))
+        return bucket_tiles
 
 
 class Messages:
@@ -91,9 +91,9 @@ class Messages:
     @classmethod
     def over(cls, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> Messages:
         """Of the bytes that came: uint8 [count, bytes of a part]."""
-        made = cls.__new__(cls)
-        made._read(payload, received, blocks)
-        return made
+        messages = cls.__new__(cls)
+        messages._read(payload, received, blocks)
+        return messages
 
     def _read(self, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> None:
         self.bytes, end = received, 4 + 4 * payload.scales * blocks
@@ -120,8 +120,8 @@ class _Chunk(ChunkCodec):
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Of both stages."""
-        kept = {"residual": self.owed, "residual_of_sum": self.owed_total}
-        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+        tensors = {"residual": self.owed, "residual_of_sum": self.owed_total}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 class TwoStepSum(ChunkedSum[_Chunk]):

@@ -58,36 +58,38 @@ def find_settled_sends(
     def others(action: Action, who: Mapping[tuple[str, Place], Sequence[Place]]) -> list[tuple[int, int]]:
         """(stage, action there) at the other ends of an action's messages."""
         direction = _DIRECTION.get(action.kind, "")
-        found = who.get((direction, (action.stage, action.chunk)), ())
-        return [(place[0], where[direction, action.microbatch, place]) for place in found]
+        places = who.get((direction, (action.stage, action.chunk)), ())
+        return [(place[0], where[direction, action.microbatch, place]) for place in places]
 
     clocks: list[list[list[int]]] = [[] for _ in actions]  # stage, action → the last action known of, per stage
-    moved = True
-    while moved:
-        moved = False
-        for here, row in enumerate(actions):
-            while len(clocks[here]) < len(row):
-                index = len(clocks[here])
+    progressed = True
+    while progressed:
+        progressed = False
+        for stage_index, row in enumerate(actions):
+            while len(clocks[stage_index]) < len(row):
+                index = len(clocks[stage_index])
                 sources = others(row[index], senders)
                 if any(len(clocks[peer]) <= at for peer, at in sources):
                     break
-                heard = [clocks[peer][at] for peer, at in sources] + clocks[here][-1:]
-                clock = [max(column) for column in zip(*heard, strict=True)] if heard else [-1] * len(actions)
-                clock[here] = index
-                clocks[here].append(clock)
-                moved = True
+                known_clocks = [clocks[peer][at] for peer, at in sources] + clocks[stage_index][-1:]
+                clock = (
+                    [max(column) for column in zip(*known_clocks, strict=True)] if known_clocks else [-1] * len(actions)
+                )
+                clock[stage_index] = index
+                clocks[stage_index].append(clock)
+                progressed = True
     assert all(len(clock) == len(row) for clock, row in zip(clocks, actions, strict=True)), "the schedule deadlocks"
     waiting: dict[int, list[tuple[int, int]]] = {}  # my action → (peer, the peer's action that takes my message)
-    out: list[tuple[int, ...]] = []
+    settled: list[tuple[int, ...]] = []
     for index, action in enumerate(actions[stage]):
         clock = clocks[stage][index]
         done = tuple(i for i, taken in waiting.items() if all(clock[peer] >= at for peer, at in taken))
         for i in done:
             del waiting[i]
-        out.append(done)
+        settled.append(done)
         if taken := others(action, takers):
             waiting[index] = taken
-    return out
+    return settled
 
 
 def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> tuple[ChunkProgram, ...]:

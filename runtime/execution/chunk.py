@@ -132,19 +132,19 @@ class BoundChunk:
 
     def _bind(self, position: int, slot: Slot) -> None:
         stage, rank = self.place[0], self.state.rank
-        known: dict[str, Mapping[str, torch.Tensor]] = {
+        tensors_of_kind: dict[str, Mapping[str, torch.Tensor]] = {
             "parameter": self.state.parameters, "buffer": self.state.buffers,
         }  # fmt: skip
-        if slot.kind in known:
-            if self.training and slot.name not in known[slot.kind]:
+        if slot.kind in tensors_of_kind:
+            if self.training and slot.name not in tensors_of_kind[slot.kind]:
                 raise ValueError(
                     f"stage {stage} holds no {slot.kind} {slot.name!r}, but its program reads it; plan again"
                 )
             self._bind_value(position, slot)
         elif slot.kind == "constant":
-            here, constants = self.plan.stages[stage], self.program.constants
+            stage_plan, constants = self.plan.stages[stage], self.program.constants
             whole = constants[slot.name] if slot.name in constants else constants[slot.node]
-            box = MeshLayout(here.devices, here.mesh_shape, slot.pair.value).box(whole.shape, rank)
+            box = MeshLayout(stage_plan.devices, stage_plan.mesh_shape, slot.pair.value).box(whole.shape, rank)
             index = tuple(slice(start, stop) for start, stop in box)
             self.template[position] = whole[index].contiguous().to(self.state.device)
 
@@ -159,8 +159,8 @@ class BoundChunk:
         if leaf is None or (not self.training and (steps or leaf.dtype != slot.type.dtype)):
             self.buffer_slots.append((position, name, steps))
             return
-        kept = self.plan.stages[self.place[0]].homes[name].leaf
-        back = steps_between(slot.pair.cotangent, kept.cotangent) if slot.requires_grad and self.training else ()
+        leaf_spec = self.plan.stages[self.place[0]].homes[name].leaf
+        back = steps_between(slot.pair.cotangent, leaf_spec.cotangent) if slot.requires_grad and self.training else ()
         if steps or back:
             self.derived.append((position, leaf, steps, back))
         else:
@@ -295,10 +295,10 @@ def bind_links(
             continue
         state = chunks[0].state
         shape, (forward_group, backward_group) = kind.shape, transport.groups(link.source, link.target)
-        here, there = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
+        source_spec, target_spec = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
         ports: list[Port] = []
         for source_layout, target_layout, group in (
-            (here, there, forward_group),
+            (source_spec, target_spec, forward_group),
             (
                 _layout(plan, link.target, without_partials(into.cotangent)),
                 _layout(plan, link.source, without_partials(out.cotangent)),

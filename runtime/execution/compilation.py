@@ -89,8 +89,8 @@ class Compiler:
 
     def _compile(self, body: torch.fx.Graph) -> _Call:
         module = torch.fx.GraphModule(torch.nn.Module(), body)
-        made: _Call = torch.compile(module.forward, backend=self.backend, fullgraph=True, dynamic=False)
-        return made
+        compiled_piece: _Call = torch.compile(module.forward, backend=self.backend, fullgraph=True, dynamic=False)
+        return compiled_piece
 
     def _turn(self, key: str) -> AbstractContextManager[Any]:
         """Of the ranks of a machine that compile the same one does, and the others find what it made."""

@@ -41,9 +41,12 @@ class _Work:
     action: Action
     label: str
     part: BoundChunk
-    incoming: list[tuple[int, Port]]  # (slot or exit position, port)
-    settled: tuple[int, ...] = ()  # actions of this rank whose sends have arrived once this one's messages are here
-    final: frozenset[int] = frozenset()  # ids of the parameters whose gradients are whole after it
+    #: (slot or exit position, port) of the messages that it waits for
+    incoming: list[tuple[int, Port]]
+    #: actions of this rank whose sends have arrived once the messages of this one are here
+    settled: tuple[int, ...] = ()
+    #: ids of the parameters whose gradients are whole after it
+    final: frozenset[int] = frozenset()
 
 
 class Executor:
@@ -153,6 +156,7 @@ class Executor:
         outputs: dict[str, torch.Tensor] = {}
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
+        # receives are always posted one action ahead, so that no peer waits for a buffer while this rank computes
         posted = _post(self.works[0])
         with use(self.context), torch.set_grad_enabled(self.training):
             for index, work in enumerate(self.works):
@@ -182,6 +186,7 @@ class Executor:
                         saved[action.chunk, microbatch] = (arguments, exits)
                     else:
                         outputs.update({name: exits[position] for position, name in part.output_exits})
+                    # activations must live in ``saved`` only, or the backward could not free them
                     del exits, arguments
                 else:
                     comm.phase = "backward"
@@ -202,6 +207,7 @@ class Executor:
                     held[index] = sends
                 self.trace.action(work.label, started, ready, worked, mark())
             comm.phase = "step"
+            # started before the reducer waits: the loss travels beside the last gradients
             total = self.loss.start()
             if reducer is not None:
                 with self.trace.span("gradient"):

@@ -98,15 +98,17 @@ class IndependentReplicas:
 
         lanes = cycle(range(LANES))
 
-        def made(n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
-            here, lane = self.replicas, next(lanes)
-            return sums.make(here.axes, n, dtype, shapes, device, lane) or here.backend_sum(n, dtype, shapes, device)
+        def make_sum(n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
+            replicas, lane = self.replicas, next(lanes)
+            return sums.make(replicas.axes, n, dtype, shapes, device, lane) or replicas.backend_sum(
+                n, dtype, shapes, device
+            )
 
-        how = self.local_updates
-        if how.every > 1:
-            self.means = PeriodicAverage(leaves, self.replicas, how.every, how.delay, how.outer, made)
+        updates = self.local_updates
+        if updates.every > 1:
+            self.means = PeriodicAverage(leaves, self.replicas, updates.every, updates.delay, updates.outer, make_sum)
         else:
-            self.means = DelayedGradients(leaves, self.replicas, how.delay, made)
+            self.means = DelayedGradients(leaves, self.replicas, updates.delay, make_sum)
 
     # ---- a step
 
@@ -114,14 +116,14 @@ class IndependentReplicas:
         self, loss: torch.Tensor | None, stage: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This replica's loss, from its ranks on ``stage``, on all of its ranks."""
-        here = self.replicas
+        replicas = self.replicas
         if len(self.plan.stages[stage].devices) == self.plan.num_devices:
             assert loss is not None
             return loss
         out = torch.zeros(1, dtype=dtype, device=device) if loss is None else loss.reshape(1).clone()
-        root = next(rank for rank in self.plan.stages[stage].devices if here.of[rank] == here.index)
-        if here.inside is not None:
-            dist.broadcast(out, root, group=here.inside)
+        root = next(rank for rank in self.plan.stages[stage].devices if replicas.of[rank] == replicas.index)
+        if replicas.inside is not None:
+            dist.broadcast(out, root, group=replicas.inside)
         return out.reshape(())
 
     def before_update(self) -> None:

@@ -124,9 +124,9 @@ class PeriodicAverage:
 
 
 def _make_anchor(leaf: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(leaf.detach().clone())
+    anchor = nn.Parameter(leaf.detach().clone())
     name, shape = getattr(leaf, "global_name", ""), getattr(leaf, "global_shape", leaf.shape)
-    return name_parameter(made, name, shape)
+    return name_parameter(anchor, name, shape)
 
 
 @dataclass
@@ -134,7 +134,8 @@ class _Flight:
     """One bucket's gradients of one step: this replica's own, and the mean, which holds once ``work`` is done."""
 
     bucket: FlatBucket
-    there: list[bool]  # which leaves had a gradient
+    #: for each leaf of the bucket, whether it had a gradient
+    there: list[bool]
     own: torch.Tensor
     mean: torch.Tensor
     work: Pending | None
@@ -168,6 +169,7 @@ class DelayedGradients:
     def correct(self) -> None:
         """After the backwards of a step: start its means, and put in those of ``delay`` steps ago."""
         self.drained = False
+        # the means start from the fresh gradients, before any correction is added to them
         self.flying.append([self._start(bucket) for bucket in self.buckets])
         for index, (bucket, owed) in enumerate(zip(self.buckets, self._owed, strict=True)):
             if owed is not None:
@@ -218,9 +220,9 @@ def average_replicas(buckets: Sequence[FlatBucket], replicas: Replicas, optimize
         _average_in_place(bucket, [leaf.detach() for leaf in bucket.leaves], replicas)
         states = [optimizer.state.get(leaf, {}) for leaf in bucket.leaves]
         for key in sorted({key for state in states for key in state}):
-            kept = [_matching_state(state.get(key), leaf) for state, leaf in zip(states, bucket.leaves, strict=True)]
-            if any(x is not None for x in kept):
-                _average_in_place(bucket, kept, replicas)
+            tensors = [_matching_state(state.get(key), leaf) for state, leaf in zip(states, bucket.leaves, strict=True)]
+            if any(x is not None for x in tensors):
+                _average_in_place(bucket, tensors, replicas)
 
 
 def _matching_state(x: object, leaf: nn.Parameter) -> torch.Tensor | None:

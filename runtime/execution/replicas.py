@@ -49,12 +49,12 @@ class Replicas:
         self.rank = dist.get_rank()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if stage is None else loose_axes(plan.stages[stage], programs))
-        found = [everyone[one.devices[0]] for one in plan.stages]
-        self.count = _count_replicas(plan, found)
-        self.axes: tuple[int, ...] = () if stage is None else found[stage][0]
+        axes_of_stages = [everyone[one.devices[0]] for one in plan.stages]
+        self.count = _count_replicas(plan, axes_of_stages)
+        self.axes: tuple[int, ...] = () if stage is None else axes_of_stages[stage][0]
         self.of: dict[int, int] = dict.fromkeys(range(dist.get_world_size()), 0)
         self.first: dict[int, int] = {}  # rank → the one in its place in replica 0
-        for one, (axes, _) in zip(plan.stages, found, strict=True):
+        for one, (axes, _) in zip(plan.stages, axes_of_stages, strict=True):
             firsts: dict[tuple[int, ...], int] = {}
             for position, rank in enumerate(one.devices):
                 place = coordinates(position, one.mesh_shape)
@@ -113,16 +113,18 @@ def _peers(port: Port) -> list[int]:
     return [dist.get_global_rank(group, end) for end in ends]
 
 
-def _count_replicas(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
+def _count_replicas(plan: Plan, axes_of_stages: Sequence[tuple[tuple[int, ...], str]]) -> int:
     """The number of replicas."""
-    for index, (stage, (axes, why)) in enumerate(zip(plan.stages, found, strict=True)):
+    for index, (stage, (axes, why)) in enumerate(zip(plan.stages, axes_of_stages, strict=True)):
         if not axes:
             raise ValueError(
                 "delay= and local_steps= need replicas that send each other nothing but gradients and the loss, but "
                 f"stage {index} of mesh {list(stage.mesh_shape)} has none ({why or 'it is one device'}); use a "
                 "strategy with dp and zero=0, or leave them out"
             )
-    counts = [prod(stage.mesh_shape[a] for a in axes) for stage, (axes, _) in zip(plan.stages, found, strict=True)]
+    counts = [
+        prod(stage.mesh_shape[a] for a in axes) for stage, (axes, _) in zip(plan.stages, axes_of_stages, strict=True)
+    ]
     if len(set(counts)) > 1:
         raise ValueError(
             f"delay= and local_steps= need as many replicas of every stage, but got {counts}; use a strategy with the "

@@ -210,9 +210,9 @@ class Session:
         if self.stage is None:
             return []
         sizes = self.plan.stages[self.stage].mesh_shape
-        out: dict[str, tuple[nn.Parameter, tuple[int, ...], int]] = {}
+        axes_of: dict[str, tuple[nn.Parameter, tuple[int, ...], int]] = {}
         for chunk, slot in ((c, slot) for c, program in enumerate(self.programs) for slot in program.slots):
-            if slot.kind != "parameter" or slot.name in out:  # one leaf, as the first chunk that reads it keeps it
+            if slot.kind != "parameter" or slot.name in axes_of:  # one leaf, as the first chunk that reads it keeps it
                 continue
             for axis, (value, cotangent) in enumerate(zip(slot.pair.value, slot.pair.cotangent, strict=True)):
                 if slot.requires_grad and not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
@@ -222,8 +222,8 @@ class Session:
                     )
             axes = (a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
             tight = tuple(axis for axis in axes if axis not in self.independent_axes)
-            out[slot.name] = (self.state.parameters[slot.name], tight, chunk)
-        return list(out.values())
+            axes_of[slot.name] = (self.state.parameters[slot.name], tight, chunk)
+        return list(axes_of.values())
 
     # ---- training
 
@@ -330,9 +330,9 @@ class Session:
         the step will be left out instead."""
         fault = self.reducer.fault
         if self.gradient_all_reduce.faults_differ:
-            told = torch.tensor(float(fault is not None), device=self.device)
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            if told and fault is None:
+            any_fault = torch.tensor(float(fault is not None), device=self.device)
+            dist.all_reduce(any_fault, dist.ReduceOp.MAX)
+            if any_fault and fault is None:
                 fault = NonFiniteGradient("of another group", None, self.step)
         if fault is None:
             return
@@ -351,9 +351,9 @@ class Session:
         if len(devices) == self.plan.num_devices:
             assert loss is not None
             return loss
-        out = torch.zeros(1, dtype=kind.dtype, device=self.device) if loss is None else loss.reshape(1).clone()
-        dist.broadcast(out, devices[0])
-        return out.reshape(())
+        shared_loss = torch.zeros(1, dtype=kind.dtype, device=self.device) if loss is None else loss.reshape(1).clone()
+        dist.broadcast(shared_loss, devices[0])
+        return shared_loss.reshape(())
 
     def optimizer_step(self) -> None:
         """Clip if asked to, update what is owned, bring it to the leaves that ops read, make tied copies equal again.
@@ -472,11 +472,11 @@ def _check_plan(plan: Plan) -> None:
 
 def _buffers(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata]) -> list[dict[str, Spec]]:
     """Stage → buffer → where it is kept: as the chunk that writes it has it, else the first that reads it."""
-    out: list[dict[str, Spec]] = [{} for _ in plan.stages]
+    specs_of: list[dict[str, Spec]] = [{} for _ in plan.stages]
     for (stage, _), boundary in boundaries.items():
         written = {name: boundary.buffers[name] for name in boundary.written}
-        out[stage] = {**boundary.buffers, **out[stage], **written}
-    return out
+        specs_of[stage] = {**boundary.buffers, **specs_of[stage], **written}
+    return specs_of
 
 
 def _groups(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata], cuda: bool) -> Groups:
@@ -494,22 +494,22 @@ def _groups(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata], cuda: bool
         up = dist.new_group()
         return lambda source, target: (None, up) if source[0] < target[0] else (up, None)
     shared = (dist.new_group(), dist.new_group())
-    own: dict[tuple[Place, Place], tuple[Any, Any]] = {}
+    edge_groups: dict[tuple[Place, Place], tuple[Any, Any]] = {}
     if plan.num_chunks > 1:
-        own = {
+        edge_groups = {
             ends: (dist.new_group(), dist.new_group()) for ends in dict.fromkeys((k.source, k.target) for k in links)
         }
-    return lambda source, target: own.get((source, target), shared)
+    return lambda source, target: edge_groups.get((source, target), shared)
 
 
 def _merge(weights: Weights | None, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict over a module: the module gives what the state dict lacks (non-persistent buffers, say)."""
-    given: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if isinstance(weights, nn.Module):
-        given = {
+        tensors = {
             **dict(weights.named_parameters(remove_duplicate=False)),
             **dict(weights.named_buffers(remove_duplicate=False)),
         }
     elif weights is not None:
-        given = dict(weights)
-    return {**given, **values}
+        tensors = dict(weights)
+    return {**tensors, **values}

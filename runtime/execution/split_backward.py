@@ -39,14 +39,17 @@ _DeferredGradient = tuple[int, Sequence[_Edge], Callable[[], Sequence[Tensor]]]
 
 @dataclass
 class SplitProgram:
-    """A program in halves. late, early: slots of trainable parameters to which W, and to which I, adds gradients;
-    counts: ops per group of parameters. Between I and W ``owed`` has the debts of each microbatch."""
+    """A program whose backward comes in two actions, I and W."""
 
     module: torch.fx.GraphModule
+    #: slots of trainable parameters to whose gradients W adds
     late: tuple[int, ...]
+    #: slots of trainable parameters to whose gradients I adds
     early: tuple[int, ...]
+    #: the number of split ops in each group of parameters
     counts: Mapping[int, int]
     deferred: _DeferredGradients
+    #: the gradients that I has deferred and W has not made, by microbatch
     owed: dict[int, list[_DeferredGradient]] = field(default_factory=dict)
 
     def begin(self, microbatch: int) -> None:
@@ -97,18 +100,18 @@ def split_program(program: ChunkProgram) -> SplitProgram:
     graph: torch.fx.Graph = copy.deepcopy(program.module.graph)
     roots = _roots(graph, program)
     deferred = _DeferredGradients()
-    found: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # op → its weights
+    weights_of: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # op → its weights
     for node in graph.nodes:
         if node.op == "call_function" and (weights := _weights(node, roots)):
-            found[node] = weights
-    leader = _merge_groups([frozenset().union(*(roots[w] for w in weights)) for weights in found.values()])
+            weights_of[node] = weights
+    leader = _merge_groups([frozenset().union(*(roots[w] for w in weights)) for weights in weights_of.values()])
     counts: Counter[int] = Counter()
-    early = set(_slots_read_elsewhere(graph, roots, found))
-    for node, weights in found.items():
+    early = set(_slots_read_elsewhere(graph, roots, weights_of))
+    for node, weights in weights_of.items():
         group, op = leader[min(roots[weights[0]])], _SPLIT_OPS[node.target]
         counts[group] += 1
         node.target = op.make(deferred, group, node.args[op.w] is not weights[0])
-    late = {slot for weights in found.values() for w in weights for slot in roots[w]}
+    late = {slot for weights in weights_of.values() for w in weights for slot in roots[w]}
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return SplitProgram(module, tuple(sorted(late)), tuple(sorted(early)), dict(counts), deferred)
 

@@ -86,7 +86,7 @@ class GradientAllReduce:
             return None
         hop = self._hops[axes, lane]
         if wire.compressor == "none":
-            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
+            total: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
         else:
             inner, between = hop.levels
             exchange = (
@@ -98,9 +98,9 @@ class GradientAllReduce:
             shapes_in_part = tuple(tuple(shape) for shape in tensors)
             bucket = BucketSpec(size, dtype, shapes_in_part, self.seed + len(self.made), device=device)
             coded = make_sum(wire.compressor, bucket, exchange, submit=hop.submit)
-            made = coded if inner is None else HierarchicalAllReduce(n, GroupExchange(inner), coded, hop.submit)
-        self.made.append(made)
-        return made
+            total = coded if inner is None else HierarchicalAllReduce(n, GroupExchange(inner), coded, hop.submit)
+        self.made.append(total)
+        return total
 
     def make_shared(
         self, axes: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device, lasting: bool

@@ -33,9 +33,12 @@ __all__ = ["GradientReducer"]
 class _Bucket:
     """Gradients that travel in one message, the parameters' last use first."""
 
-    often = False  # whether every microbatch reduces them, or only the last
-    sum: Sum | None = None  # by which the bucket's ranks sum it; None: as the backend does
-    eager = False  # whether every microbatch brings its gradients, or the last one those of all
+    #: True if every microbatch reduces its gradients, False if only the last does
+    often = False
+    #: the all-reduce of the bucket's ranks; None: the backend's
+    sum: Sum | None = None
+    #: True if every microbatch adds its gradients to the message, False if the last brings the sums of all
+    eager = False
 
     def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
         self.parameters = list(leaves)
@@ -196,18 +199,18 @@ class _ReduceScatterBucket(_Bucket):
     def _take(self, index: int, grad: torch.Tensor | None) -> None:
         if self.wire is None:
             self.wire = self.bundle.wire()
-        here = self.bundle.place(self.wire, index)
+        view = self.bundle.place(self.wire, index)
         if grad is None:
             if not self.there[index]:
-                here.zero_()
+                view.zero_()
             return
         blocks = self.bundle.members[index].cut.blocks(grad)
         if self.there[index]:  # of an earlier microbatch
-            here.add_(blocks, alpha=self.unscale)
+            view.add_(blocks, alpha=self.unscale)
         else:
-            here.copy_(blocks)
+            view.copy_(blocks)
             if self.unscale != 1.0:
-                here.mul_(self.unscale)
+                view.mul_(self.unscale)
         self.there[index], self.parameters[index].grad = True, None
 
     def _any(self) -> bool:
@@ -327,7 +330,7 @@ class GradientReducer:
         assert self.comm is not None
         phase, self.comm.phase = self.comm.phase, "step"
         if isinstance(bucket, _ReduceScatterBucket) and bucket.bundle.axes:
-            # a message and what arrives are held until then: one at a time
+            # a message and its result are held until it has landed: with one at a time, memory has one bucket more
             self._land()
             self.flying = bucket
         bucket.launch(self.comm)

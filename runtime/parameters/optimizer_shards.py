@@ -38,16 +38,19 @@ class OptimizerShards:
     """A parameter of which the optimizer has a block, or a master; or, of one that another stage owns, no more than the
     fp32 gradient.
 
-    leaf: as the program reads it; parameter: this rank's block, which the optimizer gets; cut: of the leaf, by no axes
-    if the block is all of it; rest: axes over which the gradient is partial beside those of the cut; often: whether
-    every microbatch reduces it; mixed: whether the block is a master.
     """
 
+    #: the leaf that the program reads
     leaf: nn.Parameter
+    #: this rank's block, which the optimizer updates
     parameter: nn.Parameter
+    #: the division of the leaf into blocks; by no axes if the block is all of it
     cut: Cut
+    #: further axes over which the gradient is partial
     rest: tuple[int, ...] = ()
+    #: True if every microbatch reduces the gradient
     often: bool = False
+    #: True if the block is a master weight
     mixed: bool = False
 
     @property
@@ -69,14 +72,14 @@ def make_optimizer_shards(
     if stage is None or comm is None:
         return {}
     homes, mixed = plan.stages[stage].homes, plan.precision in PRECISIONS
-    found = {}
+    shards = {}
     for name, leaf in leaves.items():
         home = homes[name]
-        apart = mixed and home.stored == home.compute.value  # else programs gather masters themselves
-        if leaf.requires_grad and (apart or home.stored != home.optimizer):
-            found[name] = _make_shard(leaf, name, home, comm, masters.get(name), mixed)
-            found[name].rest = tuple(axis for axis in found[name].rest if axis not in loose)
-    return found
+        has_master = mixed and home.stored == home.compute.value  # else programs gather masters themselves
+        if leaf.requires_grad and (has_master or home.stored != home.optimizer):
+            shards[name] = _make_shard(leaf, name, home, comm, masters.get(name), mixed)
+            shards[name].rest = tuple(axis for axis in shards[name].rest if axis not in loose)
+    return shards
 
 
 def _make_shard(
@@ -139,12 +142,13 @@ class ValueGatherer:
         """Every leaf becomes what the ranks of its axes own of it. Collective."""
         if self.comm is None:
             return
-        here = [owned for owned in self.owned if not owned.cut.axes]
-        if here:
-            torch._foreach_copy_([o.leaf.detach() for o in here], [o.parameter.detach() for o in here])
+        ungathered = [owned for owned in self.owned if not owned.cut.axes]
+        if ungathered:
+            torch._foreach_copy_([o.leaf.detach() for o in ungathered], [o.parameter.detach() for o in ungathered])
         phase, self.comm.phase = self.comm.phase, "step"
         started = [self._start(bundle) for bundle in self.bundles[:1]]
         for bundle, following in pairwise([*self.bundles, None]):
+            # one gather ahead: more would hold several buckets at once
             if following is not None:
                 started.append(self._start(following))
             assert bundle is not None

@@ -29,9 +29,9 @@ _TIED_TAG = 1 << 30
 def parameter_layout(plan: Plan, stage: int, name: str, of: str = "stored") -> MeshLayout:
     """The layout of a parameter's value on that stage; ``of``: or of its "gradient" after the reduction, or of its
     "optimizer" state."""
-    here = plan.stages[stage]
-    spec: Spec = getattr(here.homes[name], of)
-    return MeshLayout(here.devices, here.mesh_shape, spec)
+    stage_plan = plan.stages[stage]
+    spec: Spec = getattr(stage_plan.homes[name], of)
+    return MeshLayout(stage_plan.devices, stage_plan.mesh_shape, spec)
 
 
 class TiedParameters:

@@ -117,9 +117,9 @@ def profile(
 def default_cluster(codes: Sequence[str] = ()) -> Cluster:
     """The cluster that these ranks plan on by default: their quick profile, from the cache if there is one, with the
     rates of ``codes``, which take less than a second. Collective."""
-    found = profile(quick=True)
-    lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
-    return profile(quick=True, base=found, codes=lacking) if lacking else found
+    cluster = profile(quick=True)
+    lacking = [code for code in codes if code != "none" and cluster.device(0).coding_rate(code) is None]
+    return profile(quick=True, base=cluster, codes=lacking) if lacking else cluster
 
 
 def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
@@ -359,8 +359,8 @@ class _Profiler:
         for number, name in enumerate(self.names):
             facts = next(facts for facts in self.facts if facts.device == name)
             mine = view(self.state, f"@{number}")
-            made = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
-            devices[name] = with_overlap(made, self.state)
+            device = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
+            devices[name] = with_overlap(device, self.state)
         wires = wires_of(self.state)
         inner = inner_link(self.facts[0].kind, wires, self.slowdown)
         hosts = []
@@ -389,9 +389,13 @@ class _Profiler:
         for key in ("seconds", "samples"):
             after[key] = f"{float(before.get(key, 0)) + float(after[key]):.10g}"
         known = {key.partition("@")[0] for key in self.state.records}
-        left = [entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known]
-        left += [entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in left]
-        skipped = {"skipped": "; ".join(left)} if left else {}
+        still_skipped = [
+            entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known
+        ]
+        still_skipped += [
+            entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in still_skipped
+        ]
+        skipped = {"skipped": "; ".join(still_skipped)} if still_skipped else {}
         return replace(
             base,
             hosts=tuple(hosts),

@@ -148,7 +148,7 @@ def _release_reporter(size: int) -> Any:
 
 def storages_alive(device_type: str = "cpu") -> dict[torch.UntypedStorage, int]:
     """Every storage of tensors on the device that Python can reach, gradients included → its bytes."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor):
             continue
@@ -158,8 +158,8 @@ def storages_alive(device_type: str = "cpu") -> dict[torch.UntypedStorage, int]:
                 continue  # a wrapper's parts are found by themselves
             storage = x.untyped_storage()
             if storage.nbytes():
-                found.setdefault(storage.data_ptr(), storage)
-    return {storage: storage.nbytes() for storage in found.values()}
+                storages.setdefault(storage.data_ptr(), storage)
+    return {storage: storage.nbytes() for storage in storages.values()}
 
 
 def _trace(profiler: Any) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def _trace(profiler: Any) -> list[dict[str, Any]]:
 def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str, Window]]:
     """The count after every event, as the whole block and each window saw it."""
     now = peak = start
-    made: dict[int, int] = {}  # address → bytes of a block of this session
+    block_bytes: dict[int, int] = {}  # address → bytes of a block of this session
     open_: dict[str, tuple[float, int, int]] = {}  # window → (its end, bytes at its start, peak so far)
     done: dict[str, Window] = {}
     for event in events:
@@ -184,9 +184,9 @@ def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str,
         if name == "[memory]" and event["args"].get("Device Type") == 0:
             size, address = int(event["args"]["Bytes"]), event["args"]["Addr"]
             if size > 0:
-                made[address] = size
+                block_bytes[address] = size
             # the profiler may take a block from before it started for one of an earlier session
-            now += size if size > 0 else -made.pop(address, 0)
+            now += size if size > 0 else -block_bytes.pop(address, 0)
         elif name.startswith(_FREED) and event.get("ph") == "X":
             now -= int(name.removeprefix(_FREED))
         elif name.startswith(_WINDOW) and event.get("ph") == "X":

@@ -102,7 +102,7 @@ def group_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     sizes = sorted(range(2, world + 1), key=lambda s: (s != world, s & (s - 1) != 0, -s))
     if world > _ALL_SIZES:
         sizes = [s for s in sizes if s & (s - 1) == 0 or world % s == 0]
-    found: dict[tuple[int, int, int], ConcurrentGroups] = {}
+    forms_by_key: dict[tuple[int, int, int], ConcurrentGroups] = {}
     for size in sizes:
         for offset in range(0, world - size + 1, size):
             for rows in (r for r in range(1, size + 1) if size % r == 0):
@@ -112,22 +112,22 @@ def group_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
                 for sets in axes:
                     if len(sets[0]) > 1:
                         form = _form(sets, hosts)
-                        found.setdefault((form.size, form.members, form.groups), form)
-    return list(found.values())
+                        forms_by_key.setdefault((form.size, form.members, form.groups), form)
+    return list(forms_by_key.values())
 
 
 def send_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     """The forms of transfers between two stages of s ranks each, s at once: all within hosts, or all between them."""
     world = len(hosts)
-    found: dict[tuple[int, int], ConcurrentGroups] = {}
+    forms_by_key: dict[tuple[int, int], ConcurrentGroups] = {}
     counts = sorted({1, *(s for s in range(1, world // 2 + 1) if s & (s - 1) == 0 or s == world // 2)})
     for pairs in counts:
         for offset in range(world - 2 * pairs + 1):
             sets = [(offset + i, offset + pairs + i) for i in range(pairs)]
             if len({hosts[a] == hosts[b] for a, b in sets}) == 1:
                 form = _form(sets, hosts)
-                found.setdefault((form.members, pairs), form)
-    return list(found.values())
+                forms_by_key.setdefault((form.members, pairs), form)
+    return list(forms_by_key.values())
 
 
 class Ranks:

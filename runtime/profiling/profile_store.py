@@ -100,8 +100,8 @@ class ProfileStore:
         text = ""
         if self.writes and self.partial.is_file():
             with suppress(ValueError):  # half a file, or another program's: begin anew
-                found = ProfileState.load(self.partial)
-                text = found.to_json() if found.about == self.about else ""
+                state = ProfileState.load(self.partial)
+                text = state.to_json() if state.about == self.about else ""
         text = broadcast_from_rank0(lambda: text)
         return ProfileState.from_json(text) if text else ProfileState(self.about)
 

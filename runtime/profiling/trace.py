@@ -172,9 +172,9 @@ class Trace:
         """Their seconds, or where these are not known yet the spans themselves; ``spans`` is empty again."""
         if not spans:
             return 0.0
-        found = spans.copy() if self._cuda else sum(after - before for before, after in spans)
+        seconds = spans.copy() if self._cuda else sum(after - before for before, after in spans)
         spans.clear()
-        return found
+        return seconds
 
     # ---- afterwards
 

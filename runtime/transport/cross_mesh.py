@@ -67,7 +67,9 @@ class Port:
     (``codecs.CARRIERS``).
     """
 
-    sends: list[Message] = field(default_factory=list)  # boxes of mine
+    #: the tiles of this rank's block that it sends
+    sends: list[Message] = field(default_factory=list)
+    #: the tiles of its block that it receives
     receives: list[Message] = field(default_factory=list)
     num_tiles: int = 0
     base_tag: int = 0
@@ -76,8 +78,10 @@ class Port:
     device: torch.device | str = "cpu"
     group: Any = None
     code: str = "none"
-    seed: int | None = None  # of random numbers of the code; None: nearest levels
-    shared_memory: SharedMemoryMessages | None = None  # that reach some peers
+    #: the seed of the codec's random rounding; None: to the nearest level
+    seed: int | None = None
+    #: messages to the peers on this machine
+    shared_memory: SharedMemoryMessages | None = None
 
     @classmethod
     def make(
@@ -129,13 +133,13 @@ class Port:
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
         parts: list[tuple[Any, torch.Tensor | None, TensorCodec | None, Box]] = []
         for index, peer, box, coder in self.receives:
-            here = None if out is None else cut(out, box)
+            view = None if out is None else cut(out, box)
             buffer: torch.Tensor | None = None
             if coder is not None:
                 buffer = torch.empty(coder.nbytes, dtype=torch.uint8, device=self.device)
-            elif here is None or not here.is_contiguous():
+            elif view is None or not view.is_contiguous():
                 buffer = torch.empty(extents(box), dtype=self.dtype, device=self.device)
-            target = here if buffer is None else buffer
+            target = view if buffer is None else buffer
             assert target is not None
             message = wire(target)
             if self._shares_memory(peer):

@@ -18,9 +18,9 @@ __all__ = ["broadcast_from_rank0", "fail_together", "raise_on_all_ranks"]
 def raise_on_all_ranks(fault: Exception | None) -> None:
     """Raise on every rank if any rank has a fault: on that rank the fault itself, elsewhere its text as ValueError
     (RuntimeError for what is no user error). Collective over the world."""
-    told = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
+    description = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    dist.all_gather_object(everyone, description)
     if fault is not None:
         raise fault
     for rank, entry in enumerate(everyone):
@@ -61,5 +61,5 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
         raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
             kind, RuntimeError
         )(message)
-    found: T = shared[0]
-    return found
+    value: T = shared[0]
+    return value

@@ -146,13 +146,13 @@ class DistributedComm:
         """A message to one device of the axis and one from another, on their way at once."""
         self._count("send", x.nbytes)
         x, here = x.contiguous(), self.coordinates[axis]
-        came = x.clone() if to == here else torch.empty_like(x)
+        received = x.clone() if to == here else torch.empty_like(x)
         works = []
         if to != here and x.numel():
             messages = [dist.P2POp(dist.isend, x, *self._peer(axis, to)),
-                        dist.P2POp(dist.irecv, came, *self._peer(axis, source))]  # fmt: skip
+                        dist.P2POp(dist.irecv, received, *self._peer(axis, source))]  # fmt: skip
             works = dist.batch_isend_irecv(messages)
-        return partial(_wait_arrival, works, x, came)
+        return partial(_wait_arrival, works, x, received)
 
     def _post(
         self, x: torch.Tensor | None, axis: int, step: int, cyclic: bool, messages: list[dist.P2POp]
@@ -164,15 +164,15 @@ class DistributedComm:
         size, here = self.mesh_shape[axis], self.coordinates[axis]
         if size == 1 and cyclic:
             return x.clone(memory_format=torch.contiguous_format)
-        came = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        received = torch.zeros_like(x, memory_format=torch.contiguous_format)
         ways: tuple[tuple[Any, torch.Tensor, int], ...] = (
             (dist.isend, x.contiguous(), step),
-            (dist.irecv, came, -step),
+            (dist.irecv, received, -step),
         )
         for op, buffer, away in ways:
             if x.numel() and (cyclic or 0 <= here + away < size):
                 messages.append(dist.P2POp(op, buffer, *self._peer(axis, (here + away) % size)))
-        return came
+        return received
 
     def _peer(self, axis: int, index: int) -> tuple[int, Group]:
         """The rank with another coordinate along ``axis``, and the group to meet it in."""
@@ -317,11 +317,11 @@ def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
 
 def _rank_sets(mesh_shape: Sequence[int], devices: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The devices partitioned into those that agree on every coordinate outside ``axes``, each in row-major order."""
-    found: dict[Coordinates, list[int]] = {}
+    rank_sets: dict[Coordinates, list[int]] = {}
     for position, device in enumerate(devices):
         place = coordinates(position, mesh_shape)
-        found.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(device)
-    return [tuple(ranks) for ranks in found.values()]
+        rank_sets.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(device)
+    return [tuple(ranks) for ranks in rank_sets.values()]
 
 
 class _GroupCache:
@@ -368,7 +368,7 @@ def _dedicated_rank_sets(
 
 
 def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
-    rank, maker, mine = dist.get_rank(), _GroupCache(), None
+    rank, maker, own_comm = dist.get_rank(), _GroupCache(), None
     for mesh in meshes:
         mesh_shape, devices = mesh.shape, mesh.devices
         if prod(mesh_shape) != len(devices):
@@ -388,16 +388,16 @@ def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
                 levels: tuple[Group, ...] = ()
                 for ranks in _rank_sets(mesh_shape, devices, wire.axes):
                     for level in _dedicated_rank_sets(wire, ranks, mesh.host_of):
-                        made = [(dist.new_group(list(members)), members) for members in level]
-                        levels += tuple(group for group, members in made if rank in members)
+                        groups_of_level = [(dist.new_group(list(members)), members) for members in level]
+                        levels += tuple(group for group, members in groups_of_level if rank in members)
                 own_groups[wire.axes].append(levels)
         if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
             group = maker(tuple(devices))
             if rank in devices:
                 groups[()] = group
         if rank in devices:
-            mine = DistributedComm(mesh_shape, devices, rank, groups, own_groups)
-    return mine
+            own_comm = DistributedComm(mesh_shape, devices, rank, groups, own_groups)
+    return own_comm
 
 
 def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm | None:

@@ -254,6 +254,7 @@ class SharedMemoryMessages:
         number = self._free_buffer(peer, x.nbytes) if x.numel() else _SENT_BY_BACKEND
         if number >= 0:
             self._mine[number].copy_(x.view(-1).view(torch.uint8))
+        # the word goes out in either case: it tells the receiver by which way the message comes
         self.memory.send_word(peer, self._here, tag, number)
         return number >= 0
 
