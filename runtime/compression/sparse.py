@@ -188,7 +188,7 @@ class DeepGradientSum(GatheredSum):
 
 
 class Threshold(TopK):
-    """±τ for what has grown to τ; where that is more than the message has room for, the largest."""
+    """±τ for what has grown to τ; where that is more than the message can hold, the largest."""
 
     def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int, factor: float) -> None:
         super().__init__(n, bucket, payload, start)

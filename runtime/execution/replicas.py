@@ -1,6 +1,6 @@
 """Replicas of a plan's model that step by themselves, and what they have in common: groups, and flat sums over them.
 
-A replica is the ranks of all stages with the same place along their stages' loose axes
+A replica is the ranks of all stages with the same place along their stages' independent axes
 (``compiler.plan.independent_axes``), in row-major order of these axes. Within it everything is as ever. Over replicas
 travel flat buckets, each by a persistent sum over a group that nothing else uses, so that a sum on its way holds up no
 other message.
@@ -40,9 +40,9 @@ class Replicas:
     """The assignment of ranks to a plan's replicas. Its construction is collective; ValueError on every rank if the
     plan has no replicas that could step by themselves.
 
-    count: of replicas; index: this rank's; axes: the loose ones of this rank's stage; across: the group of the ranks
-    that hold the same blocks; inside: of the ranks of this replica, None if it is one rank. Ranks that the plan leaves
-    idle belong to replica 0.
+    count: of replicas; index: this rank's; axes: the independent ones of this rank's stage; across: the group of the
+    ranks that hold the same blocks; inside: of the ranks of this replica, None if it is one rank. Ranks that the plan
+    leaves idle belong to replica 0.
     """
 
     def __init__(self, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> None:
@@ -84,7 +84,7 @@ class Replicas:
         return BackendAllReduce(self.across)
 
     def require_apart(self, parts: Sequence[BoundChunk], tied: TiedParameters) -> None:
-        """ValueError if a message of this rank would go to another replica, or a reshard over a loose axis."""
+        """ValueError if a message of this rank would go to another replica, or a reshard over an independent axis."""
         ways = [way for part in parts for way in (*part.incoming, *part.outgoing)]
         ports = [port for way in ways for port in (way.forward, way.backward) if port is not None]
         ports += [port for _, port, _ in (*tied.up, *tied.down)]
@@ -134,15 +134,15 @@ def _count_replicas(plan: Plan, axes_of_stages: Sequence[tuple[tuple[int, ...], 
 
 
 class ReplicaComm(TimedComm):
-    """Collectives of a program whose replica steps by itself: over the loose ``axes`` it is told what it would be if
-    all replicas had its own samples, and nothing is sent."""
+    """Collectives of a program whose replica steps by itself: over the independent ``axes`` it is told what it would be
+    if all replicas had its own samples, and nothing is sent."""
 
     def __init__(self, inner: Comm, trace: Trace, axes: Sequence[int]) -> None:
         super().__init__(inner, trace)
         self.axes = frozenset(axes)
 
     def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
-        """p times ``x`` over a loose axis of p devices."""
+        """p times ``x`` over an independent axis of p devices."""
         if axis not in self.axes:
             return super().all_reduce(x, axis, op)
         return x * self.size(axis) if op == "sum" else x.clone()

@@ -111,13 +111,13 @@ class GradientAllReduce:
             return None
         if axes not in self._shared_memory:
             self._shared_memory[axes] = SharedMemory.connect(self._comm.groups[axes])
-        near = self._shared_memory[axes]
-        if not near.spans_group:
+        shared_memory = self._shared_memory[axes]
+        if not shared_memory.spans_group:
             return None
         if lasting:
-            return SharedMemoryAllReduce(near, n, dtype)
+            return SharedMemoryAllReduce(shared_memory, n, dtype)
         if (axes, dtype) not in self._staging:
-            self._staging[axes, dtype] = SharedMemoryAllReduce(near, min(n, _STAGING_ELEMENTS), dtype)
+            self._staging[axes, dtype] = SharedMemoryAllReduce(shared_memory, min(n, _STAGING_ELEMENTS), dtype)
         return self._staging[axes, dtype]
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -137,7 +137,7 @@ class _AllReduceBucket(_Bucket):
 
     def bind(self, sums: GradientAllReduce) -> None:
         """The sum over its axes. In memory that the ranks share, several gradients lie from the beginning; one alone is
-        let go with the step, and takes no such room."""
+        let go with the step, and takes no such memory."""
         first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
         size, several = sum(map(torch.Size.numel, shapes)), len(shapes) > 1
         self.sum = sums.make(self.axes, size, first.dtype, shapes, first.device)

@@ -65,10 +65,10 @@ def make_optimizer_shards(
     leaves: Mapping[str, nn.Parameter],
     masters: Mapping[str, nn.Parameter],
     comm: DistributedComm | None,
-    loose: Sequence[int] = (),
+    independent_axes: Sequence[int] = (),
 ) -> dict[str, OptimizerShards]:
-    """Of this rank's leaves, the trained ones of which the optimizer has another tensor. loose: axes over which no
-    gradients are summed here. ValueError for specs that do not nest."""
+    """Make the shards of this rank's trained leaves of which the optimizer has another tensor. independent_axes: those
+    over which no gradients are summed here. ValueError for specs that do not nest."""
     if stage is None or comm is None:
         return {}
     homes, mixed = plan.stages[stage].homes, plan.precision in PRECISIONS
@@ -78,7 +78,7 @@ def make_optimizer_shards(
         has_master = mixed and home.stored == home.compute.value  # else programs gather masters themselves
         if leaf.requires_grad and (has_master or home.stored != home.optimizer):
             shards[name] = _make_shard(leaf, name, home, comm, masters.get(name), mixed)
-            shards[name].rest = tuple(axis for axis in shards[name].rest if axis not in loose)
+            shards[name].rest = tuple(axis for axis in shards[name].rest if axis not in independent_axes)
     return shards
 
 

@@ -29,7 +29,7 @@ __all__ = ["Port", "transfer_now"]
 @dataclass
 class Incoming:
     """A block of this shape on its way: ``wait`` returns it whole. out: itself, where tiles arrive in it; None where
-    each is a message in a code first, so that the block takes no room until then."""
+    each is a message in a code first, so that the block takes no memory until then."""
 
     shape: tuple[int, ...]
     out: torch.Tensor | None
