@@ -24,7 +24,7 @@ from .compiler.search.request import PlanRequest
 from .costmodel.cluster import Cluster
 from .costmodel.profiler import Progress
 from .runtime.profiling.cluster_profile import profile
-from .runtime.transport.error_propagation import alike, from_first
+from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together
 
 __all__ = ["ROUNDS", "candidates", "profile_model"]
 
@@ -56,7 +56,7 @@ def profile_model(
             progress("planning", min((perf_counter() - started) / budget_s, 1.0))
         plans = _told(lambda cluster=cluster: candidates(graph, cluster, global_batch, optimizer))  # type: ignore[misc]
         unknown = {}
-        with alike():
+        with fail_together():
             for plan in plans:
                 for text, probe in plan_probes(graph, plan).items():
                     if any(host.device.op_time(text) is None for host in cluster.hosts):
@@ -92,7 +92,7 @@ def candidates(graph: Graph, cluster: Cluster, global_batch: int, optimizer: str
 def _told(make: Callable[[], list[Plan]]) -> list[Plan]:
     """Rank 0's plans on every rank, or its error on every rank."""
     documents: list[dict[str, Any]] = []
-    with alike():
+    with fail_together():
         if dist.get_rank() == 0:
             documents = [plan.to_json() for plan in make()]
-    return [Plan.from_json(document) for document in from_first(lambda: documents)]
+    return [Plan.from_json(document) for document in broadcast_from_rank0(lambda: documents)]

@@ -37,11 +37,11 @@ from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
-from .runtime.execution.session import Session
+from .runtime.execution.session import Session, SessionOptions
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
-from .runtime.transport.error_propagation import alike, from_first
+from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together
 
 __all__ = ["OptimizerFactory", "Outputs", "Parallel", "Planner", "TrainingOptions"]
 
@@ -124,14 +124,14 @@ class Parallel:
         """Capture, ask for a plan, lower, and place the weights, for inputs like these."""
         options, started = self._options, time.perf_counter()
         inputs = flat_inputs(args, kwargs, targets)
-        with alike():
+        with fail_together():
             graph, self._padding = capture_padded(
                 self._model, args, kwargs, targets, options.batch_dims, options.pad_to_multiple_of,
                 loss_fn=options.loss_fn,
             )  # fmt: skip
         capture_s = time.perf_counter() - started
         decided, delay = self._agreed(graph, capture_s, inputs, lambda: self._compare(graph, args, kwargs, targets))
-        with alike():
+        with fail_together():
             if decided.model != graph.fingerprint():
                 raise ValueError(
                     f"every rank passes the same model, but got {graph.fingerprint()} on this rank and {decided.model} "
@@ -145,13 +145,15 @@ class Parallel:
             programs,
             ModelInfo.of(graph, self._model),
             weights,
-            init=options.init,
-            optimizer=options.optimizer,
-            seed=options.seed,
-            clip_grad_norm=options.clip_grad_norm,
-            data=options.data,
-            compiler=compiler,
-            looseness=replace(options.looseness, delay=delay),
+            SessionOptions(
+                init=options.init,
+                optimizer=options.optimizer,
+                seed=options.seed,
+                clip_grad_norm=options.clip_grad_norm,
+                data=options.data,
+                compiler=compiler,
+                local_updates=replace(options.looseness, delay=delay),
+            ),
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
@@ -196,7 +198,7 @@ class Parallel:
             plan, delay = planner.decide(graph, cluster, batch, capture_s)
             return plan.noted(*self._padding.notes).to_json(), delay
 
-        document, delay = from_first(decide)
+        document, delay = broadcast_from_rank0(decide)
         decided = Plan.from_json(document)
         if dist.get_rank() == 0 and (idle := idle_text(decided)):
             print(f"meshwright: {idle}", file=sys.stderr, flush=True)
@@ -385,7 +387,7 @@ class Parallel:
                 found.cluster.save(os.fspath(path))
             return found
 
-        return from_first(find)
+        return broadcast_from_rank0(find)
 
     # ---- outputs
 
@@ -483,7 +485,7 @@ class Outputs:
         dims, of = batch_dims_of(flat, given), self._session.plan
         key = (training, *((name, _kind(x, dims[name])) for name, x in flat.items()))
         if key not in self._captured:
-            with alike():
+            with fail_together():
                 captured, padding = capture_padded(
                     self._model, args, kwargs, (), given, self._multiple, training=training, outputs=True
                 )
@@ -491,7 +493,7 @@ class Outputs:
         graph, padding, bound = self._captured[key]
         batch = next((int(flat[name].shape[dim]) for name, dim in dims.items() if dim is not None), 1)
         if batch not in bound:
-            with alike():
+            with fail_together():
                 small, cluster = graph.with_batch(batch), Cluster.from_json(json.dumps(of.cluster))
                 evaluated = plan_evaluation(small, of, cluster, self._buffers())
                 stage = evaluated.stage_of(dist.get_rank())

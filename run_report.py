@@ -24,7 +24,7 @@ from .costmodel.cluster import Cluster
 from .costmodel.scaling import CalibrationFactors
 from .costmodel.tables import usable_cores
 from .runtime.execution.session import Session
-from .runtime.profiling.trace import meetings, middle, peak_bytes, rank_times
+from .runtime.profiling.trace import meeting_times, middle_steps, peak_bytes, rank_times
 
 __all__ = ["foreign_bytes", "gather_report", "recalibration"]
 
@@ -35,10 +35,10 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
     walls: list[Any] = [None] * world
     dist.all_gather_object(walls, [step.wall_s for step in steps])
     count = min(map(len, walls))
-    chosen = [steps[len(steps) - count + at] for at in middle(walls)]
+    chosen = [steps[len(steps) - count + at] for at in middle_steps(walls)]
     mine = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (mine, meetings(chosen)))
+    dist.all_gather_object(everyone, (mine, meeting_times(chosen)))
     ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
     notes = []
     cores = usable_cores()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from meshwright.costmodel.codecs import CODECS, sent_bytes
-from meshwright.runtime.compression import CompressedSum, make_sum
+from meshwright.runtime.compression import BucketSpec, CompressedSum, make_sum
 from reporting.results import Record, save_records
 from rich.console import Console
 from rich.table import Table
@@ -138,8 +138,8 @@ def timed(call: Callable[[torch.Tensor], Any], x: torch.Tensor) -> float:
 def measure(names: list[str], n: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(n, generator=generator) * torch.rand(n, generator=generator).pow(2)
-    shapes = [(SIDE, SIDE)] * (n // SIDE**2)
-    sums = {name: make_sum(name, n, Echo(ranks), shapes=shapes, submit=run_now) for name in names}
+    bucket = BucketSpec(n, shapes=((SIDE, SIDE),) * (n // SIDE**2))
+    sums = {name: make_sum(name, bucket, Echo(ranks), submit=run_now) for name in names}
     best: dict[str, list[float]] = {name: [float("inf")] * 3 for name in names}
     x = torch.empty(n)
     for _ in range(rounds):
@@ -150,7 +150,7 @@ def measure(names: list[str], n: int, ranks: int, rounds: int) -> list[dict[str,
     rows = []
     for name in names:
         encode, rest, prototype = (1e9 * seconds / n if seconds < float("inf") else None for seconds in best[name])
-        payload = sent_bytes(CODECS[name], n, ranks, 4, shapes)
+        payload = sent_bytes(CODECS[name], n, ranks, 4, bucket.shapes)
         rows.append({
             "codec": name, "encode_ns": encode, "rest_ns": rest, "prototype_encode_ns": prototype,
             "wire_ratio": 2 * 4 * n / sum(b * (2 if kind == "all_reduce" else 1) for kind, b in payload.items()),

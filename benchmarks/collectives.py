@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from communication.all_reduce import GLOO
-from meshwright.runtime.collectives.rounds import DEFINED
+from meshwright.runtime.collectives.rounds import ALGORITHMS
 from meshwright.runtime.transport.launch import spawn_local
 from network.ranks import LINKS, run_over_links
 from reporting.results import Record, save_records, write_results
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--links", choices=sorted(LINKS), help="over these instead of loopback")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes")
-    parser.add_argument("--algorithms", nargs="+", default=list(DEFINED["all_reduce"]))
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS["all_reduce"]))
     parser.add_argument("--json", type=Path, default=Path("out/collectives.json"))
     args = parser.parse_args()
     where = args.links or "loopback"

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from meshwright.costmodel.codecs import CODECS
-from meshwright.runtime.compression import Rehearsal, make_sum
+from meshwright.runtime.compression import BucketSpec, Rehearsal, make_sum
 from meshwright.runtime.execution.local_sgd import DelayedGradients, PeriodicAverage
 from reporting.results import Record, Spread, save_records
 from rich.console import Console
@@ -244,7 +244,8 @@ def train_together(task: Any, name: str, steps: int, seed: int, setting: Setting
     leaves = list(task.model.parameters())
     sizes, shapes = [leaf.numel() for leaf in leaves], [tuple(leaf.shape) for leaf in leaves]
     world = Rehearsal(WORKERS)
-    sums = [make_sum(name, sum(sizes), e, shapes=shapes, seed=seed, **options) for e in world.exchanges]
+    bucket = BucketSpec(sum(sizes), shapes=tuple(shapes), seed=seed)
+    sums = [make_sum(name, bucket, exchange, **options) for exchange in world.exchanges]
     optimizer, schedule = stepping(leaves, task.rate * setting.rate, setting.momentum, steps)
     for _ in range(steps):
         buckets = task.gradients()

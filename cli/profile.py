@@ -19,7 +19,7 @@ from ..costmodel.hardware import Device
 from ..costmodel.tables import usable_cores
 from ..model_profile import profile_model
 from ..runtime.profiling.cluster_profile import profile
-from ..runtime.transport.error_propagation import alike
+from ..runtime.transport.error_propagation import fail_together
 from ..runtime.transport.launch import ensure_initialized, leave, spawn_local
 from .targets import build_target
 from .terminal import answers_only, progress_bar
@@ -98,7 +98,7 @@ def _profiled(options: Options, progress: Callable[[str, float], None]) -> str:
     target = graph = None
     notes: list[str] = []
     if options.model is not None:
-        with alike(), answers_only():  # targets may print what they like
+        with fail_together(), answers_only():  # targets may print what they like
             progress("building", 0.0)
             target = build_target(options.model)
             graph = capture(target.model, target.args, target.kwargs)

@@ -11,7 +11,7 @@ TimeoutError
 
 from __future__ import annotations
 
-__all__ = ["AbsentRankError", "NonFiniteGradient", "NonFiniteLoss", "PeerError"]
+__all__ = ["MissingRankError", "NonFiniteGradient", "NonFiniteLoss", "PeerError"]
 
 
 class PeerError(RuntimeError):
@@ -30,7 +30,7 @@ class NonFiniteGradient(ValueError):  # noqa: N818 - named for what it is
         self.codec, self.rank, self.step = codec, rank, step
 
 
-class AbsentRankError(TimeoutError):
+class MissingRankError(TimeoutError):
     """Ranks did not answer in time."""
 
 

@@ -57,7 +57,7 @@ def actions() -> list[Build]:
             losses = []
             for index in range(MICROBATCHES):
                 arguments = part.template.copy()
-                part.feeder.fill(arguments, inputs, index)
+                part.input_sharder.fill(arguments, inputs, index)
                 (loss,) = part.forward(*arguments)
                 torch.autograd.backward(loss, seed)
                 losses.append(loss.detach())

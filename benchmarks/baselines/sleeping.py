@@ -28,7 +28,7 @@ from meshwright.compiler.rules.einsum import EinsumRule
 from meshwright.costmodel.curves import DIRECTIONS, Curve
 from meshwright.costmodel.fitting import rising
 from meshwright.runtime.execution.split_backward import register_halves
-from meshwright.runtime.transport.error_propagation import from_first
+from meshwright.runtime.transport.error_propagation import broadcast_from_rank0
 from torch import Tensor, nn
 
 from .interleaved import Build, Contender
@@ -181,7 +181,7 @@ def _curves() -> tuple[Curve, ...]:
     an op written in Python takes as much. Rank 0's, on every rank."""
     return tuple(
         Curve("matmul", "float32", "flops", tuple(rising(points)), direction)
-        for points, direction in zip(from_first(_measured), DIRECTIONS)
+        for points, direction in zip(broadcast_from_rank0(_measured), DIRECTIONS)
     )
 
 

@@ -24,9 +24,9 @@ from meshwright.costmodel.codecs import CHUNK, CODECS, sent_bytes
 from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.protocol import Sum
-from meshwright.runtime.compression import make_sum
-from meshwright.runtime.compression.gathered import LEAST_BYTES
-from meshwright.runtime.parameters.gradient_all_reduce import ByAlgorithm
+from meshwright.runtime.compression import BucketSpec, make_sum
+from meshwright.runtime.compression.gathered import MIN_GATHER_BYTES
+from meshwright.runtime.parameters.gradient_all_reduce import AlgorithmExchange
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 __all__ = [
@@ -92,8 +92,8 @@ def make_call(name: str, bucket: Bucket) -> tuple[Call, Callable[[], object]]:
     if code == "none":
         made = DenseSum(group, bucket.n, torch.float32, algorithm)
     else:
-        exchange = ByAlgorithm(group, algorithm) if algorithm else group
-        made = make_sum(code, bucket.n, exchange, shapes=bucket.shapes)
+        exchange = AlgorithmExchange(group, algorithm) if algorithm else group
+        made = make_sum(code, BucketSpec(bucket.n, shapes=tuple(bucket.shapes)), exchange)
     return lambda x: made.start(x).wait(), made.close
 
 
@@ -230,7 +230,7 @@ def _together(messages: Sequence[tuple[str, int]], ranks: int) -> list[tuple[str
     """Small ones of neighbouring chunks travel as one."""
     runs: list[tuple[str, int]] = []
     for kind, size in messages:
-        if runs and runs[-1][1] < ranks * LEAST_BYTES:
+        if runs and runs[-1][1] < ranks * MIN_GATHER_BYTES:
             runs[-1] = (kind, runs[-1][1] + size)
         else:
             runs.append((kind, size))

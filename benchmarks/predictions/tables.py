@@ -24,7 +24,7 @@ from meshwright.compiler.search.driver import make_plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
 from meshwright.compiler.search.request import PlanRequest
 from meshwright.runtime.profiling.cluster_profile import profile
-from meshwright.runtime.transport.error_propagation import from_first
+from meshwright.runtime.transport.error_propagation import broadcast_from_rank0
 
 from .targets import TARGETS
 from .trials import SLEEPING, Trial
@@ -49,7 +49,7 @@ def forecasts(trials: Sequence[Trial], budget_s: float) -> list[Forecast]:
     sleeping = trials[0].part in SLEEPING
     tables: dict[str, mw.Cluster] = {}
     if not sleeping:
-        tables["local"] = from_first(lambda: mw.Cluster.local(dist.get_world_size()))
+        tables["local"] = broadcast_from_rank0(lambda: mw.Cluster.local(dist.get_world_size()))
     pace = PACE if sleeping else None
     tables["grid"] = profile(budget_s=budget_s / 2, resume=False, pace=pace)
     planned = sleeping_cluster(tables["grid"]) if sleeping else tables["grid"]
@@ -90,4 +90,4 @@ def _planned(trial: Trial, graph: Graph, cluster: mw.Cluster) -> Plan:
         plan = make_plan(graph, cluster, request)
         return plan.to_json()
 
-    return Plan.from_json(from_first(make))
+    return Plan.from_json(broadcast_from_rank0(make))

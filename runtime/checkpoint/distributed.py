@@ -28,20 +28,20 @@ from torch.distributed.tensor import DTensor
 
 from ..execution.session import Session
 from ..parameters.optimizer import LossScale
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
 def _optimizers(session: Session) -> list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]]:
     """(prefix of its keys, optimizer, its parameters by name), the one that averages replicas last."""
-    found: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
+    optimizers: list[tuple[str, torch.optim.Optimizer, Mapping[str, nn.Parameter]]] = []
     if session.optimizer is not None:
-        found.append(("optimizer", session.optimizer, session.owned))
-    if session.loosely is not None and (outer := session.loosely.outer) is not None:
-        anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned.items() if id(leaf) in outer[1]}
-        found.append(("outer", outer[0], anchors))
-    return found
+        optimizers.append(("optimizer", session.optimizer, session.owned_parameters))
+    if session.independent_replicas is not None and (outer := session.independent_replicas.outer) is not None:
+        anchors = {name: outer[1][id(leaf)] for name, leaf in session.owned_parameters.items() if id(leaf) in outer[1]}
+        optimizers.append(("outer", outer[0], anchors))
+    return optimizers
 
 
 def _encode(value: Mapping[str, Any]) -> torch.Tensor:
@@ -70,9 +70,9 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     written."""
     session.require_drained("a checkpoint")
     values: dict[str, Any] = {}
-    own = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
+    owned_names = {name for name, homes in session.state.homes.items() if homes and homes[0] == session.stage}
     for name, value in session.state.state_dict(owned_only=True).items():
-        if name in own or name in session.state.unplaced:  # first names only
+        if name in owned_names or name in session.state.unplaced:  # first names only
             values[f"model.{name}"] = value
     for prefix, optimizer, leaves in _optimizers(session):
         for name, leaf in leaves.items():
@@ -98,7 +98,7 @@ def save_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
             raise PermissionError("no permission to write")
     except OSError as error:
         fault = ValueError(f"{os.fspath(path)}: cannot be written: {error}; choose a folder that every rank can write")
-    agree(fault)
+    raise_on_all_ranks(fault)
     dcp.save(  # type: ignore[attr-defined]
         values, checkpoint_id=os.fspath(path)
     )
@@ -117,11 +117,11 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise ValueError(f"{os.fspath(path)}: holds no checkpoint ({error})") from error
     values: dict[str, Any] = {}
-    mine = {**session.state.parameters, **session.state.buffers, **session.state.unplaced}
+    local_tensors = {**session.state.parameters, **session.state.buffers, **session.state.unplaced}
     _check_model(session, stored, path)
     with torch.no_grad():
         current = session.state.state_dict()
-        for name in mine:
+        for name in local_tensors:
             if name in current:
                 values[f"model.{name}"] = current[name]
         loaded = [
@@ -139,14 +139,14 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
         dcp.load(  # type: ignore[attr-defined]
             values, checkpoint_id=os.fspath(path)
         )
-    session.values.refresh()
-    if session.loosely is not None:
-        session.loosely.renew()
-    told = json.loads(bytes(values["session"].tolist()).decode())
-    session.step = int(told["step"])
+    session.value_gatherer.refresh()
+    if session.independent_replicas is not None:
+        session.independent_replicas.renew()
+    session_values = json.loads(bytes(values["session"].tolist()).decode())
+    session.step = int(session_values["step"])
     _carry_on(session, carried)
-    if session.loss_scale is not None and "loss_scale" in told:
-        session.loss_scale = LossScale(**told["loss_scale"])
+    if session.loss_scale is not None and "loss_scale" in session_values:
+        session.loss_scale = LossScale(**session_values["loss_scale"])
     for _, optimizer, leaves, states in loaded:
         for name, keys in states.items():
             optimizer.state[leaves[name]] = {
@@ -154,13 +154,13 @@ def load_checkpoint(session: Session, path: str | os.PathLike[str]) -> None:
             }
     if session.optimizer is None:
         return
-    for group, saved in zip(session.optimizer.param_groups, told["groups"], strict=False):
+    for group, saved in zip(session.optimizer.param_groups, session_values["groups"], strict=False):
         for key, value in saved.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _carried(session: Session) -> dict[str, torch.Tensor]:
-    return {f"wire.{session.rank}.{name}": x for name, x in session.sums.state_dict().items()}
+    return {f"wire.{session.rank}.{name}": x for name, x in session.gradient_all_reduce.state_dict().items()}
 
 
 def _alike(entry: Any, x: torch.Tensor) -> bool:
@@ -169,11 +169,13 @@ def _alike(entry: Any, x: torch.Tensor) -> bool:
 
 def _carry_on(session: Session, carried: Mapping[str, torch.Tensor]) -> None:
     """Sums go on, or on all ranks start anew. Collective where there are any."""
-    mine = session.sums.state_dict()
+    mine = session.gradient_all_reduce.state_dict()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (len(mine), len(carried)))
     if all(wanted == found for wanted, found in everyone):
-        session.sums.load_state_dict({k.removeprefix(f"wire.{session.rank}."): x for k, x in carried.items()})
+        session.gradient_all_reduce.load_state_dict(
+            {k.removeprefix(f"wire.{session.rank}."): x for k, x in carried.items()}
+        )
     elif session.rank == 0:
         warnings.warn(
             "the checkpoint was written under another plan: what compressed gradients still owed is lost", stacklevel=3
@@ -209,7 +211,7 @@ def _state_targets(
 ) -> dict[str, dict[str, Any]]:
     """Empty tensors for an optimizer's state of the parameters that this rank owns: name → key → DTensor or whole
     tensor."""
-    found: dict[str, dict[str, Any]] = {}
+    targets: dict[str, dict[str, Any]] = {}
     trained = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
     for name, leaf in leaves.items():
         if id(leaf) not in trained:
@@ -223,7 +225,7 @@ def _state_targets(
             dtype = entry.properties.dtype
             if tuple(entry.size) == shape and shape:
                 local = torch.zeros(leaf.shape, dtype=dtype, device=leaf.device)
-                found.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape, session.layouts[name])
+                targets.setdefault(name, {})[key] = session.state.as_dtensor(local, name, shape, session.layouts[name])
             else:
-                found.setdefault(name, {})[key] = torch.zeros(entry.size, dtype=dtype)
-    return found
+                targets.setdefault(name, {})[key] = torch.zeros(entry.size, dtype=dtype)
+    return targets

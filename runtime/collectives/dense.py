@@ -19,15 +19,15 @@ class DenseSum:
     """Sums (or maxima) of flat tensors of ``length`` elements over the ranks of a channel, which nobody but such sums
     uses. Made on all ranks alike.
 
-    algorithm: an all-reduce of ``rounds.DEFINED`` or "hierarchical", with ``members`` ranks per host and ``between``
-    the hosts. Raises ValueError for what there is not.
+    algorithm: an all-reduce of ``rounds.DEFINED`` or "hierarchical", with ``members`` ranks per host. Raises
+    ValueError for an algorithm that does not exist.
     """
 
     def __init__(
         self, channel: Channel, length: int, dtype: torch.dtype, algorithm: str = "ring", op: str = "sum", *,
-        members: int = 0, between: str = "", chunk_bytes: int = CHUNK_BYTES, submit: Submit = submit,
+        members: int = 0, chunk_bytes: int = CHUNK_BYTES, submit: Submit = submit,
     ) -> None:  # fmt: skip
-        schedule = schedule_of("all_reduce", algorithm, channel.size, members=members, between=between)
+        schedule = schedule_of("all_reduce", algorithm, channel.size, members=members)
         self.length, self.dtype, self._submit = length, dtype, submit
         self._exchange = CollectiveRun(channel, schedule, length, dtype, op, standing=True, chunk_bytes=chunk_bytes)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .channel import Channel
-from .passage import CLOSE, GATHER, KEEP, PUT, ReceivedChunk, passage_of
+from .device_schedule import CLOSE, GATHER, KEEP, PUT, ReceivedChunk, device_schedule
 from .rounds import CollectiveSchedule
 
 __all__ = ["CHUNK_BYTES", "OPS", "STANDING_BYTES", "CollectiveRun"]
@@ -24,9 +24,9 @@ __all__ = ["CHUNK_BYTES", "OPS", "STANDING_BYTES", "CollectiveRun"]
 CHUNK_BYTES = 1 << 21
 STANDING_BYTES = 4 << 20  # received in one call, up to which receives stand
 DEPTH = 2
-_AHEAD = 4  # receives posted beyond the one that is awaited, at least
+_MIN_POSTED = 4  # receives posted beyond the one that is awaited, at least
 
-_DONE = object()  # a send that has been waited for
+_WAITED_FOR = object()  # a send that has been waited for
 OPS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
@@ -46,7 +46,7 @@ class CollectiveRun:
         assert schedule.size == channel.size, (schedule.size, channel.size)
         self.channel, self.length, self.combine = channel, length, OPS[op]
         chunk = max(chunk_bytes // dtype.itemsize, 1)
-        self.passage = passage_of(schedule, channel.rank, length, chunk)
+        self.passage = device_schedule(schedule, channel.rank, length, chunk)
         arrivals = self.passage.arrivals
         self.standing = standing and 0 < self.passage.arriving * dtype.itemsize <= STANDING_BYTES
         self.tag = channel.reserve(self.passage.tags) if standing else 0
@@ -63,10 +63,10 @@ class CollectiveRun:
         """Buffers in turn for what does not go to its place directly; receive i may be posted once ``_free[i]`` has
         been put in its place."""
         landing = [i for i, a in enumerate(self.passage.arrivals) if a.action != PUT]
-        count = min(max(_AHEAD, 2 * self.channel.size), len(landing))
+        count = min(max(_MIN_POSTED, 2 * self.channel.size), len(landing))
         size = max((self.passage.arrivals[i].size for i in landing), default=0)
         pool = torch.empty(count, size, dtype=dtype)
-        self._ahead = max(count, _AHEAD)
+        self._ahead = max(count, _MIN_POSTED)
         self._free = [-1] * len(self.passage.arrivals)
         self._buffers: list[torch.Tensor | None] = [None] * len(self.passage.arrivals)
         for turn, index in enumerate(landing):
@@ -136,8 +136,8 @@ class CollectiveRun:
             self._posted += 1
 
     def _out(self, sends: Sequence[int], current: int) -> bool:
-        """Whether these sends are out. Waits for those of rounds before the current one: whom they go to is that far,
-        or will be without us."""
+        """True if these sends are done. It waits for those of rounds before the current one: their receivers have
+        reached those rounds, or will without us."""
         departures = self.passage.departures
         if any(departures[send].round >= current or self._sends[send] is None for send in sends):
             return False
@@ -152,13 +152,13 @@ class CollectiveRun:
             self._sends[number] = self.channel.send(part, departure.peer, self.tag + departure.tag)
 
     def _sent(self, number: int) -> None:
-        work, self._sends[number] = self._sends[number], _DONE
-        if work is not _DONE:
+        work, self._sends[number] = self._sends[number], _WAITED_FOR
+        if work is not _WAITED_FOR:
             departure = self.passage.departures[number]
             self.channel.await_peer(work, departure.peer, f"{self._what}, round {departure.round + 1}")
 
     def _put(self, index: int, target: torch.Tensor) -> None:
-        """What came, in its place."""
+        """Put the chunk that arrived in its place."""
         arrival, came = self.passage.arrivals[index], self._landing[index]
         if arrival.action == KEEP:
             self._held = index

@@ -105,7 +105,7 @@ def send(x: torch.Tensor, channel: Channel, to: int) -> None:
 
 
 def receive(x: torch.Tensor, channel: Channel, source: int) -> torch.Tensor:
-    """What rank ``source`` sends, into ``x``."""
+    """Receive into ``x`` the tensor that rank ``source`` sends."""
     return _in_place(x, channel, _one_message(channel.size, source, channel.rank), "sum")
 
 

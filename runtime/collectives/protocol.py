@@ -1,4 +1,4 @@
-"""What a sum over a group of ranks looks like to those who use it, whatever algorithm or code it goes by.
+"""The interface of a sum over a group of ranks, whatever its algorithm and its compression.
 
 A ``Sum`` is *persistent*: made once, on every rank of a group alike, for a length and a dtype, and used in every step.
 Ranks start the same sums in the same order. Sums, not means: nothing is divided. All ranks end with the same bits.
@@ -35,7 +35,8 @@ class Sum(Protocol):
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What must survive a checkpoint: residuals, warm-start factors, step counts; empty for a stateless sum."""
+        """Return the tensors that must survive a checkpoint: residuals, warm-start factors, step counts; empty for a
+        stateless sum."""
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-__all__ = ["DEFINED", "HIERARCHICAL", "CollectiveSchedule", "Round", "SegmentMessage", "schedule_of", "spans_of"]
+__all__ = ["ALGORITHMS", "HIERARCHICAL", "CollectiveSchedule", "Round", "SegmentMessage", "schedule_of", "spans_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,16 @@ def spans_of(length: int, segments: int) -> list[tuple[int, int]]:
 # ---- the parts: rounds of p devices
 
 
-def _say(source: int, target: int, first: int, last: int | None = None, add: bool = False) -> SegmentMessage:
+def _message(source: int, target: int, first: int, last: int | None = None, add: bool = False) -> SegmentMessage:
     return SegmentMessage(source, target, first, first + 1 if last is None else last, first, add)
 
 
 def _ring_reduce_scatter(p: int) -> list[Round]:
-    return [tuple(_say(i, (i + 1) % p, (i - 1 - t) % p, add=True) for i in range(p)) for t in range(p - 1)]
+    return [tuple(_message(i, (i + 1) % p, (i - 1 - t) % p, add=True) for i in range(p)) for t in range(p - 1)]
 
 
 def _ring_all_gather(p: int) -> list[Round]:
-    return [tuple(_say(i, (i + 1) % p, (i - t) % p) for i in range(p)) for t in range(p - 1)]
+    return [tuple(_message(i, (i + 1) % p, (i - t) % p) for i in range(p)) for t in range(p - 1)]
 
 
 def _halving(q: int) -> list[Round]:
@@ -92,7 +92,7 @@ def _halving(q: int) -> list[Round]:
         for i in range(q):
             other = i ^ half
             first = other // half * half  # what the other one keeps
-            sends.append(_say(i, other, first, first + half, add=True))
+            sends.append(_message(i, other, first, first + half, add=True))
         rounds.append(tuple(sends))
         width = half
     return rounds
@@ -102,7 +102,7 @@ def _doubling(q: int) -> list[Round]:
     """Device i < q has segment i, in the end all."""
     rounds, width = [], 1
     while width < q:
-        rounds.append(tuple(_say(i, i ^ width, i // width * width, i // width * width + width) for i in range(q)))
+        rounds.append(tuple(_message(i, i ^ width, i // width * width, i // width * width + width) for i in range(q)))
         width *= 2
     return rounds
 
@@ -110,48 +110,52 @@ def _doubling(q: int) -> list[Round]:
 def _exchanging(q: int, segments: int = 1) -> list[Round]:
     """Whole vectors between devices at distance 1, 2, 4, …"""
     distances = [1 << k for k in range(q.bit_length() - 1)]
-    return [tuple(_say(i, i ^ distance, 0, segments, add=True) for i in range(q)) for distance in distances]
+    return [tuple(_message(i, i ^ distance, 0, segments, add=True) for i in range(q)) for distance in distances]
 
 
 def _direct(p: int, add: bool) -> list[Round]:
     """Segment j from everyone to device j, or segment i from device i to everyone."""
-    return [tuple(_say(i, j, j if add else i, add=add) for i in range(p) for j in range(p) if i != j)]
+    return [tuple(_message(i, j, j if add else i, add=add) for i in range(p) for j in range(p) if i != j)]
 
 
 def _tree_broadcast(p: int) -> list[Round]:
     distances = [1 << k for k in range((p - 1).bit_length())]
-    return [tuple(_say(i, i + d, 0) for i in range(d) if i + d < p) for d in distances]
+    return [tuple(_message(i, i + d, 0) for i in range(d) if i + d < p) for d in distances]
 
 
 def _chain(p: int) -> list[Round]:
     """p segments one after the other from device 0 to the last."""
-    return [tuple(_say(hop, hop + 1, t - hop) for hop in range(p - 1) if 0 <= t - hop < p) for t in range(2 * (p - 1))]
+    return [
+        tuple(_message(hop, hop + 1, t - hop) for hop in range(p - 1) if 0 <= t - hop < p) for t in range(2 * (p - 1))
+    ]
 
 
 def _star(p: int) -> list[Round]:
-    return [tuple(_say(0, i, 0) for i in range(1, p))]
+    return [tuple(_message(0, i, 0) for i in range(1, p))]
 
 
 def _one_by_one(p: int) -> list[Round]:
-    return [(_say(0, i, 0),) for i in range(1, p)]
+    return [(_message(0, i, 0),) for i in range(1, p)]
 
 
 def _scatter_tree(p: int) -> list[Round]:
     """Half of what is left of a device's segments leaves it in each round."""
     distances = [1 << k for k in reversed(range((p - 1).bit_length()))]
-    return [tuple(_say(i, i + d, i + d, min(i + 2 * d, p)) for i in range(0, p, 2 * d) if i + d < p) for d in distances]
+    return [
+        tuple(_message(i, i + d, i + d, min(i + 2 * d, p)) for i in range(0, p, 2 * d) if i + d < p) for d in distances
+    ]
 
 
 def _scatter_ring(p: int) -> list[Round]:
     """The segment with the farthest way first; all of them move on together."""
-    return [tuple(_say(i, i + 1, p - 1 - t + i) for i in range(p - 1) if i <= t) for t in range(p - 1)]
+    return [tuple(_message(i, i + 1, p - 1 - t + i) for i in range(p - 1) if i <= t) for t in range(p - 1)]
 
 
 def _scatter_direct(p: int) -> list[Round]:
-    return [tuple(_say(0, i, i) for i in range(1, p))]
+    return [tuple(_message(0, i, i) for i in range(1, p))]
 
 
-def _back(rounds: Iterable[Round], add: bool) -> list[Round]:
+def _reverse(rounds: Iterable[Round], add: bool) -> list[Round]:
     """The same messages the other way, the last round first: broadcasts become reductions, scatters gathers."""
     turned = [tuple(replace(m, source=m.target, target=m.source, add=add) for m in sends) for sends in rounds]
     return turned[::-1]
@@ -163,8 +167,8 @@ def _folded(p: int, inner: Callable[[int], list[Round]], segments: int) -> list[
     others = range(q, p)
     if not others:
         return inner(q)
-    before = tuple(_say(i, i - q, 0, segments, add=True) for i in others)
-    return [before, *inner(q), tuple(_say(i - q, i, 0, segments) for i in others)]
+    before = tuple(_message(i, i - q, 0, segments, add=True) for i in others)
+    return [before, *inner(q), tuple(_message(i - q, i, 0, segments) for i in others)]
 
 
 def _shifts(p: int, rounds: Iterable[Iterable[int]]) -> list[Round]:
@@ -180,70 +184,74 @@ def _shifts(p: int, rounds: Iterable[Iterable[int]]) -> list[Round]:
 _Row = tuple[Callable[[int], int], Callable[[int], list[Round]]]
 
 
-def _one(_: int) -> int:
+def _one_segment(_: int) -> int:
     return 1
 
 
-def _own(p: int) -> int:
+def _segment_per_device(p: int) -> int:
     return p
 
 
-def _power(p: int) -> int:
+def _largest_power_of_two(p: int) -> int:
     return 1 << (p.bit_length() - 1)
 
 
 _ROWS: dict[str, dict[str, _Row]] = {
     "all_reduce": {
-        "ring": (_own, lambda p: _ring_reduce_scatter(p) + _ring_all_gather(p)),
+        "ring": (_segment_per_device, lambda p: _ring_reduce_scatter(p) + _ring_all_gather(p)),
         "recursive_halving_doubling": (
-            _power,
-            lambda p: _folded(p, lambda q: _halving(q) + _doubling(q), _power(p)),
+            _largest_power_of_two,
+            lambda p: _folded(p, lambda q: _halving(q) + _doubling(q), _largest_power_of_two(p)),
         ),
-        "recursive_doubling": (_one, lambda p: _folded(p, _exchanging, 1)),
+        "recursive_doubling": (_one_segment, lambda p: _folded(p, _exchanging, 1)),
         "all_to_all": (
-            _one,
-            lambda p: [tuple(_say(i, j, 0, add=True) for i in range(p) for j in range(p) if i != j)],
+            _one_segment,
+            lambda p: [tuple(_message(i, j, 0, add=True) for i in range(p) for j in range(p) if i != j)],
         ),
-        "two_step": (_own, lambda p: _direct(p, True) + _direct(p, False)),
-        "parameter_server": (_one, lambda p: _back(_star(p), True) + _star(p)),
-        "tree": (_one, lambda p: _back(_tree_broadcast(p), True) + _tree_broadcast(p)),
-        "sequential": (_one, lambda p: _back(_one_by_one(p), True)[::-1] + _one_by_one(p)),
+        "two_step": (_segment_per_device, lambda p: _direct(p, True) + _direct(p, False)),
+        "parameter_server": (_one_segment, lambda p: _reverse(_star(p), True) + _star(p)),
+        "tree": (_one_segment, lambda p: _reverse(_tree_broadcast(p), True) + _tree_broadcast(p)),
+        "sequential": (_one_segment, lambda p: _reverse(_one_by_one(p), True)[::-1] + _one_by_one(p)),
     },
     "all_gather": {
-        "ring": (_own, _ring_all_gather),
-        "recursive_doubling": (_own, _doubling),
-        "all_to_all": (_own, lambda p: _direct(p, False)),
+        "ring": (_segment_per_device, _ring_all_gather),
+        "recursive_doubling": (_segment_per_device, _doubling),
+        "all_to_all": (_segment_per_device, lambda p: _direct(p, False)),
     },
     "reduce_scatter": {
-        "ring": (_own, _ring_reduce_scatter),
-        "recursive_halving": (_own, _halving),
-        "all_to_all": (_own, lambda p: _direct(p, True)),
+        "ring": (_segment_per_device, _ring_reduce_scatter),
+        "recursive_halving": (_segment_per_device, _halving),
+        "all_to_all": (_segment_per_device, lambda p: _direct(p, True)),
     },
     "all_to_all": {
-        "all_to_all": (_own, lambda p: _shifts(p, [range(1, p)])),
-        "pairwise": (_own, lambda p: _shifts(p, [[s] for s in range(1, p)])),
+        "all_to_all": (_segment_per_device, lambda p: _shifts(p, [range(1, p)])),
+        "pairwise": (_segment_per_device, lambda p: _shifts(p, [[s] for s in range(1, p)])),
     },
-    "broadcast": {"tree": (_one, _tree_broadcast), "parameter_server": (_one, _star), "ring": (_own, _chain)},
+    "broadcast": {
+        "tree": (_one_segment, _tree_broadcast),
+        "parameter_server": (_one_segment, _star),
+        "ring": (_segment_per_device, _chain),
+    },
     "reduce": {
-        "tree": (_one, lambda p: _back(_tree_broadcast(p), True)),
-        "direct": (_one, lambda p: _back(_star(p), True)),
-        "ring": (_own, lambda p: _back(_chain(p), True)),
+        "tree": (_one_segment, lambda p: _reverse(_tree_broadcast(p), True)),
+        "direct": (_one_segment, lambda p: _reverse(_star(p), True)),
+        "ring": (_segment_per_device, lambda p: _reverse(_chain(p), True)),
     },
     "scatter": {
-        "tree": (_own, _scatter_tree),
-        "direct": (_own, _scatter_direct),
-        "ring": (_own, _scatter_ring),
+        "tree": (_segment_per_device, _scatter_tree),
+        "direct": (_segment_per_device, _scatter_direct),
+        "ring": (_segment_per_device, _scatter_ring),
     },
     "gather": {
-        "tree": (_own, lambda p: _back(_scatter_tree(p), False)),
-        "direct": (_own, lambda p: _back(_scatter_direct(p), False)),
-        "ring": (_own, lambda p: _back(_scatter_ring(p), False)),
+        "tree": (_segment_per_device, lambda p: _reverse(_scatter_tree(p), False)),
+        "direct": (_segment_per_device, lambda p: _reverse(_scatter_direct(p), False)),
+        "ring": (_segment_per_device, lambda p: _reverse(_scatter_ring(p), False)),
     },
-    "send": {"direct": (_one, lambda p: [(_say(0, 1, 0),)])},
+    "send": {"direct": (_one_segment, lambda p: [(_message(0, 1, 0),)])},
 }
 
 #: the algorithms of each kind
-DEFINED: dict[str, tuple[str, ...]] = {kind: tuple(rows) for kind, rows in _ROWS.items()}
+ALGORITHMS: dict[str, tuple[str, ...]] = {kind: tuple(rows) for kind, rows in _ROWS.items()}
 
 #: what goes between hosts in a hierarchical collective, the first by default
 HIERARCHICAL: dict[str, tuple[str, ...]] = {
@@ -266,21 +274,21 @@ def schedule_of(
     on one); between: what goes between the hosts, one of ``HIERARCHICAL[kind]``. Raises ValueError for what there is
     not.
     """
-    names = (*DEFINED.get(kind, ()), *(("hierarchical",) if kind in HIERARCHICAL else ()))
+    names = (*ALGORITHMS.get(kind, ()), *(("hierarchical",) if kind in HIERARCHICAL else ()))
     if algorithm not in names:
-        known = f"{kind} has {', '.join(names)}" if names else f"a collective is one of {', '.join(DEFINED)}"
+        known = f"{kind} has {', '.join(names)}" if names else f"a collective is one of {', '.join(ALGORITHMS)}"
         raise ValueError(f"{known}, but got {algorithm!r} for {kind!r}; use one of them")
     if not 0 <= root < size:
         raise ValueError(f"the root is one of {size} devices, but got {root}; number them from 0")
     if algorithm == "hierarchical":
-        made = _hierarchical(kind, size, members or size, between or HIERARCHICAL[kind][0])
+        schedule = _hierarchical(kind, size, members or size, between or HIERARCHICAL[kind][0])
     elif (kind, algorithm) in _POWERS_ONLY and size & (size - 1):
         raise ValueError(f"{kind} by {algorithm} is defined for powers of two, but got {size} devices; use ring")
     else:
         segments, rounds = _ROWS[kind][algorithm]
-        found = tuple(rounds(size)) if size > 1 else ()
-        made = CollectiveSchedule(kind, algorithm, size, segments(size), found, tuple(range(size)))
-    return _rooted(made, root) if root else made
+        rounds_of_size = tuple(rounds(size)) if size > 1 else ()
+        schedule = CollectiveSchedule(kind, algorithm, size, segments(size), rounds_of_size, tuple(range(size)))
+    return _rooted(schedule, root) if root else schedule
 
 
 def _rooted(schedule: CollectiveSchedule, root: int) -> CollectiveSchedule:
@@ -304,7 +312,7 @@ def _mapped(rounds: Iterable[Round], devices: Sequence[int], offset: int = 0, wi
     ]  # fmt: skip
 
 
-def _at_once(groups: Iterable[list[Round]]) -> list[Round]:
+def _merge_rounds(groups: Iterable[list[Round]]) -> list[Round]:
     """Groups that do the same at the same time."""
     return [tuple(m for sends in together for m in sends) for together in zip(*groups, strict=True)]
 
@@ -319,7 +327,7 @@ def _hierarchical(kind: str, size: int, members: int, between: str) -> Collectiv
     local = [[h * members + i for i in range(members)] for h in range(hosts)]
     if kind in ("broadcast", "reduce"):
         outer, inner = schedule_of(kind, between, hosts).rounds, schedule_of(kind, "tree", members).rounds
-        parts = [_mapped(outer, [row[0] for row in local]), _at_once(_mapped(inner, row) for row in local)]
+        parts = [_mapped(outer, [row[0] for row in local]), _merge_rounds(_mapped(inner, row) for row in local)]
         rounds = [sends for part in (parts if kind == "broadcast" else parts[::-1]) for sends in part]
         return CollectiveSchedule(kind, "hierarchical", size, 1, tuple(rounds), tuple(range(size)))
     across = schedule_of(kind, between, hosts)
@@ -327,9 +335,9 @@ def _hierarchical(kind: str, size: int, members: int, between: str) -> Collectiv
 
     def within(inner: str) -> list[Round]:
         rounds = schedule_of(inner, "ring", members).rounds
-        return _at_once(_mapped(rounds, row, 0, width) for row in local)
+        return _merge_rounds(_mapped(rounds, row, 0, width) for row in local)
 
-    middle = _at_once(
+    middle = _merge_rounds(
         _mapped(across.rounds, [row[i] for row in local], i * width) for i in range(members)
     )  # fmt: skip
     before = within("reduce_scatter") if kind != "all_gather" else []

@@ -19,7 +19,7 @@ from time import monotonic
 __all__ = ["LANES", "Job", "drain", "submit"]
 
 LANES = 2
-_EXIT_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 
 
 class Job:
@@ -37,7 +37,7 @@ class Job:
             raise self._error
 
     def is_done(self, timeout_s: float | None = None) -> bool:
-        """Whether the call has returned or raised, after so many seconds at the latest; None: once it has."""
+        """Wait up to ``timeout_s`` seconds (None: as long as it takes); True if the call has returned or raised."""
         return self._done.wait(timeout_s)
 
     def _run(self) -> None:
@@ -77,7 +77,7 @@ def submit(call: Callable[[], object], lane: int = 0) -> Job:
     return job
 
 
-def drain(timeout_s: float = _EXIT_S) -> None:
+def drain(timeout_s: float = _EXIT_TIMEOUT_S) -> None:
     """Wait for what was submitted, so many seconds at the most: of who has died nothing comes."""
     end = monotonic() + timeout_s
     mine = [lane for lane, worker in _workers.items() if worker.process == os.getpid()]

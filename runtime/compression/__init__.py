@@ -7,6 +7,15 @@ the interface of ``runtime.collectives.protocol.Sum``.
 from ..errors import NonFiniteGradient
 from .exchange import Exchange, GroupExchange, Rehearsal
 from .registry import FAMILIES, make_sum
-from .summing import CompressedSum
+from .summing import BucketSpec, CompressedSum
 
-__all__ = ["FAMILIES", "CompressedSum", "Exchange", "GroupExchange", "NonFiniteGradient", "Rehearsal", "make_sum"]
+__all__ = [
+    "FAMILIES",
+    "BucketSpec",
+    "CompressedSum",
+    "Exchange",
+    "GroupExchange",
+    "NonFiniteGradient",
+    "Rehearsal",
+    "make_sum",
+]

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 
 from ...costmodel.codecs import LowRankFactors, Run
-from .dither import draw
+from .dither import random_key
 from .gathered import GatheredCodec
 from .sparse import SparseCodec
-from .summing import Place
+from .summing import BucketSpec
 
-__all__ = ["SampledEntries", "SampledTriplets", "probabilities", "systematic"]
+__all__ = ["SampledEntries", "SampledTriplets", "draw_systematically", "probabilities"]
 
 
 def probabilities(weights: torch.Tensor, budget: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def probabilities(weights: torch.Tensor, budget: int) -> torch.Tensor:
         certain |= more
 
 
-def systematic(p: torch.Tensor, u: float) -> torch.Tensor:
+def draw_systematically(p: torch.Tensor, u: float) -> torch.Tensor:
     """Positions that are drawn, rising; as many as Σ p, which is an integer up to rounding."""
     total = p.cumsum(0)
     if len(total):
@@ -50,7 +50,7 @@ class SampledEntries(SparseCodec):
         """Unbiased, without a memory."""
         ((_, _, count),) = pieces
         p = probabilities(x.abs(), count)
-        positions = systematic(p, _unit(key))[:count]
+        positions = draw_systematically(p, _unit_uniform(key))[:count]
         return positions, (x[positions].double() / p[positions]).float()
 
 
@@ -58,11 +58,11 @@ class SampledTriplets(GatheredCodec):
     """Spectral: λ_i are the singular values of each matrix; ``payload.rank`` of its triplets are sent. What is not
     worth factoring is sent as it is."""
 
-    def __init__(self, place: Place, payload: LowRankFactors) -> None:
+    def __init__(self, bucket: BucketSpec, payload: LowRankFactors) -> None:
         self.payload = payload
         self.pieces: list[tuple[int, int, int, bool]] = []  # (offset, rows, columns, whether factored)
         offset = 0
-        for rows, columns in payload.sizes(place.shapes or ((place.n,),)):
+        for rows, columns in payload.sizes(bucket.shapes or ((bucket.n,),)):
             self.pieces.append((offset, rows, columns, payload.pays(rows, columns)))
             offset += rows * columns
         self.bytes = 4 * sum(
@@ -83,7 +83,7 @@ class SampledTriplets(GatheredCodec):
                 continue
             left, sizes, right = torch.linalg.svd(values.view(rows, columns), full_matrices=False)
             p = probabilities(sizes, self.payload.rank)
-            drawn = systematic(p, _unit(draw(key, i)))[: self.payload.rank]
+            drawn = draw_systematically(p, _unit_uniform(random_key(key, i)))[: self.payload.rank]
             half = self.payload.rank * rows
             weights = (sizes[drawn].double() / p[drawn]).float()
             piece[:half].view(-1, rows)[: len(drawn)] = (left[:, drawn] * weights).T
@@ -107,6 +107,6 @@ class SampledTriplets(GatheredCodec):
         return list(body.view(torch.float32).split(sizes))
 
 
-def _unit(key: int) -> float:
+def _unit_uniform(key: int) -> float:
     """A number in [0, 1) from 53 bits."""
-    return (draw(key, 1) >> 11) * 2.0**-53
+    return (random_key(key, 1) >> 11) * 2.0**-53

@@ -1,9 +1,9 @@
 """Random numbers that cost next to nothing: a scrambled grid, read from a place that the counters decide.
 
-``draw(seed, step, rank, …)`` mixes integers to 64 bits (the finalizer of SplitMix64: Steele, Lea, Flood 2014, figure
-16), so that the same counters give the same number on every machine. ``uniforms(key, n)`` is n ≤ ``TILE`` consecutive
-values of a fixed table from the place key mod L on. The table has each of the L = 2²⁰ values (k + ½)/L once, in
-scrambled order.
+``random_key(seed, step, rank, …)`` mixes integers to 64 bits (the finalizer of SplitMix64: Steele, Lea, Flood 2014,
+figure 16), so that the same counters give the same number on every machine. ``uniforms(key, n)`` is n ≤ ``TILE``
+consecutive values of a fixed table from the place key mod L on. The table has each of the L = 2²⁰ values (k + ½)/L
+once, in scrambled order.
 
 What holds. Over keys, each single value is uniform on that grid: stochastic rounding floor(v + u) has the expectation
 v up to 1/(2L) of a level, whatever v, with its true variance. Over keys too, values of one tile at a given distance
@@ -19,13 +19,13 @@ import torch
 
 from ...costmodel.codecs import TILE
 
-__all__ = ["GRID", "draw", "grid_tile", "uniforms"]
+__all__ = ["GRID", "grid_tile", "random_key", "uniforms"]
 
 GRID = 2**20
 _MASK = 2**64 - 1
 
 
-def draw(*counters: int) -> int:
+def random_key(*counters: int) -> int:
     """64 bits that depend on every counter and on their order."""
     state = 0x9E3779B97F4A7C15
     for counter in counters:

@@ -1,8 +1,8 @@
 """The three collectives that codes travel by, started without waiting, and a rehearsal of them within one process.
 
 What a compressed sum does is a generator of the work that it must see done before it goes on (``Steps``). On a real
-group a thread waits for each piece of work in turn (``finish``); a ``Rehearsal`` runs all ranks of a group in lockstep
-in one thread, which tests and simulations use.
+group a thread waits for each piece of work in turn (``wait_all``); a ``Rehearsal`` runs all ranks of a group in
+lockstep in one thread, which tests and simulations use.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "Done", "Exchange", "GroupExchange", "Rehearsal", "Steps", "Work", "all_gather_single", "finish",
+    "CompletedWork",
+    "Exchange",
+    "GroupExchange",
+    "Rehearsal",
+    "Steps",
+    "Work",
+    "all_gather_single",
     "reduce_scatter_single",
+    "wait_all",
 ]  # fmt: skip
 
 
@@ -52,7 +59,7 @@ class Exchange(Protocol):
         ...
 
 
-def finish(steps: Steps) -> None:
+def wait_all(steps: Steps) -> None:
     """Wait for each piece of work in turn."""
     for work in steps:
         work.wait()
@@ -70,7 +77,7 @@ class GroupExchange:
         """Sum x in place."""
         self.sent["all_reduce"] += x.nbytes
         if self.size == 1 or not x.numel():
-            return Done()
+            return CompletedWork()
         return dist.all_reduce(x, group=self.group, async_op=True)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Work:
@@ -79,7 +86,7 @@ class GroupExchange:
         self.sent["all_to_all"] += x.nbytes
         if self.size == 1:
             out.copy_(x)
-            return Done()
+            return CompletedWork()
         return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Work:
@@ -88,11 +95,11 @@ class GroupExchange:
         self.sent["all_gather"] += out.nbytes
         if self.size == 1:
             out[0].copy_(x)
-            return Done()
+            return CompletedWork()
         return all_gather_single(out.view(-1), x, group=self.group, async_op=True)
 
 
-class Done:
+class CompletedWork:
     """Work that is over when it starts."""
 
     def wait(self) -> None:

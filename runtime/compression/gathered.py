@@ -10,13 +10,13 @@ from math import isfinite
 
 import torch
 
-from .dither import draw
+from .dither import random_key
 from .exchange import Steps
 from .summing import ChunkCodec, ChunkedSum, first_culprit
 
-__all__ = ["LEAST_BYTES", "GatheredCodec", "GatheredSum"]
+__all__ = ["MIN_GATHER_BYTES", "GatheredCodec", "GatheredSum"]
 
-LEAST_BYTES = 2**17  # that an all-gather has of each rank, as long as there are chunks
+MIN_GATHER_BYTES = 2**17  # that an all-gather has of each rank, as long as there are chunks
 
 
 class GatheredCodec(ChunkCodec):
@@ -59,9 +59,9 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
     def _runs(self) -> list[list[int]]:
         """Chunks whose messages travel together."""
         runs: list[list[int]] = []
-        nbytes = LEAST_BYTES
+        nbytes = MIN_GATHER_BYTES
         for i, codec in enumerate(self.codecs):
-            if nbytes >= LEAST_BYTES:
+            if nbytes >= MIN_GATHER_BYTES:
                 runs.append([])
                 nbytes = 0
             runs[-1].append(i)
@@ -70,7 +70,7 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
 
     def _decode(self, codec: GatheredCodec, messages: torch.Tensor, part: torch.Tensor) -> None:
         """Write the sum of what the messages [ranks, bytes] of a chunk say."""
-        total = part if part.dtype is torch.float32 else self.place.zeros(len(part))
+        total = part if part.dtype is torch.float32 else self.bucket.zeros(len(part))
         total.zero_()
         for message in messages:
             codec.decode_add(message[4:], total, self.step)
@@ -82,6 +82,6 @@ class GatheredSum(ChunkedSum[GatheredCodec]):
         finite = isfinite(x.sum(dtype=torch.float32).item())
         message[:4].view(torch.int32).fill_(-1 if finite else self.exchange.rank)
         if finite:
-            key = draw(self.place.seed, self.step, self.exchange.rank, i)
+            key = random_key(self.bucket.seed, self.step, self.exchange.rank, i)
             codec.encode(x, message[4:], key, self.step)
         return message

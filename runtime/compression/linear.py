@@ -18,9 +18,9 @@ from math import isfinite
 import torch
 
 from ...costmodel.codecs import Codec, Picked
-from .dither import draw
+from .dither import random_key
 from .exchange import Steps, Work
-from .summing import ChunkCodec, ChunkedSum, Place
+from .summing import BucketSpec, ChunkCodec, ChunkedSum
 
 __all__ = ["Half", "LinearCodec", "LinearSum", "Plain", "RandomK", "shared_positions"]
 
@@ -61,15 +61,15 @@ class Plain(LinearCodec):
     """The gradient itself."""
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
-        """In place."""
+        """Sum ``x`` in place."""
         yield x
 
 
 class Half(LinearCodec):
     """16 bits per element."""
 
-    def __init__(self, n: int, place: Place, dtype: torch.dtype) -> None:
-        self.buffer = torch.empty(n, dtype=dtype, device=place.device)
+    def __init__(self, n: int, bucket: BucketSpec, dtype: torch.dtype) -> None:
+        self.buffer = torch.empty(n, dtype=dtype, device=bucket.device)
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
         """Rounded, summed, widened. Beyond 65,504 fp16 is infinite, which is reported as a NaN is."""
@@ -81,16 +81,16 @@ class Half(LinearCodec):
 class RandomK(LinearCodec):
     """The same random elements on every rank."""
 
-    def __init__(self, n: int, place: Place, codec: Codec, index: int) -> None:
+    def __init__(self, n: int, bucket: BucketSpec, codec: Codec, index: int) -> None:
         assert isinstance(codec.payload, Picked)
-        self.place, self.index = place, index
+        self.bucket, self.index = bucket, index
         self.count = codec.payload.count(n)
-        self.owed = place.zeros(n)
+        self.owed = bucket.zeros(n)
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
         """Everything else waits in the residual."""
         finite = isfinite(x.sum(dtype=torch.float32).item())
-        picked = shared_positions(len(x), self.count, draw(self.place.seed, step, self.index), x.device)
+        picked = shared_positions(len(x), self.count, random_key(self.bucket.seed, step, self.index), x.device)
         if finite:
             self.owed.add_(x)
             values = self.owed[picked]
@@ -102,7 +102,7 @@ class RandomK(LinearCodec):
         x[picked] = values.to(x.dtype)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What was never picked yet."""
+        """Return the part of earlier gradients that was never picked."""
         return {"residual": self.owed}
 
 

@@ -23,14 +23,14 @@ from math import isfinite
 import torch
 
 from ...costmodel.codecs import LowRankFactors
-from .dither import draw, uniforms
+from .dither import random_key, uniforms
 from .linear import LinearCodec
-from .summing import Place
+from .summing import BucketSpec
 
 __all__ = ["PowerSGD"]
 
-_STRIP = 2**18  # elements
-_FEW = 4  # columns up to which a sum of outer products is faster than a matrix product, in the cache
+_STRIP_ELEMENTS = 2**18  # elements
+_MAX_OUTER_COLUMNS = 4  # columns up to which a sum of outer products is faster than a matrix product, in the cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Matrix:
 
     def strips(self) -> list[slice]:
         """Rows that stay in the cache from one pass over them to the next."""
-        height = max(1, _STRIP // self.columns)
+        height = max(1, _STRIP_ELEMENTS // self.columns)
         return [slice(low, min(low + height, self.rows)) for low in range(0, self.rows, height)]
 
     def p(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,8 @@ class _Matrix:
 class PowerSGD(LinearCodec):
     """The matrices of one bucket."""
 
-    def __init__(self, place: Place, payload: LowRankFactors, ranks: Sequence[int] | None = None) -> None:
-        shapes = place.shapes or ((place.n,),)
+    def __init__(self, bucket: BucketSpec, payload: LowRankFactors, ranks: Sequence[int] | None = None) -> None:
+        shapes = bucket.shapes or ((bucket.n,),)
         ranks = [payload.rank] * len(shapes) if ranks is None else list(ranks)
         if len(ranks) != len(shapes) or any(rank < 0 for rank in ranks):
             raise ValueError(f"ranks has one of 0 or more for each of {len(shapes)} tensors, but got {ranks}")
@@ -81,16 +81,16 @@ class PowerSGD(LinearCodec):
                 self.dense.append((offset, offset + rows * columns))
             offset += rows * columns
         self.factors = left
-        self.first = place.zeros(left + sum(high - low for low, high in self.dense))
-        self.owed = place.zeros()
-        self.right = self._start(right, place)
+        self.first = bucket.zeros(left + sum(high - low for low, high in self.dense))
+        self.owed = bucket.zeros()
+        self.right = self._start(right, bucket)
 
     @staticmethod
-    def _start(n: int, place: Place) -> torch.Tensor:
+    def _start(n: int, bucket: BucketSpec) -> torch.Tensor:
         """The same on every rank: orthonormal columns are made of it before it is used."""
-        q = place.zeros(n)
+        q = bucket.zeros(n)
         for i, piece in enumerate(q.split(2**15)):
-            piece.copy_(uniforms(draw(place.seed, i), len(piece), place.device)).sub_(0.5)
+            piece.copy_(uniforms(random_key(bucket.seed, i), len(piece), bucket.device)).sub_(0.5)
         return q
 
     def rounds(self, x: torch.Tensor, ranks: int, step: int) -> Iterator[torch.Tensor]:
@@ -110,7 +110,7 @@ class PowerSGD(LinearCodec):
         self._decode(x, right, finite, ranks)
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What is owed, and the warm start."""
+        """Return the error feedback and the warm start."""
         return {"residual": self.owed, "right": self.right}
 
     def _lefts(self, x: torch.Tensor, finite: bool) -> None:
@@ -147,7 +147,7 @@ class PowerSGD(LinearCodec):
 
 def _outer(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
     """out = left [rows, rank] @ right [rank, columns]."""
-    if len(right) > _FEW:
+    if len(right) > _MAX_OUTER_COLUMNS:
         torch.mm(left, right, out=out)
         return
     torch.mul(left[:, :1], right[:1], out=out)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...costmodel.codecs import CHUNK, CODECS, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
+from ...costmodel.codecs import CODECS, Codec, Dense, Entries, LowRankFactors, QuantizationLevels
 from ..collectives.protocol import Submit
 from ..collectives.worker import submit
 from .atomo import SampledEntries, SampledTriplets
@@ -22,10 +22,10 @@ from .linear import Half, LinearCodec, LinearSum, Plain, RandomK
 from .powersgd import PowerSGD
 from .signs import ErrorFeedbackSign, MajoritySign, OneBit
 from .sparse import DeepGradient, DeepGradientSum, Threshold, TopK
-from .summing import CompressedSum, Place
+from .summing import BucketSpec, CompressedSum
 from .two_step import BlockCodec, TwoStepSum
 
-__all__ = ["FAMILIES", "blocks", "make_sum"]
+__all__ = ["FAMILIES", "block_family", "make_sum"]
 
 Family = Callable[..., CompressedSum]
 _P = TypeVar("_P")
@@ -33,33 +33,29 @@ _P = TypeVar("_P")
 
 def make_sum(
     name: str,
-    n: int,
+    bucket: BucketSpec | int,
     group: dist.ProcessGroup | Exchange | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
-    shapes: Sequence[Sequence[int]] = (),
-    seed: int = 0,
-    chunk: int = CHUNK,
-    device: torch.device | str = "cpu",
     submit: Submit = submit,
     **options: Any,
 ) -> CompressedSum:
-    """The sum of flat gradients [n] over a group in the code of this name; made on every rank of the group alike.
+    """The sum of flat gradients over a group in the code of this name; made on every rank of the group alike.
 
-    group: a process group that nothing else sends over, an ``Exchange``, or None for one rank alone. shapes: of the
-    tensors that lie in the bucket, which most biased codes look at: give them. chunk: elements per message. options:
-    ``momentum`` (0.9), ``clip_norm`` (None) and ``warmup_steps`` (0) of dgc; ``ranks`` of powersgd, one per shape.
+    bucket: the tensors that are summed; a number n stands for one fp32 vector [n]. Most biased codes look at the shapes
+    of the tensors in it: give them. group: a process group that nothing else sends over, an ``Exchange``, or None for
+    one rank alone. options: ``momentum`` (0.9), ``clip_norm`` (None) and ``warmup_steps`` (0) of dgc; ``ranks`` of
+    powersgd, one per shape.
     Raises ValueError for an unknown name or option, and for other dtypes than fp32 and bf16.
     """
     if name not in CODECS:
         raise ValueError(f"codes are {', '.join(CODECS)}, but got {name!r}; use one of these or add it to CODECS")
     codec = CODECS[name]
     exchange = GroupExchange(group) if group is None or isinstance(group, dist.ProcessGroup) else group
-    place = Place(n, dtype, tuple(tuple(shape) for shape in shapes), seed, chunk, torch.device(device))
+    spec = BucketSpec(bucket) if isinstance(bucket, int) else bucket
     known = {"dgc": {"momentum", "clip_norm", "warmup_steps"}, "powersgd": {"ranks"}}.get(codec.family, set())
     if options.keys() - known:
         raise ValueError(f"options of {name} are {sorted(known)}, but got {sorted(options)}; leave the others out")
-    return FAMILIES[codec.family](codec, place, exchange, submit, **options)
+    return FAMILIES[codec.family](codec, spec, exchange, submit, **options)
 
 
 def _payload(codec: Codec, kind: type[_P]) -> _P:
@@ -67,59 +63,61 @@ def _payload(codec: Codec, kind: type[_P]) -> _P:
     return codec.payload
 
 
-def blocks(make: Callable[[QuantizationLevels, torch.device], BlockCodec]) -> Family:
+def block_family(make: Callable[[QuantizationLevels, torch.device], BlockCodec]) -> Family:
     """The family of a ``BlockCodec``."""
 
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
-        return TwoStepSum(codec.name, place, exchange, submit, make(_payload(codec, QuantizationLevels), place.device))
+    def family(codec: Codec, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
+        return TwoStepSum(
+            codec.name, bucket, exchange, submit, make(_payload(codec, QuantizationLevels), bucket.device)
+        )
 
     return family
 
 
-def _linear(make: Callable[[Codec, int, Place, int], LinearCodec]) -> Family:
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
-        return LinearSum(codec.name, place, exchange, submit, lambda low, high, i: make(codec, high - low, place, i))
+def _linear(make: Callable[[Codec, int, BucketSpec, int], LinearCodec]) -> Family:
+    def family(codec: Codec, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
+        return LinearSum(codec.name, bucket, exchange, submit, lambda low, high, i: make(codec, high - low, bucket, i))
 
     return family
 
 
-def _sparse(make: Callable[[int, Place, Entries, int], GatheredCodec]) -> Family:
-    def family(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+def _sparse(make: Callable[[int, BucketSpec, Entries, int], GatheredCodec]) -> Family:
+    def family(codec: Codec, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
         payload = _payload(codec, Entries)
         return GatheredSum(
-            codec.name, place, exchange, submit, lambda low, high, i: make(high - low, place, payload, low)
+            codec.name, bucket, exchange, submit, lambda low, high, i: make(high - low, bucket, payload, low)
         )
 
     return family
 
 
 def _half(dtype: torch.dtype) -> Family:
-    def make(codec: Codec, n: int, place: Place, index: int) -> LinearCodec:
+    def make(codec: Codec, n: int, bucket: BucketSpec, index: int) -> LinearCodec:
         assert _payload(codec, Dense).itemsize == dtype.itemsize
-        return Half(n, place, dtype)
+        return Half(n, bucket, dtype)
 
     return _linear(make)
 
 
 def _powersgd(
-    codec: Codec, place: Place, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
+    codec: Codec, bucket: BucketSpec, exchange: Exchange, submit: Submit, ranks: Sequence[int] | None = None
 ) -> CompressedSum:
     payload = _payload(codec, LowRankFactors)
     return LinearSum(
-        codec.name, place, exchange, submit, lambda low, high, i: PowerSGD(place, payload, ranks), max(place.n, 1)
+        codec.name, bucket, exchange, submit, lambda low, high, i: PowerSGD(bucket, payload, ranks), max(bucket.n, 1)
     )
 
 
-def _spectral(codec: Codec, place: Place, exchange: Exchange, submit: Submit) -> CompressedSum:
+def _spectral(codec: Codec, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> CompressedSum:
     payload = _payload(codec, LowRankFactors)
     return GatheredSum(
-        codec.name, place, exchange, submit, lambda low, high, i: SampledTriplets(place, payload), max(place.n, 1)
+        codec.name, bucket, exchange, submit, lambda low, high, i: SampledTriplets(bucket, payload), max(bucket.n, 1)
     )
 
 
 def _deep_gradient(
     codec: Codec,
-    place: Place,
+    bucket: BucketSpec,
     exchange: Exchange,
     submit: Submit,
     momentum: float = 0.9,
@@ -127,30 +125,30 @@ def _deep_gradient(
     warmup_steps: int = 0,
 ) -> CompressedSum:
     payload = _payload(codec, Entries)
-    made = DeepGradientSum(
+    total = DeepGradientSum(
         codec.name,
-        place,
+        bucket,
         exchange,
         submit,
-        lambda low, high, i: DeepGradient(high - low, place, payload, low, momentum, warmup_steps),
+        lambda low, high, i: DeepGradient(high - low, bucket, payload, low, momentum, warmup_steps),
     )
-    made.clip_norm = clip_norm
-    return made
+    total.clip_norm = clip_norm
+    return total
 
 
 FAMILIES: dict[str, Family] = {
-    "none": _linear(lambda codec, n, place, i: Plain()),
+    "none": _linear(lambda codec, n, bucket, i: Plain()),
     "bf16": _half(torch.bfloat16),
     "fp16": _half(torch.float16),
-    "int": blocks(StochasticLevels),
-    "1bit": blocks(OneBit),
-    "ef-signsgd": blocks(ErrorFeedbackSign),
-    "signsgd": blocks(MajoritySign),
-    "randomk": _linear(lambda codec, n, place, i: RandomK(n, place, codec, i)),
+    "int": block_family(StochasticLevels),
+    "1bit": block_family(OneBit),
+    "ef-signsgd": block_family(ErrorFeedbackSign),
+    "signsgd": block_family(MajoritySign),
+    "randomk": _linear(lambda codec, n, bucket, i: RandomK(n, bucket, codec, i)),
     "powersgd": _powersgd,
     "topk": _sparse(TopK),
     "dgc": _deep_gradient,
-    "threshold": _sparse(lambda n, place, payload, start: Threshold(n, place, payload, start, 10.0)),
+    "threshold": _sparse(lambda n, bucket, payload, start: Threshold(n, bucket, payload, start, 10.0)),
     "atomo": _sparse(SampledEntries),
     "atomo-svd": _spectral,
 }

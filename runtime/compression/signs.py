@@ -27,7 +27,7 @@ class OneBit(BlockCodec):
     def encode(self, x: torch.Tensor, scales: torch.Tensor, digits: torch.Tensor, key: int) -> None:
         """scales: (mean of the negative ones, how much higher the mean of the others is)."""
         ups = torch.ge(x, 0, out=digits).sum(1)
-        total, above = x.sum(1), torch.clamp_min(x, 0, out=self.room(x.shape)).sum(1)
+        total, above = x.sum(1), torch.clamp_min(x, 0, out=self.workspace(x.shape)).sum(1)
         low = (total - above) / (x.shape[1] - ups).clamp_min_(1)
         scales[:, 0] = low
         scales[:, 1] = above / ups.clamp_min(1) - low
@@ -46,7 +46,7 @@ class ErrorFeedbackSign(BlockCodec):
     def encode(self, x: torch.Tensor, scales: torch.Tensor, digits: torch.Tensor, key: int) -> None:
         """x becomes x − sign(x) mean |x|."""
         torch.ge(x, 0, out=digits)
-        torch.mean(torch.abs(x, out=self.room(x.shape)), 1, keepdim=True, out=scales)
+        torch.mean(torch.abs(x, out=self.workspace(x.shape)), 1, keepdim=True, out=scales)
         x.add_(scales).addcmul_(digits, scales, value=-2)
 
     def decode_add(self, scales: torch.Tensor, digits: torch.Tensor, out: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ class MajoritySign(BlockCodec):
         """Zeros fall at random."""
         torch.ge(x, 0, out=digits)
         coins = uniforms(key, x.numel(), x.device).view(x.shape)
-        above = torch.gt(x, 0, out=self.room(x.shape))  # digits and above differ where x is zero
+        above = torch.gt(x, 0, out=self.workspace(x.shape))  # digits and above differ where x is zero
         torch.lerp(above, digits, coins.round(), out=digits)
 
     def decode_add(self, scales: torch.Tensor, digits: torch.Tensor, out: torch.Tensor) -> None:

@@ -28,14 +28,14 @@ import torch
 from ...costmodel.codecs import Entries, Run
 from .exchange import Steps
 from .gathered import GatheredCodec, GatheredSum
-from .summing import Place
+from .summing import BucketSpec
 
-__all__ = ["DeepGradient", "DeepGradientSum", "SparseCodec", "Threshold", "TopK", "largest"]
+__all__ = ["DeepGradient", "DeepGradientSum", "SparseCodec", "Threshold", "TopK", "largest_positions"]
 
 _SAMPLE = 2**14
 
 
-def largest(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
+def largest_positions(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
     """Positions of the ``count`` largest of [n], rising; ``key`` places the sample."""
     n = len(magnitudes)
     count = min(count, n)
@@ -45,33 +45,33 @@ def largest(magnitudes: torch.Tensor, count: int, key: int) -> torch.Tensor:
         hits = count * len(sample) / n
         above = int(hits + 4 * sqrt(hits)) + 4  # four deviations more
         if above < len(sample):
-            bar = sample.kthvalue(len(sample) - above).values
-            found = magnitudes.gt(bar).nonzero().view(-1)
-            if len(found) >= count:
-                kept = magnitudes[found].topk(count, sorted=False).indices
-                return found[kept.sort().values]
+            threshold = sample.kthvalue(len(sample) - above).values
+            candidates = magnitudes.gt(threshold).nonzero().view(-1)
+            if len(candidates) >= count:
+                chosen = magnitudes[candidates].topk(count, sorted=False).indices
+                return candidates[chosen.sort().values]
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 
 class SparseCodec(GatheredCodec):
     """Writes and reads entries. Subclasses say which and what becomes of the rest."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int) -> None:
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int) -> None:
         self.n, self.payload = n, payload
-        self.shapes, self.start = place.shapes, start
+        self.shapes, self.start = bucket.shapes, start
         spans = -(-n // payload.span)
-        self.starts = torch.arange(spans, device=place.device) * payload.span
+        self.starts = torch.arange(spans, device=bucket.device) * payload.span
 
     def entries(self, step: int) -> Entries:
-        """What is sent in this step."""
+        """Return the description of the entries that this step sends."""
         return self.payload
 
     def body_bytes(self, step: int) -> int:
-        """As described."""
+        """Return the bytes that the description gives."""
         return self.entries(step).message_bytes(self.n, self.pieces(step)) - 4
 
     def pieces(self, step: int) -> list[Run]:
-        """How many entries of what."""
+        """Return the runs of the chunk with the number of entries that each sends."""
         return self.entries(step).pieces(self.n, self.shapes, self.start)
 
     def pick(self, x: torch.Tensor, pieces: list[Run], key: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,15 +109,17 @@ class SparseCodec(GatheredCodec):
 class TopK(SparseCodec):
     """The largest of what has accumulated."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int) -> None:
-        super().__init__(n, place, payload, start)
-        self.owed, self.scratch = place.zeros(n), place.zeros(n)
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int) -> None:
+        super().__init__(n, bucket, payload, start)
+        self.owed, self.scratch = bucket.zeros(n), bucket.zeros(n)
 
     def pick(self, x: torch.Tensor, pieces: list[Run], key: int) -> tuple[torch.Tensor, torch.Tensor]:
         """After adding x to what is owed."""
         self.accumulate(x)
         magnitudes = torch.abs(self.owed, out=self.scratch)
-        positions = torch.cat([largest(magnitudes[low:high], count, key).add_(low) for low, high, count in pieces])
+        positions = torch.cat(
+            [largest_positions(magnitudes[low:high], count, key).add_(low) for low, high, count in pieces]
+        )
         return positions, self.owed[positions]
 
     def accumulate(self, x: torch.Tensor) -> None:
@@ -138,10 +140,12 @@ class DeepGradient(TopK):
 
     scale = 1.0
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int, momentum: float, warmup_steps: int) -> None:
-        super().__init__(n, place, payload, start)
+    def __init__(
+        self, n: int, bucket: BucketSpec, payload: Entries, start: int, momentum: float, warmup_steps: int
+    ) -> None:
+        super().__init__(n, bucket, payload, start)
         self.momentum, self.warmup_steps = momentum, warmup_steps
-        self.velocity = place.zeros(n)
+        self.velocity = bucket.zeros(n)
 
     def entries(self, step: int) -> Entries:
         """4^-1, 4^-2, … of the elements during the warm-up, as long as that is more than afterwards."""
@@ -184,10 +188,10 @@ class DeepGradientSum(GatheredSum):
 
 
 class Threshold(TopK):
-    """±τ for what has grown to τ; where that is more than the message has room for, the largest."""
+    """±τ for what has grown to τ; where that is more than the message can hold, the largest."""
 
-    def __init__(self, n: int, place: Place, payload: Entries, start: int, factor: float) -> None:
-        super().__init__(n, place, payload, start)
+    def __init__(self, n: int, bucket: BucketSpec, payload: Entries, start: int, factor: float) -> None:
+        super().__init__(n, bucket, payload, start)
         self.factor = factor
 
     def encode(self, x: torch.Tensor, body: torch.Tensor, key: int, step: int) -> None:
@@ -198,7 +202,7 @@ class Threshold(TopK):
         ((_, _, count),) = self.pieces(step)
         positions = magnitudes.ge(tau).nonzero().view(-1) if tau > 0 else magnitudes.new_empty(0, dtype=torch.int64)
         if len(positions) > count:
-            positions = largest(magnitudes, count, key)
+            positions = largest_positions(magnitudes, count, key)
         header, counts, places = self._parts(body)
         header.fill_(tau)
         tau = float(header)  # as fp32 has it

@@ -1,4 +1,4 @@
-"""A compressed sum of one flat bucket: what all patterns share.
+"""The compressed sum of one flat bucket: the part that all communication patterns share.
 
 A pattern (``linear``, ``two_step``, ``gathered``) is a ``CompressedSum`` whose ``steps`` encode, send and decode;
 codecs plug into it. Large buckets go in chunks of ``CHUNK`` elements, each a message of its own: while one is on its
@@ -21,9 +21,9 @@ import torch
 from ...costmodel.codecs import CHUNK
 from ..collectives.protocol import Pending, Submit
 from ..errors import NonFiniteGradient
-from .exchange import Exchange, Steps, finish
+from .exchange import Exchange, Steps, wait_all
 
-__all__ = ["ChunkCodec", "ChunkedSum", "CompressedSum", "Place", "cut", "first_culprit"]
+__all__ = ["BucketSpec", "ChunkCodec", "ChunkedSum", "CompressedSum", "chunk_spans", "first_culprit"]
 
 
 _NOBODY = -1
@@ -31,14 +31,17 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a sum is of: n elements of a dtype on a device; shapes: of the tensors that lie in them one after another
-    (none: one vector); chunk: elements per message; seed: of the random numbers."""
+class BucketSpec:
+    """The flat vector of gradients that a sum is made for."""
 
+    #: elements
     n: int
     dtype: torch.dtype = torch.float32
+    #: the shapes of the tensors that lie in it one after another; empty: one vector
     shapes: tuple[tuple[int, ...], ...] = ()
+    #: the seed of the random numbers
     seed: int = 0
+    #: elements per message
     chunk: int = CHUNK
     device: torch.device = _CPU
 
@@ -54,7 +57,7 @@ class Place:
         return torch.zeros(self.n if n is None else n, device=self.device)
 
 
-def cut(n: int, size: int) -> list[tuple[int, int]]:
+def chunk_spans(n: int, size: int) -> list[tuple[int, int]]:
     """0..n in pieces of at most ``size``, as (from, to); none of nothing."""
     return [(low, min(low + size, n)) for low in range(0, n, size)]
 
@@ -69,12 +72,12 @@ class CompressedSum:
     """The part of the ``Sum`` protocol that does not depend on the pattern. submit: runs a function after those that
     were submitted before it, in the communication thread, and gives what is to be waited for."""
 
-    def __init__(self, name: str, place: Place, exchange: Exchange, submit: Submit) -> None:
-        self.name, self.place, self.exchange, self._submit = name, place, exchange, submit
+    def __init__(self, name: str, bucket: BucketSpec, exchange: Exchange, submit: Submit) -> None:
+        self.name, self.bucket, self.exchange, self._submit = name, bucket, exchange, submit
         self.step = 0
 
     def steps(self, x: torch.Tensor) -> Steps:
-        """The work of one sum of x [n] in place, as ``exchange.finish`` has it."""
+        """The work of one sum of x [n] in place, as ``exchange.wait_all`` has it."""
         raise NotImplementedError
 
     def residuals(self) -> dict[str, torch.Tensor]:
@@ -83,9 +86,9 @@ class CompressedSum:
 
     def run(self, x: torch.Tensor) -> Steps:
         """``steps``, checked and counted."""
-        if x.shape != (self.place.n,) or x.dtype != self.place.dtype or not x.is_contiguous():
+        if x.shape != (self.bucket.n,) or x.dtype != self.bucket.dtype or not x.is_contiguous():
             raise ValueError(
-                f"this sum is of contiguous {self.place.dtype} [{self.place.n}], but got {x.dtype} {list(x.shape)}; "
+                f"this sum is of contiguous {self.bucket.dtype} [{self.bucket.n}], but got {x.dtype} {list(x.shape)}; "
                 "make another for another bucket"
             )
         steps = self.steps(x)
@@ -99,7 +102,7 @@ class CompressedSum:
 
     def start(self, x: torch.Tensor) -> Pending:
         """Start summing x in place; errors are raised by ``wait``."""
-        return self._submit(lambda: finish(self.run(x)))
+        return self._submit(lambda: wait_all(self.run(x)))
 
     def fail(self, rank: int | None = None) -> None:
         """Raise that ``rank`` has no finite gradient, and count the step."""
@@ -108,8 +111,8 @@ class CompressedSum:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Residuals, and the number of sums so far."""
-        found = {name: tensor.clone() for name, tensor in self.residuals().items()}
-        return {**found, "step": torch.tensor(self.step)}
+        tensors = {name: tensor.clone() for name, tensor in self.residuals().items()}
+        return {**tensors, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from ``state_dict``. Raises ValueError for the state of another codec or length."""
@@ -129,10 +132,10 @@ class CompressedSum:
 
 
 class ChunkCodec:
-    """What encodes one chunk, with what it keeps from step to step."""
+    """The codec of one chunk, with its state from step to step."""
 
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds."""
+        """Return the tensors that a checkpoint holds."""
         return {}
 
 
@@ -145,14 +148,14 @@ class ChunkedSum(CompressedSum, Generic[C]):
     def __init__(
         self,
         name: str,
-        place: Place,
+        bucket: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         make: Callable[[int, int, int], C],
         chunk: int | None = None,
     ) -> None:
-        super().__init__(name, place, exchange, submit)
-        self.chunks = cut(place.n, place.chunk if chunk is None else chunk)
+        super().__init__(name, bucket, exchange, submit)
+        self.chunks = chunk_spans(bucket.n, bucket.chunk if chunk is None else chunk)
         self.codecs = [make(low, high, i) for i, (low, high) in enumerate(self.chunks)]
 
     def residuals(self) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Two steps: all-to-all, each rank sums one part, re-encodes it, all-gather. The wire ratio does not depend on the
 ranks.
 
-A chunk of c elements has p parts of m elements (m as ``codecs.QuantizationLevels.part`` says; the last may have less, or nothing).
+A chunk of c elements has p parts of m elements (m as ``codecs.QuantizationLevels.part`` says; the last
+may have less, or nothing).
 A message holds one part: int32 [1] whose gradient is not finite, or -1; fp32 [blocks, scales]; int8 [m / per_byte].
 Blocks (``codecs.QuantizationLevels.tiles``) are encoded in tiles, so that scratch stays small.
 
@@ -19,10 +20,10 @@ import torch
 
 from ...costmodel.codecs import TILE, QuantizationLevels, Run
 from ..collectives.protocol import Submit
-from .dither import draw
+from .dither import random_key
 from .exchange import Exchange, Steps
 from .packing import pack, unpack
-from .summing import ChunkCodec, ChunkedSum, Place, first_culprit
+from .summing import BucketSpec, ChunkCodec, ChunkedSum, first_culprit
 
 __all__ = ["BlockCodec", "BucketTile", "Messages", "TwoStepSum"]
 
@@ -31,15 +32,15 @@ class BlockCodec:
     """Encodes rows, with scales for each. ``feedback``: whether it is biased, and what it does not send is kept."""
 
     feedback = False
-    scratch = True  # whether it asks for ``room``
+    scratch = True  # whether it asks for ``workspace``
 
     def __init__(self, payload: QuantizationLevels, device: torch.device) -> None:
         self.payload = payload
-        self._room = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
+        self._workspace = torch.empty(max(TILE, payload.block) if self.scratch else 0, device=device)
 
-    def room(self, shape: torch.Size) -> torch.Tensor:
+    def workspace(self, shape: torch.Size) -> torch.Tensor:
         """A scratch tensor, fp32: fresh memory for every tile costs more than the arithmetic."""
-        return self._room[: shape.numel()].view(shape)
+        return self._workspace[: shape.numel()].view(shape)
 
     def encode(self, x: torch.Tensor, scales: torch.Tensor, digits: torch.Tensor, key: int) -> None:
         """x: fp32 [rows, width]; scales: fp32 [rows, payload.scales]; digits: fp32 [rows, width], to be filled with
@@ -66,7 +67,7 @@ class BucketTile:
     @staticmethod
     def of_part(tiles: list[tuple[Run, ...]], start: int, per_byte: int) -> list[BucketTile]:
         """start: of the message in the bucket."""
-        made, blocks = [], 0
+        bucket_tiles, blocks = [], 0
         origin = tiles[0][0][0] if tiles else 0
         for tile in tiles:
             low, high = tile[0][0], tile[-1][1]
@@ -75,8 +76,8 @@ class BucketTile:
                 runs.append((a - low, b - low, (b - a) // width, blocks))
                 blocks += (b - a) // width
             first, last = (low - origin) // per_byte, -(-(high - origin) // per_byte)
-            made.append(BucketTile(start + low, start + high, first, last, tuple(runs)))
-        return made
+            bucket_tiles.append(BucketTile(start + low, start + high, first, last, tuple(runs)))
+        return bucket_tiles
 
 
 class Messages:
@@ -90,9 +91,9 @@ class Messages:
     @classmethod
     def over(cls, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> Messages:
         """Of the bytes that came: uint8 [count, bytes of a part]."""
-        made = cls.__new__(cls)
-        made._read(payload, received, blocks)
-        return made
+        messages = cls.__new__(cls)
+        messages._read(payload, received, blocks)
+        return messages
 
     def _read(self, payload: QuantizationLevels, received: torch.Tensor, blocks: int) -> None:
         self.bytes, end = received, 4 + 4 * payload.scales * blocks
@@ -105,22 +106,22 @@ class _Chunk(ChunkCodec):
     """One message's worth of the bucket: its buffers, the tiles of its parts, its residuals."""
 
     def __init__(
-        self, payload: QuantizationLevels, place: Place, exchange: Exchange, low: int, high: int, feedback: bool
+        self, payload: QuantizationLevels, bucket: BucketSpec, exchange: Exchange, low: int, high: int, feedback: bool
     ) -> None:
         self.low, self.part = low, payload.part(high - low, exchange.size)
-        tiles = payload.tiles(high - low, exchange.size, place.shapes, low)
+        tiles = payload.tiles(high - low, exchange.size, bucket.shapes, low)
         self.tiles = [BucketTile.of_part(part, low, payload.per_byte) for part in tiles]
         form = (payload, self.part, payload.blocks(tiles))
-        self.sent, self.came, self.told = (Messages(*form, exchange.size, place.device) for _ in range(3))
-        self.mine = Messages(*form, 1, place.device)
-        self.total = place.zeros(self.part)
-        self.owed = place.zeros(high - low) if feedback else None
-        self.owed_total = place.zeros(self.part) if feedback else None
+        self.sent, self.came, self.told = (Messages(*form, exchange.size, bucket.device) for _ in range(3))
+        self.mine = Messages(*form, 1, bucket.device)
+        self.total = bucket.zeros(self.part)
+        self.owed = bucket.zeros(high - low) if feedback else None
+        self.owed_total = bucket.zeros(self.part) if feedback else None
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Of both stages."""
-        kept = {"residual": self.owed, "residual_of_sum": self.owed_total}
-        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+        tensors = {"residual": self.owed, "residual_of_sum": self.owed_total}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 class TwoStepSum(ChunkedSum[_Chunk]):
@@ -129,19 +130,19 @@ class TwoStepSum(ChunkedSum[_Chunk]):
     def __init__(
         self,
         name: str,
-        place: Place,
+        bucket: BucketSpec,
         exchange: Exchange,
         submit: Submit,
         codec: BlockCodec,
     ) -> None:
         def made(low: int, high: int, index: int) -> _Chunk:
-            return _Chunk(codec.payload, place, exchange, low, high, codec.feedback)
+            return _Chunk(codec.payload, bucket, exchange, low, high, codec.feedback)
 
-        super().__init__(name, place, exchange, submit, made)
+        super().__init__(name, bucket, exchange, submit, made)
         self.codec = codec
         width = max((t.high - t.low for chunk in self.codecs for part in chunk.tiles for t in part), default=0)
-        self.work, per_byte = place.zeros(width), codec.payload.per_byte
-        self.digits, self.quotients = (place.zeros(-(-width // per_byte) * per_byte) for _ in range(2))
+        self.work, per_byte = bucket.zeros(width), codec.payload.per_byte
+        self.digits, self.quotients = (bucket.zeros(-(-width // per_byte) * per_byte) for _ in range(2))
 
     def steps(self, x: torch.Tensor) -> Steps:
         """All chunks on their way, then each part summed, then all sums told."""
@@ -193,7 +194,7 @@ class TwoStepSum(ChunkedSum[_Chunk]):
         digits = self._digits(tile)
         digits[len(work) :].zero_()
         for k, (low, high, rows, first) in enumerate(tile.runs):
-            key = draw(self.place.seed, self.step, self.exchange.rank, *where, k)
+            key = random_key(self.bucket.seed, self.step, self.exchange.rank, *where, k)
             scales = to.scales[j, first : first + rows]
             self.codec.encode(work[low:high].view(rows, -1), scales, digits[low:high].view(rows, -1), key)
         pack(digits, self.codec.payload.base, to.data[j, tile.first : tile.last])
@@ -235,5 +236,5 @@ class TwoStepSum(ChunkedSum[_Chunk]):
             self.codec.decode_add(scales, digits[low:high].view(rows, -1), out[low:high].view(rows, -1))
 
     def _digits(self, tile: BucketTile) -> torch.Tensor:
-        """Room for a tile's, up to a whole byte."""
+        """The workspace of a tile's digits, up to a whole byte."""
         return self.digits[: (tile.last - tile.first) * self.codec.payload.per_byte]

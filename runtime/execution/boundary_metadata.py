@@ -1,4 +1,4 @@
-"""What the chunks must know of each other, published once, so that both ends of a transfer derive the same tiles.
+"""The exchange of boundary metadata, by which both ends of a transfer derive the same tiles.
 
 A rank lowers the chunks of its own stage only. The plan says who sends what to whom; the pairs and types at both ends,
 which inputs and buffers a program reads, and along which links a gradient can come back, are read off the programs and
@@ -19,12 +19,12 @@ from ...compiler.pipeline.schedule import Action, Place
 from ...compiler.plan.boundaries import BoundaryMetadata, facts_of, places_of
 from ...compiler.plan.plan import Plan
 
-__all__ = ["exchange", "own_facts", "programs_of", "settled"]
+__all__ = ["boundaries_of", "exchange_boundaries", "find_settled_sends", "programs_of"]
 
 
-def exchange(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
-    """Every place's facts, in the order in which data flow, on every rank. mine: of this rank's chunks. Collective over
-    the world."""
+def exchange_boundaries(plan: Plan, mine: Sequence[BoundaryMetadata]) -> dict[Place, BoundaryMetadata]:
+    """Return the boundary metadata of every place, in the order in which data flow, on every rank. mine: those of this
+    rank's chunks. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(mine))
     rows = [everyone[stage.devices[0]] for stage in plan.stages]
@@ -37,7 +37,7 @@ _DIRECTION = {"F": "F", "B": "B", "I": "B"}  # of the messages that an action ta
 _Ends = tuple[Place, Place]
 
 
-def settled(
+def find_settled_sends(
     actions: Sequence[Sequence[Action]], stage: int, edges: Sequence[_Ends], back_edges: Sequence[_Ends]
 ) -> list[tuple[int, ...]]:
     """For each action of ``stage``: its earlier actions whose sends are known to have arrived by then.
@@ -58,36 +58,38 @@ def settled(
     def others(action: Action, who: Mapping[tuple[str, Place], Sequence[Place]]) -> list[tuple[int, int]]:
         """(stage, action there) at the other ends of an action's messages."""
         direction = _DIRECTION.get(action.kind, "")
-        found = who.get((direction, (action.stage, action.chunk)), ())
-        return [(place[0], where[direction, action.microbatch, place]) for place in found]
+        places = who.get((direction, (action.stage, action.chunk)), ())
+        return [(place[0], where[direction, action.microbatch, place]) for place in places]
 
     clocks: list[list[list[int]]] = [[] for _ in actions]  # stage, action → the last action known of, per stage
-    moved = True
-    while moved:
-        moved = False
-        for here, row in enumerate(actions):
-            while len(clocks[here]) < len(row):
-                index = len(clocks[here])
+    progressed = True
+    while progressed:
+        progressed = False
+        for stage_index, row in enumerate(actions):
+            while len(clocks[stage_index]) < len(row):
+                index = len(clocks[stage_index])
                 sources = others(row[index], senders)
                 if any(len(clocks[peer]) <= at for peer, at in sources):
                     break
-                heard = [clocks[peer][at] for peer, at in sources] + clocks[here][-1:]
-                clock = [max(column) for column in zip(*heard, strict=True)] if heard else [-1] * len(actions)
-                clock[here] = index
-                clocks[here].append(clock)
-                moved = True
+                known_clocks = [clocks[peer][at] for peer, at in sources] + clocks[stage_index][-1:]
+                clock = (
+                    [max(column) for column in zip(*known_clocks, strict=True)] if known_clocks else [-1] * len(actions)
+                )
+                clock[stage_index] = index
+                clocks[stage_index].append(clock)
+                progressed = True
     assert all(len(clock) == len(row) for clock, row in zip(clocks, actions, strict=True)), "the schedule deadlocks"
     waiting: dict[int, list[tuple[int, int]]] = {}  # my action → (peer, the peer's action that takes my message)
-    out: list[tuple[int, ...]] = []
+    settled: list[tuple[int, ...]] = []
     for index, action in enumerate(actions[stage]):
         clock = clocks[stage][index]
         done = tuple(i for i, taken in waiting.items() if all(clock[peer] >= at for peer, at in taken))
         for i in done:
             del waiting[i]
-        out.append(done)
+        settled.append(done)
         if taken := others(action, takers):
             waiting[index] = taken
-    return out
+    return settled
 
 
 def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> tuple[ChunkProgram, ...]:
@@ -101,6 +103,6 @@ def programs_of(plan: Plan, programs: Sequence[ChunkProgram], stage: int | None)
     return tuple(programs)
 
 
-def own_facts(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
-    """Of a rank's programs."""
+def boundaries_of(programs: Sequence[ChunkProgram], stage: int | None) -> list[BoundaryMetadata]:
+    """Return the boundary metadata of a rank's programs."""
     return [facts_of(program, stage or 0, chunk) for chunk, program in enumerate(programs)]

@@ -1,7 +1,7 @@
 """One chunk of the model on this rank: its program, bound to parameters, buffers and the ports of its messages.
 
 A boundary tensor travels by a port between stages. Between two chunks of one stage it stays on the rank, resharded if
-the two programs want it in different specs, and its cotangent comes back the same way.
+the two programs want it in different specs, and its cotangent comes back the same end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ...compiler.ir.comm import Comm
 from ...compiler.ir.ops.weight_gathers import Gathers
 from ...compiler.ir.program import ChunkProgram, Slot
 from ...compiler.ir.reshard import Steps, apply_steps, run_steps, steps_between
@@ -24,15 +23,16 @@ from ...compiler.plan.plan import Plan
 from ...compiler.plan.segments import repeating
 from ..parameters.state import ParameterState
 from ..transport.cross_mesh import Port
+from ..transport.process_groups import DistributedComm
 from ..transport.shared_memory import SharedMemoryMessages
 from .compilation import Compiler
 from .input_sharding import InputSharder
-from .split_backward import Halves, halve
+from .split_backward import SplitProgram, split_program
 
-__all__ = ["BoundChunk", "Groups", "Inside", "bind_links"]
+__all__ = ["BoundChunk", "Groups", "LocalTransfer", "RankResources", "StageTransport", "bind_links"]
 
 Sends = list[tuple[Any, torch.Tensor]]
-"""(work, buffer) of messages on their way"""
+"""(work, buffer) of messages that are being sent"""
 
 Groups = Callable[[Place, Place], tuple[Any, Any]]
 """(source, target) → the process groups of values and of cotangents between these places"""
@@ -40,41 +40,73 @@ Groups = Callable[[Place, Place], tuple[Any, Any]]
 
 @dataclass
 class TransferEnd:
-    """One transfer at one of its ends: slot or exit ``position``, the port forward, and the one back (None: no
-    gradient)."""
+    """One transfer between stages, as the chunk at one of its ends sees it."""
 
+    #: the slot (at the target) or exit (at the source) of the chunk's program
     position: int
+    #: the port of the values
     forward: Port
+    #: the port of the cotangents; None: no gradient comes back
     backward: Port | None
-    steps: Steps = ()  # at the target: from its cotangent's spec to one without P
+    #: at the target: the reshard of its cotangent that sums partial values before they are sent
+    steps: Steps = ()
 
 
 @dataclass
-class Inside:
-    """A tensor from one chunk to another of the same stage: exit of the one, slot of the other, steps there and back
-    (None: no gradient), and what is on its way by microbatch."""
+class LocalTransfer:
+    """A tensor that goes from one chunk to another of the same stage, and so stays on its rank."""
 
+    #: the exit of the sending program
     exit: int
+    #: the slot of the receiving program
     slot: int
-    ahead: Steps
-    back: Steps | None
+    #: the reshard of the value on its way
+    forward_steps: Steps
+    #: the reshard of the cotangent on its way back; None: no gradient
+    backward_steps: Steps | None
+    #: values and cotangents that are sent and not yet read, by microbatch
     values: dict[int, torch.Tensor] = field(default_factory=dict)
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """The part of a session that all chunks of one rank share, in training or in an evaluation."""
+
+    plan: Plan
+    #: None on an idle rank
+    comm: DistributedComm | None
+    state: ParameterState
+    input_sharder: InputSharder
+    #: False: forwards only, without autograd, one microbatch
+    training: bool = True
+    #: the compiler of training programs; None: they run op by op
+    compiler: Compiler | None = None
+
+
+@dataclass(frozen=True)
+class StageTransport:
+    """The channels by which boundary tensors go from stage to stage."""
+
+    groups: Groups = lambda source, target: (None, None)
+    #: messages to ranks of the same host; None: all go by the groups
+    shared_memory: SharedMemoryMessages | None = None
+    #: the seed of the tensor codecs that round gradients at random
+    seed: int = 0
 
 
 class BoundChunk:
     """The program of one chunk with everything that a microbatch needs from this rank.
 
-    halved: backwards come in two halves, I and W; see ``split_backward``. compiler: of its ops.
+    splits_backward: backwards come in two halves, I and W; see the module ``split_backward``.
     """
 
-    def __init__(
-        self, plan: Plan, place: Place, program: ChunkProgram, comm: Comm, state: ParameterState, feeder: InputSharder,
-        training: bool, halved: bool, compiler: Compiler | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.place, self.program, self.comm = plan, place, program, comm
-        self.state, self.feeder, self.training = state, feeder, training
-        self.halves: Halves | None = halve(program) if halved else None
+    def __init__(self, rank: RankResources, place: Place, program: ChunkProgram, splits_backward: bool) -> None:
+        assert rank.comm is not None, "an idle rank has no chunks"
+        self.plan, self.place, self.program, self.comm = rank.plan, place, program, rank.comm
+        self.state, self.input_sharder, self.training = rank.state, rank.input_sharder, rank.training
+        compiler = rank.compiler
+        self.halves: SplitProgram | None = split_program(program) if splits_backward else None
         module = program.module if self.halves is None else self.halves.module
         self.gathers = Gathers(module.graph)
         segments = program.segments
@@ -87,32 +119,32 @@ class BoundChunk:
         for position, slot in enumerate(program.slots):
             self._bind(position, slot)
         exits = list(enumerate(program.exits))
-        self.buffer_exits = [(i, exit.name) for i, exit in exits if exit.kind == "buffer" and training]
+        self.buffer_exits = [(i, exit.name) for i, exit in exits if exit.kind == "buffer" and rank.training]
         self.output_exits = [(i, exit.name) for i, exit in exits if exit.kind == "output"]
         self.loss_exit = next((i for i, exit in exits if exit.kind == "loss"), None)
-        self.inward: list[TransferEnd] = []
-        self.outward: list[TransferEnd] = []
-        self.entering: list[Inside] = []  # from other chunks of this stage
-        self.leaving: list[Inside] = []
+        self.incoming: list[TransferEnd] = []
+        self.outgoing: list[TransferEnd] = []
+        self.local_inputs: list[LocalTransfer] = []  # from other chunks of this stage
+        self.local_outputs: list[LocalTransfer] = []
         self.seeds: dict[float, torch.Tensor] = {}
 
     # ---- construction
 
     def _bind(self, position: int, slot: Slot) -> None:
         stage, rank = self.place[0], self.state.rank
-        known: dict[str, Mapping[str, torch.Tensor]] = {
+        tensors_of_kind: dict[str, Mapping[str, torch.Tensor]] = {
             "parameter": self.state.parameters, "buffer": self.state.buffers,
         }  # fmt: skip
-        if slot.kind in known:
-            if self.training and slot.name not in known[slot.kind]:
+        if slot.kind in tensors_of_kind:
+            if self.training and slot.name not in tensors_of_kind[slot.kind]:
                 raise ValueError(
                     f"stage {stage} holds no {slot.kind} {slot.name!r}, but its program reads it; plan again"
                 )
             self._bind_value(position, slot)
         elif slot.kind == "constant":
-            here, constants = self.plan.stages[stage], self.program.constants
+            stage_plan, constants = self.plan.stages[stage], self.program.constants
             whole = constants[slot.name] if slot.name in constants else constants[slot.node]
-            box = MeshLayout(here.devices, here.mesh_shape, slot.pair.value).box(whole.shape, rank)
+            box = MeshLayout(stage_plan.devices, stage_plan.mesh_shape, slot.pair.value).box(whole.shape, rank)
             index = tuple(slice(start, stop) for start, stop in box)
             self.template[position] = whole[index].contiguous().to(self.state.device)
 
@@ -127,8 +159,8 @@ class BoundChunk:
         if leaf is None or (not self.training and (steps or leaf.dtype != slot.type.dtype)):
             self.buffer_slots.append((position, name, steps))
             return
-        kept = self.plan.stages[self.place[0]].homes[name].leaf
-        back = steps_between(slot.pair.cotangent, kept.cotangent) if slot.requires_grad and self.training else ()
+        leaf_spec = self.plan.stages[self.place[0]].homes[name].leaf
+        back = steps_between(slot.pair.cotangent, leaf_spec.cotangent) if slot.requires_grad and self.training else ()
         if steps or back:
             self.derived.append((position, leaf, steps, back))
         else:
@@ -149,18 +181,18 @@ class BoundChunk:
     def run(
         self, inputs: Mapping[str, torch.Tensor], arrived: Iterable[tuple[int, torch.Tensor]], microbatch: int
     ) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
-        """The forward of one microbatch: (arguments, exits)."""
+        """Run the forward of one microbatch; return its (arguments, exits)."""
         arguments = self.template.copy()
-        self.feeder.fill(arguments, inputs, microbatch, self.place[1])
+        self.input_sharder.fill(arguments, inputs, microbatch, self.place[1])
         for position, value in arrived:
             arguments[position] = value
-        for one in self.entering:
-            arguments[one.slot] = one.values.pop(microbatch)
-            if one.back is not None:
-                arguments[one.slot].requires_grad_()
-        for way in self.inward:
-            if way.backward is not None:
-                arguments[way.position].requires_grad_()
+        for transfer in self.local_inputs:
+            arguments[transfer.slot] = transfer.values.pop(microbatch)
+            if transfer.backward_steps is not None:
+                arguments[transfer.slot].requires_grad_()
+        for end in self.incoming:
+            if end.backward is not None:
+                arguments[end.position].requires_grad_()
         for position, leaf, ahead, back in self.derived:
             arguments[position] = run_steps(leaf, ahead, back)
         if self.halves is not None:
@@ -171,26 +203,26 @@ class BoundChunk:
     def send_values(self, exits: tuple[torch.Tensor, ...], microbatch: int, step: int = 0) -> Sends:
         """Start the messages of a forward, and lay down what other chunks of this rank read."""
         started: Sends = []
-        for one in self.leaving:
-            value = exits[one.exit].detach()
+        for transfer in self.local_outputs:
+            value = exits[transfer.exit].detach()
             # another tensor than what this chunk keeps: it becomes a leaf of the other chunk's graph
-            one.values[microbatch] = apply_steps(value, one.ahead, self.comm).detach()
-        for way in self.outward:
-            started += way.forward.send(exits[way.position].detach(), microbatch, step)
+            transfer.values[microbatch] = apply_steps(value, transfer.forward_steps, self.comm).detach()
+        for end in self.outgoing:
+            started += end.forward.send(exits[end.position].detach(), microbatch, step)
         return started
 
     def backward(
         self, exits: tuple[torch.Tensor, ...], arrived: Iterable[tuple[int, torch.Tensor]], microbatch: int,
         scale: float,
     ) -> None:  # fmt: skip
-        """The cotangents of all arguments that have one, those of a halved program's weights put off."""
+        """Compute the cotangents of all arguments that have one. A split program puts off those of its weights."""
         cotangents: dict[int, torch.Tensor] = {}
         for position, value in arrived:  # one tensor may have gone to several chunks
             cotangents[position] = cotangents[position] + value if position in cotangents else value
-        for one in self.leaving:
-            if one.back is not None:
-                value = one.cotangents.pop(microbatch)
-                cotangents[one.exit] = cotangents[one.exit] + value if one.exit in cotangents else value
+        for transfer in self.local_outputs:
+            if transfer.backward_steps is not None:
+                value = transfer.cotangents.pop(microbatch)
+                cotangents[transfer.exit] = cotangents[transfer.exit] + value if transfer.exit in cotangents else value
         roots = [exits[position] for position in cotangents if exits[position].requires_grad]
         grads = [value for position, value in cotangents.items() if exits[position].requires_grad]
         if self.loss_exit is not None and exits[self.loss_exit].requires_grad:
@@ -205,14 +237,16 @@ class BoundChunk:
     def send_cotangents(self, arguments: list[Any], microbatch: int, step: int = 0) -> Sends:
         """Start the messages of a backward, and lay down what other chunks of this rank wait for."""
         started: Sends = []
-        for one in self.entering:
-            if one.back is not None:
-                one.cotangents[microbatch] = apply_steps(_gradient(arguments[one.slot]), one.back, self.comm)
-        for way in self.inward:
-            if way.backward is not None:
-                grad = _gradient(arguments[way.position])
-                grad = apply_steps(grad, way.steps, self.comm) if way.steps else grad
-                started += way.backward.send(grad, microbatch, step)
+        for transfer in self.local_inputs:
+            if transfer.backward_steps is not None:
+                transfer.cotangents[microbatch] = apply_steps(
+                    _gradient(arguments[transfer.slot]), transfer.backward_steps, self.comm
+                )
+        for end in self.incoming:
+            if end.backward is not None:
+                grad = _gradient(arguments[end.position])
+                grad = apply_steps(grad, end.steps, self.comm) if end.steps else grad
+                started += end.backward.send(grad, microbatch, step)
         return started
 
     def touches(self, kind: str) -> list[str]:
@@ -231,32 +265,40 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def bind_links(
-    parts: Sequence[BoundChunk], plan: Plan, facts: Mapping[Place, BoundaryMetadata], links: Sequence[BoundaryTransfer],
-    back: set[tuple[str, Place]], groups: Groups, microbatches: int, seed: int = 0,
-    near: SharedMemoryMessages | None = None,
-) -> None:  # fmt: skip
-    """Give the chunks of this rank the ways of their boundary tensors; tags are counted alike on every rank. seed: of
-    the codes in which gradients go back."""
-    mine = {part.place: part for part in parts}
+    chunks: Sequence[BoundChunk],
+    plan: Plan,
+    boundaries: Mapping[Place, BoundaryMetadata],
+    links: Sequence[BoundaryTransfer],
+    differentiable: set[tuple[str, Place]],
+    transport: StageTransport,
+    microbatches: int,
+) -> None:
+    """Give the chunks of this rank the ports of their boundary tensors.
+
+    differentiable: (node, source place) of the links along which a gradient comes back. microbatches: how many have
+    tags of their own. Every rank walks all links in the same order, also those that are not its own, so that tags are
+    counted alike.
+    """
+    local_chunks = {part.place: part for part in chunks}
     tag = 0
     for link in links:
-        (out, kind), (into, _) = facts[link.source].sends[link.node], facts[link.target].receives[link.node]
-        returns = (link.node, link.source) in back
+        (out, kind), (into, _) = boundaries[link.source].sends[link.node], boundaries[link.target].receives[link.node]
+        returns = (link.node, link.source) in differentiable
         if link.is_local:
-            if link.source in mine:
-                source, target = mine[link.source], mine[link.target]
+            if link.source in local_chunks:
+                source, target = local_chunks[link.source], local_chunks[link.target]
                 ahead = steps_between(out.value, into.value)
                 behind = steps_between(into.cotangent, out.cotangent) if returns else None
-                inside = Inside(_exit(source, link.node), _slot(target, link.node), ahead, behind)
-                source.leaving.append(inside)
-                target.entering.append(inside)
+                inside = LocalTransfer(_exit(source, link.node), _slot(target, link.node), ahead, behind)
+                source.local_outputs.append(inside)
+                target.local_inputs.append(inside)
             continue
-        state = parts[0].state
-        shape, (forward_group, backward_group) = kind.shape, groups(link.source, link.target)
-        here, there = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
+        state = chunks[0].state
+        shape, (forward_group, backward_group) = kind.shape, transport.groups(link.source, link.target)
+        source_spec, target_spec = _layout(plan, link.source, out.value), _layout(plan, link.target, into.value)
         ports: list[Port] = []
         for source_layout, target_layout, group in (
-            (here, there, forward_group),
+            (source_spec, target_spec, forward_group),
             (
                 _layout(plan, link.target, without_partials(into.cotangent)),
                 _layout(plan, link.source, without_partials(out.cotangent)),
@@ -268,18 +310,19 @@ def bind_links(
             ports.append(
                 Port.make(
                     messages, state.rank, tag, local, kind.dtype, device=state.device, group=group,
-                    code=plan.code("activations"), seed=seed if ports else None, near=near,
+                    code=plan.code("activations"), seed=transport.seed if ports else None,
+                    shared_memory=transport.shared_memory,
                 )
             )  # fmt: skip
             tag += len(messages) * microbatches
         forward, backward = ports[0], ports[1] if returns else None
-        if link.source in mine:
-            source = mine[link.source]
-            source.outward.append(TransferEnd(_exit(source, link.node), forward, backward))
-        elif link.target in mine:
-            target = mine[link.target]
+        if link.source in local_chunks:
+            source = local_chunks[link.source]
+            source.outgoing.append(TransferEnd(_exit(source, link.node), forward, backward))
+        elif link.target in local_chunks:
+            target = local_chunks[link.target]
             steps = steps_between(into.cotangent, without_partials(into.cotangent))
-            target.inward.append(TransferEnd(_slot(target, link.node), forward, backward, steps))
+            target.incoming.append(TransferEnd(_slot(target, link.node), forward, backward, steps))
 
 
 def _layout(plan: Plan, place: Place, spec: Spec) -> MeshLayout:

@@ -52,7 +52,7 @@ class Compiler:
         unit = units(classes)
         self.backend = backend
         self.unit_of = {op: unit[layer] for op, layer in layer_of.items()}
-        self.made: dict[Any, _Call] = {}  # what is equal → the compiled piece
+        self.compiled_pieces: dict[Any, _Call] = {}  # graph and types of arguments → the compiled piece
         self.pieces = 0  # that programs have
         if backend == "inductor":
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -66,7 +66,8 @@ class Compiler:
         return in_pieces(module, program.segments, self.unit_of, late, self._piece)
 
     def _piece(self, body: torch.fx.Graph) -> _Call:
-        """What runs a piece: at its first call it finds its equal, or compiles it."""
+        """Return the callable of a piece. At its first call it takes the compiled piece that is equal, or compiles
+        it."""
         self.pieces += 1
         text = _text(body)
         bound: _Call | None = None
@@ -77,10 +78,10 @@ class Compiler:
                 return bound(*args)
             tensors = [(tuple(x.shape), x.stride(), str(x.dtype), x.requires_grad, str(x.device)) for x in args]
             key = f"{text}\n{tensors}"
-            bound = self.made.get(key)
+            bound = self.compiled_pieces.get(key)
             if bound is not None:
                 return bound(*args)
-            bound = self.made[key] = self._compile(body)
+            bound = self.compiled_pieces[key] = self._compile(body)
             with self._turn(key), config.patch(force_non_lazy_backward_lowering=True):
                 return bound(*args)  # compiles forward and backward
 
@@ -88,8 +89,8 @@ class Compiler:
 
     def _compile(self, body: torch.fx.Graph) -> _Call:
         module = torch.fx.GraphModule(torch.nn.Module(), body)
-        made: _Call = torch.compile(module.forward, backend=self.backend, fullgraph=True, dynamic=False)
-        return made
+        compiled_piece: _Call = torch.compile(module.forward, backend=self.backend, fullgraph=True, dynamic=False)
+        return compiled_piece
 
     def _turn(self, key: str) -> AbstractContextManager[Any]:
         """Of the ranks of a machine that compile the same one does, and the others find what it made."""

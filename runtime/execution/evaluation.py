@@ -20,8 +20,8 @@ from ...compiler.plan.plan import Plan
 from ..parameters.state import ParameterState
 from ..transport.cross_mesh import wire
 from ..transport.process_groups import DistributedComm
-from .boundary_metadata import exchange, own_facts, programs_of
-from .chunk import Groups
+from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
+from .chunk import Groups, RankResources, StageTransport
 from .executor import Executor
 from .input_sharding import InputSharder
 
@@ -29,7 +29,7 @@ __all__ = ["Evaluation"]
 
 
 class Evaluation:
-    """What a session of ``plan`` needs to run forwards; ``comm`` is None on an idle rank."""
+    """The forwards of evaluation on the ranks of a session of ``plan``; ``comm`` is None on an idle rank."""
 
     def __init__(
         self, plan: Plan, comm: DistributedComm | None, state: ParameterState, groups: Groups, seed: int
@@ -47,55 +47,56 @@ class Evaluation:
         programs' own batch counts. programs: of this rank's stage; the same object on later calls reuses what the first
         call bound. Collective.
         """
-        executor, facts = self._executor(plan, programs)
-        executor.feeder.check(inputs)
-        self._lend(executor, facts)
-        loss, mine = executor.run(inputs, step=step)
-        out: dict[str, torch.Tensor] = {}
-        for (index, chunk), fact in facts.items():
-            here = self.plan.stages[index]
-            kinds = dict(fact.outputs)
-            if fact.loss is not None:
-                kinds["loss"] = fact.loss
-                mine = {**mine, "loss": loss} if loss is not None else mine
+        executor, boundaries = self._executor(plan, programs)
+        executor.input_sharder.check(inputs)
+        self._lend(executor, boundaries)
+        loss, local_outputs = executor.run(inputs, step=step)
+        outputs: dict[str, torch.Tensor] = {}
+        for (index, chunk), boundary in boundaries.items():
+            stage_plan = self.plan.stages[index]
+            kinds = dict(boundary.outputs)
+            if boundary.loss is not None:
+                kinds["loss"] = boundary.loss
+                local_outputs = {**local_outputs, "loss": loss} if loss is not None else local_outputs
             for name, kind in kinds.items():
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
                 if index == self.state.stage and self.comm is not None:
                     exits = executor.programs[chunk].exits
                     spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
                     steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
-                    whole = apply_steps(mine[name], steps, self.comm).contiguous()
-                if len(here.devices) < self.plan.num_devices:
-                    dist.broadcast(wire(whole), here.devices[0])
-                out[name] = whole
-        return out
+                    whole = apply_steps(local_outputs[name], steps, self.comm).contiguous()
+                if len(stage_plan.devices) < self.plan.num_devices:
+                    dist.broadcast(wire(whole), stage_plan.devices[0])
+                outputs[name] = whole
+        return outputs
 
     def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, BoundaryMetadata]]:
-        for known, executor, facts in self._bound:
-            if known is programs:
-                return executor, facts
+        for bound_programs, executor, boundaries in self._bound:
+            if bound_programs is programs:
+                return executor, boundaries
         if [(s.devices, s.mesh_shape) for s in plan.stages] != [(s.devices, s.mesh_shape) for s in self.plan.stages]:
             raise ValueError(
                 "evaluation runs on the training plan's stages, but got a plan with other devices or meshes"
             )
-        own = programs_of(plan, programs, self.state.stage)
-        facts = exchange(plan, own_facts(own, self.state.stage))
-        uses = [use for fact in facts.values() for use in fact.inputs]
-        feeder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
-        executor = Executor(
-            plan, own, self.comm, self.state, facts, feeder, groups=self.groups, seed=self.seed, training=False
-        )
-        self._bound.append((programs, executor, facts))
-        return executor, facts
+        own_programs = programs_of(plan, programs, self.state.stage)
+        boundaries = exchange_boundaries(plan, boundaries_of(own_programs, self.state.stage))
+        uses = [use for boundary in boundaries.values() for use in boundary.inputs]
+        input_sharder = InputSharder(plan, uses, self.comm, self.state.device, microbatches=1)
+        rank = RankResources(plan, self.comm, self.state, input_sharder, training=False)
+        executor = Executor(rank, own_programs, boundaries, StageTransport(self.groups, seed=self.seed))
+        self._bound.append((programs, executor, boundaries))
+        return executor, boundaries
 
-    def _lend(self, executor: Executor, facts: Mapping[Place, BoundaryMetadata]) -> None:
+    def _lend(self, executor: Executor, boundaries: Mapping[Place, BoundaryMetadata]) -> None:
         """Give stages what their evaluation programs read and only other stages hold. Collective; usually there is
         nothing to do."""
-        for (index, _), fact in facts.items():
-            here = self.plan.stages[index]
-            for name, spec in {**fact.parameters, **fact.buffers}.items():
+        for (index, _), boundary in boundaries.items():
+            stage_plan = self.plan.stages[index]
+            for name, spec in {**boundary.parameters, **boundary.buffers}.items():
                 if index not in self.state.homes.get(name, ()):
                     whole = self.state.whole(name)
                     if index == self.state.stage:
-                        box = MeshLayout(here.devices, here.mesh_shape, spec).box(whole.shape, self.state.rank)
+                        box = MeshLayout(stage_plan.devices, stage_plan.mesh_shape, spec).box(
+                            whole.shape, self.state.rank
+                        )
                         executor.borrowed[name] = cut(whole, box).contiguous()

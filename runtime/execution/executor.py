@@ -8,7 +8,7 @@ the step ends. The schedule is checked over the edges that the programs really h
 The loss of a batch: the mean of its microbatches', summed once over the axes where each device has an addend.
 
 The sum travels while the last gradients do. Over an axis on which replicas step by themselves it is p times a
-replica's own share, as if all p had its samples (``replicas.Alone``).
+replica's own share, as if all p had its samples (``replicas.ReplicaComm``).
 """
 
 from __future__ import annotations
@@ -25,18 +25,13 @@ from ...compiler.ir.program import ChunkProgram
 from ...compiler.pipeline.families import generate
 from ...compiler.pipeline.schedule import Action, Place, validate
 from ...compiler.plan.boundaries import BoundaryMetadata, differentiable_links, links_of, places_of
-from ...compiler.plan.plan import Plan
 from ..parameters.gradients import GradientReducer
-from ..parameters.state import ParameterState
 from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Incoming, Port
 from ..transport.process_groups import DistributedComm, PendingCollective
-from ..transport.shared_memory import SharedMemoryMessages
-from .boundary_metadata import settled
-from .chunk import BoundChunk, Groups, Sends, bind_links
-from .compilation import Compiler
-from .input_sharding import InputSharder
-from .replicas import Alone
+from .boundary_metadata import find_settled_sends
+from .chunk import BoundChunk, RankResources, Sends, StageTransport, bind_links
+from .replicas import ReplicaComm
 
 __all__ = ["BatchLoss", "Executor"]
 
@@ -46,47 +41,43 @@ class _Work:
     action: Action
     label: str
     part: BoundChunk
-    incoming: list[tuple[int, Port]]  # (slot or exit position, port)
-    settled: tuple[int, ...] = ()  # actions of this rank whose sends have arrived once this one's messages are here
-    final: frozenset[int] = frozenset()  # ids of the parameters whose gradients are whole after it
+    #: (slot or exit position, port) of the messages that it waits for
+    incoming: list[tuple[int, Port]]
+    #: actions of this rank whose sends have arrived once the messages of this one are here
+    settled: tuple[int, ...] = ()
+    #: ids of the parameters whose gradients are whole after it
+    final: frozenset[int] = frozenset()
 
 
 class Executor:
     """Runs one rank's programs, one per chunk of its stage, by the plan's schedule. An idle rank has none and does
     nothing in ``run``.
 
-    training=False: forwards only, without autograd, one microbatch. alone: the axes over which replicas step by
-    themselves. groups: see ``chunk.Groups``; near: for messages to ranks that share memory. Raises ScheduleError for a
-    schedule that cannot run over the plan's edges.
+    independent_axes: the mesh axes over which replicas step by themselves. Raises ScheduleError for a schedule that
+    cannot run over the plan's edges.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        rank: RankResources,
         programs: Sequence[ChunkProgram],
-        comm: DistributedComm | None,
-        state: ParameterState,
-        facts: Mapping[Place, BoundaryMetadata],
-        feeder: InputSharder,
+        boundaries: Mapping[Place, BoundaryMetadata],
+        transport: StageTransport,
         *,
         reducer: GradientReducer | None = None,
-        groups: Groups = lambda source, target: (None, None),
-        near: SharedMemoryMessages | None = None,
-        seed: int = 0,
-        training: bool = True,
         trace: Trace | None = None,
-        compiler: Compiler | None = None,
-        alone: Sequence[int] = (),
+        independent_axes: Sequence[int] = (),
     ) -> None:
-        self.plan, self.programs, self.comm, self.state, self.feeder = plan, programs, comm, state, feeder
-        self.reducer, self.training = reducer, training
+        plan, comm, state, training = rank.plan, rank.comm, rank.state, rank.training
+        self.plan, self.programs, self.comm, self.state = plan, programs, comm, state
+        self.input_sharder, self.reducer, self.training = rank.input_sharder, reducer, training
         self.microbatches = plan.microbatches if training else 1
         self.trace = trace or Trace(state.device)
         self.works: list[_Work] = []
         # this rank's blocks of tensors that other stages own, for evaluation
         self.borrowed: dict[str, torch.Tensor] = {}
-        links, places = links_of(plan, facts), places_of(plan)
-        back = differentiable_links(links, facts) if training else set()
+        links, places = links_of(plan, boundaries), places_of(plan)
+        back = differentiable_links(links, boundaries) if training else set()
         schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked) if training else None
         number = {place: index for index, place in enumerate(places)}
         self.links, self.back = links, back
@@ -97,22 +88,21 @@ class Executor:
             return
         assert state.stage is not None
         self.stage = state.stage
-        timed = Alone(comm, self.trace, alone) if alone else TimedComm(comm, self.trace)
-        self.context = Context(timed, seed, repeating=self.trace.repeating, code=plan.code("weights"))
+        timed = ReplicaComm(comm, self.trace, independent_axes) if independent_axes else TimedComm(comm, self.trace)
+        self.context = Context(timed, transport.seed, repeating=self.trace.repeating, code=plan.code("weights"))
         halved = {a.chunk for a in schedule.actions[self.stage] if a.kind == "W"} if schedule is not None else set()
         self.parts = [
-            BoundChunk(plan, (self.stage, chunk), program, comm, state, feeder, training, chunk in halved, compiler)
-            for chunk, program in enumerate(programs)
+            BoundChunk(rank, (self.stage, chunk), program, chunk in halved) for chunk, program in enumerate(programs)
         ]
-        self.loss = BatchLoss(self.parts, comm, alone)
-        bind_links(self.parts, plan, facts, links, back, groups, self.window, seed, near)
+        self.loss = BatchLoss(self.parts, comm, independent_axes)
+        bind_links(self.parts, plan, boundaries, links, back, transport, self.window)
         if schedule is None:
             self.works = [_work(Action(self.stage, "F", 0, chunk), part) for chunk, part in enumerate(self.parts)]
             return
         edges = [(link.source, link.target) for link in links if not link.is_local]
         back_edges = [ends for link, ends in zip([k for k in links if not k.is_local], edges)
                       if (link.node, link.source) in back]  # fmt: skip
-        arrived = settled(schedule.actions, self.stage, edges, back_edges)
+        arrived = find_settled_sends(schedule.actions, self.stage, edges, back_edges)
         row = schedule.actions[self.stage]
         final = self._final(row)
         self.works = [
@@ -166,6 +156,7 @@ class Executor:
         outputs: dict[str, torch.Tensor] = {}
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
+        # receives are always posted one action ahead, so that no peer waits for a buffer while this rank computes
         posted = _post(self.works[0])
         with use_context(self.context), torch.set_grad_enabled(self.training):
             for index, work in enumerate(self.works):
@@ -195,6 +186,7 @@ class Executor:
                         saved[action.chunk, microbatch] = (arguments, exits)
                     else:
                         outputs.update({name: exits[position] for position, name in part.output_exits})
+                    # activations must live in ``saved`` only, or the backward could not free them
                     del exits, arguments
                 else:
                     comm.phase = "backward"
@@ -215,6 +207,7 @@ class Executor:
                     held[index] = sends
                 self.trace.action(work.label, started, ready, worked, mark())
             comm.phase = "step"
+            # started before the reducer waits: the loss travels beside the last gradients
             total = self.loss.start()
             if reducer is not None:
                 with self.trace.span("gradient"):
@@ -234,7 +227,7 @@ class Executor:
 def _work(
     action: Action, part: BoundChunk, arrived: tuple[int, ...] = (), final: frozenset[int] = frozenset()
 ) -> _Work:
-    ways = {"F": part.inward, "W": []}.get(action.kind, part.outward)
+    ways = {"F": part.incoming, "W": []}.get(action.kind, part.outgoing)
     ports = [(way.position, way.forward if action.kind == "F" else way.backward) for way in ways]
     label = f"{action.kind}{action.microbatch}" + (f"c{action.chunk}" if action.chunk else "")
     return _Work(action, label, part, [(at, port) for at, port in ports if port is not None], arrived, final)
@@ -250,25 +243,28 @@ def _drain(sends: Sends) -> None:
 
 
 class BatchLoss:
-    """The losses of the microbatches that one rank's chunks have run. alone: axes over which nothing is sent."""
+    """The losses of the microbatches that one rank's chunks have run. independent_axes: those over which nothing is
+    sent."""
 
-    def __init__(self, parts: Sequence[BoundChunk], comm: DistributedComm, alone: Collection[int] = ()) -> None:
+    def __init__(
+        self, parts: Sequence[BoundChunk], comm: DistributedComm, independent_axes: Collection[int] = ()
+    ) -> None:
         self.comm, self.losses = comm, list[torch.Tensor]()
         exits = [part.program.exits[part.loss_exit] for part in parts if part.loss_exit is not None]
         addends = [axis for exit in exits for axis, value in enumerate(exit.pair.value) if value.is_partial]
-        self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in alone]
-        self.times = prod(comm.size(axis) for axis in addends if axis in alone)
+        self.axes = [axis for axis in addends if comm.size(axis) > 1 and axis not in independent_axes]
+        self.times = prod(comm.size(axis) for axis in addends if axis in independent_axes)
 
     def begin(self) -> None:
-        """Before the first microbatch of a batch: nothing is there, whatever became of the last one."""
+        """Forget the losses of a batch that was not finished. Called before the first microbatch of the next one."""
         self.losses = []
 
     def add(self, loss: torch.Tensor) -> None:
-        """What a microbatch left (0-d). Its storage may have room for all addends, so it is copied."""
+        """Add the loss of a microbatch (0-d). It is copied, because its storage may be that of all addends."""
         self.losses.append(loss.detach().clone())
 
     def start(self) -> PendingCollective | None:
-        """Start the sum of what is there; nothing is left. None where this rank has no loss."""
+        """Start the sum of the losses so far, and forget them. None where this rank has no loss."""
         losses, self.losses = self.losses, []
         if not losses:
             return None

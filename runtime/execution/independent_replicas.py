@@ -32,15 +32,16 @@ __all__ = ["SYNCHRONOUS", "IndependentReplicas", "LocalUpdates"]
 
 @dataclass(frozen=True)
 class LocalUpdates:
-    """How loosely replicas go together. delay: steps for which a mean of gradients (or, with ``every`` > 1, of
-    parameters) may be on its way; every: steps between two averages of parameters, 1: gradients are averaged instead;
-    outer: the optimizer that applies these averages, None: the average itself.
+    """The freedom of replicas to update by themselves.
 
     Raises ValueError for values out of range.
     """
 
+    #: steps for which a mean of gradients (of parameters, if ``every`` > 1) may be on its way
     delay: int = 0
+    #: steps between two averages of parameters; 1: gradients are averaged instead
     every: int = 1
+    #: the optimizer that applies these averages; None: parameters become the average
     outer: OptimizerFactory | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class LocalUpdates:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every step waits for its own gradients."""
+        """True if every step waits for its own gradients."""
         return self.delay == 0 and self.every == 1
 
 
@@ -70,12 +71,13 @@ SYNCHRONOUS = LocalUpdates()
 
 
 class IndependentReplicas:
-    """What a session does differently. Its construction is collective; ``bind`` follows once there are parameters."""
+    """The steps of a session whose replicas update by themselves. Its construction is collective; ``bind`` follows once
+    there are parameters."""
 
     def __init__(
-        self, looseness: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
+        self, local_updates: LocalUpdates, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None
     ) -> None:
-        self.looseness, self.plan = looseness, plan
+        self.local_updates, self.plan = local_updates, plan
         self.replicas = Replicas(plan, programs, stage)
         self.means: DelayedGradients | PeriodicAverage | None = None
 
@@ -96,15 +98,17 @@ class IndependentReplicas:
 
         lanes = cycle(range(LANES))
 
-        def made(n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
-            here, lane = self.replicas, next(lanes)
-            return sums.make(here.axes, n, dtype, shapes, device, lane) or here.backend_sum(n, dtype, shapes, device)
+        def make_sum(n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
+            replicas, lane = self.replicas, next(lanes)
+            return sums.make(replicas.axes, n, dtype, shapes, device, lane) or replicas.backend_sum(
+                n, dtype, shapes, device
+            )
 
-        how = self.looseness
-        if how.every > 1:
-            self.means = PeriodicAverage(leaves, self.replicas, how.every, how.delay, how.outer, made)
+        updates = self.local_updates
+        if updates.every > 1:
+            self.means = PeriodicAverage(leaves, self.replicas, updates.every, updates.delay, updates.outer, make_sum)
         else:
-            self.means = DelayedGradients(leaves, self.replicas, how.delay, made)
+            self.means = DelayedGradients(leaves, self.replicas, updates.delay, make_sum)
 
     # ---- a step
 
@@ -112,14 +116,14 @@ class IndependentReplicas:
         self, loss: torch.Tensor | None, stage: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """This replica's loss, from its ranks on ``stage``, on all of its ranks."""
-        here = self.replicas
+        replicas = self.replicas
         if len(self.plan.stages[stage].devices) == self.plan.num_devices:
             assert loss is not None
             return loss
         out = torch.zeros(1, dtype=dtype, device=device) if loss is None else loss.reshape(1).clone()
-        root = next(rank for rank in self.plan.stages[stage].devices if here.of[rank] == here.index)
-        if here.inside is not None:
-            dist.broadcast(out, root, group=here.inside)
+        root = next(rank for rank in self.plan.stages[stage].devices if replicas.of[rank] == replicas.index)
+        if replicas.inside is not None:
+            dist.broadcast(out, root, group=replicas.inside)
         return out.reshape(())
 
     def before_update(self) -> None:
@@ -150,7 +154,7 @@ class IndependentReplicas:
 
     @property
     def waits(self) -> int:
-        """How many sums over replicas this rank has waited for."""
+        """The number of sums over replicas that this rank has waited for."""
         return 0 if self.means is None else self.means.waits
 
     @property
@@ -181,5 +185,5 @@ class IndependentReplicas:
         if self.means is not None and not self.means.drained:
             raise ValueError(
                 f"{what} needs replicas that are alike, but got steps since the last flush under "
-                f"delay={self.looseness.delay}, local_steps={self.looseness.every}; call flush() before"
+                f"delay={self.local_updates.delay}, local_steps={self.local_updates.every}; call flush() before"
             )

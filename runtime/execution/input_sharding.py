@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...compiler.plan.boundaries import InputUse
 from ...compiler.plan.cross_mesh import MeshLayout, coordinates, cut
 from ...compiler.plan.plan import Plan
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 from ..transport.process_groups import DistributedComm
 
 __all__ = ["InputSharder"]
@@ -56,8 +56,8 @@ class InputSharder:
         self.plans: defaultdict[int, list[tuple[int, str, list[tuple[tuple[int, int], ...]]]]] = defaultdict(list)
         for use in uses:
             if use.stage == stage:
-                here = plan.stages[stage]
-                box = MeshLayout(here.devices, here.mesh_shape, use.spec).box(use.type.shape, rank)
+                stage_plan = plan.stages[stage]
+                box = MeshLayout(stage_plan.devices, stage_plan.mesh_shape, use.spec).box(use.type.shape, rank)
                 boxes = [self._at(use, box, index) for index in range(self.microbatches)]
                 self.plans[use.chunk].append((use.position, use.name, boxes))
         self._compared = False  # whether the ranks have compared what they pass
@@ -73,7 +73,7 @@ class InputSharder:
 
     def _split(self, plan: Plan, uses: Sequence[InputUse]) -> tuple[int, int]:
         """(parts of the batch, this rank's part); ValueError if the inputs are not split alike."""
-        seen: dict[int, tuple[tuple[int, ...], str]] = {}
+        axes_of_stage: dict[int, tuple[tuple[int, ...], str]] = {}
         counts: dict[int, str] = {}
         for use in uses:
             if use.batch_dim is None:
@@ -85,11 +85,10 @@ class InputSharder:
                 if size > 1 and p.is_shard and p.dim == use.batch_dim
             )
             counts.setdefault(prod(shape[axis] for axis in axes), f"{use.name!r} on stage {use.stage}")
-            if seen.setdefault(use.stage, (axes, use.name))[0] != axes:
+            if axes_of_stage.setdefault(use.stage, (axes, use.name))[0] != axes:
                 raise ValueError(
-                    f"data='local' needs one split of the batch, but got {use.name!r} and {seen[use.stage][1]!r} "
-                    "cut along different "
-                    f"axes on stage {use.stage}; use data='global'"
+                    f"data='local' needs one split of the batch, but got {use.name!r} and "
+                    f"{axes_of_stage[use.stage][1]!r} cut along different axes on stage {use.stage}; use data='global'"
                 )
         if len(counts) > 1:
             listing = ", ".join(f"{count} parts ({where})" for count, where in sorted(counts.items()))
@@ -98,11 +97,11 @@ class InputSharder:
             )
         count = next(iter(counts), 1)
         stage = plan.stage_of(dist.get_rank())
-        if stage not in seen:
+        if stage not in axes_of_stage:
             return count, 0
         index, shape = 0, plan.stages[stage].mesh_shape
         place = coordinates(plan.stages[stage].devices.index(dist.get_rank()), shape)
-        for axis in seen[stage][0]:
+        for axis in axes_of_stage[stage][0]:
             index = index * shape[axis] + place[axis]
         return count, index
 
@@ -119,7 +118,7 @@ class InputSharder:
             self._check_types(inputs)
         except ValueError as error:
             fault = error
-        agree(fault)
+        raise_on_all_ranks(fault)
         self._check_same_data(inputs)
         self._compared = True
 

@@ -34,9 +34,9 @@ from torch import nn
 from ..collectives.protocol import Pending
 from ..compression.summing import CompressedSum
 from ..parameters.optimizer import OptimizerFactory, name_parameter
-from .replicas import BackendSum, Flat, MakeSum, Replicas, flat_buckets
+from .replicas import BackendAllReduce, FlatBucket, MakeSum, Replicas, flat_buckets
 
-__all__ = ["DelayedGradients", "PeriodicAverage", "average"]
+__all__ = ["DelayedGradients", "PeriodicAverage", "average_replicas"]
 
 
 class PeriodicAverage:
@@ -55,7 +55,7 @@ class PeriodicAverage:
         self.leaves, self.replicas, self.every, self.delay = list(leaves), replicas, every, delay
         self.buckets = flat_buckets(self.leaves, make)
         self.plain = flat_buckets(self.leaves, replicas.backend_sum)
-        self.anchors = {id(leaf): _anchor(leaf) for leaf in self.leaves}
+        self.anchors = {id(leaf): _make_anchor(leaf) for leaf in self.leaves}
         anchors = list(self.anchors.values()) or [nn.Parameter(torch.empty(0, 0))]
         self.outer = torch.optim.SGD(anchors, lr=1.0) if outer is None else outer(anchors)
         self.flying: list[tuple[torch.Tensor, torch.Tensor, Pending]] = []  # sent, pseudo-gradient, work; by bucket
@@ -85,7 +85,7 @@ class PeriodicAverage:
         if self.since:
             self._send()
             self._land(moved=False)
-        average(self.plain, self.replicas, optimizer)
+        average_replicas(self.plain, self.replicas, optimizer)
         self.renew()
 
     @torch.no_grad()
@@ -119,22 +119,23 @@ class PeriodicAverage:
                 anchor.grad = None
         self.flying = []
 
-    def _anchors(self, bucket: Flat) -> list[nn.Parameter]:
+    def _anchors(self, bucket: FlatBucket) -> list[nn.Parameter]:
         return [self.anchors[id(leaf)] for leaf in bucket.leaves]
 
 
-def _anchor(leaf: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(leaf.detach().clone())
+def _make_anchor(leaf: nn.Parameter) -> nn.Parameter:
+    anchor = nn.Parameter(leaf.detach().clone())
     name, shape = getattr(leaf, "global_name", ""), getattr(leaf, "global_shape", leaf.shape)
-    return name_parameter(made, name, shape)
+    return name_parameter(anchor, name, shape)
 
 
 @dataclass
 class _Flight:
     """One bucket's gradients of one step: this replica's own, and the mean, which holds once ``work`` is done."""
 
-    bucket: Flat
-    there: list[bool]  # which leaves had a gradient
+    bucket: FlatBucket
+    #: for each leaf of the bucket, whether it had a gradient
+    there: list[bool]
     own: torch.Tensor
     mean: torch.Tensor
     work: Pending | None
@@ -168,17 +169,18 @@ class DelayedGradients:
     def correct(self) -> None:
         """After the backwards of a step: start its means, and put in those of ``delay`` steps ago."""
         self.drained = False
+        # the means start from the fresh gradients, before any correction is added to them
         self.flying.append([self._start(bucket) for bucket in self.buckets])
         for index, (bucket, owed) in enumerate(zip(self.buckets, self._owed, strict=True)):
             if owed is not None:
-                _add(bucket, owed, [leaf.grad is not None for leaf in bucket.leaves])
+                _add_correction(bucket, owed, [leaf.grad is not None for leaf in bucket.leaves])
                 self._owed[index] = None
         if len(self.flying) > self.delay:
             for flight in self.flying.popleft():
                 self.waits += 1
-                _add(flight.bucket, flight.land(), flight.there)
+                _add_correction(flight.bucket, flight.land(), flight.there)
 
-    def _start(self, bucket: Flat) -> _Flight:
+    def _start(self, bucket: FlatBucket) -> _Flight:
         grads = [leaf.grad for leaf in bucket.leaves]
         own = bucket.gather(grads)
         mean = own / self.replicas.count
@@ -198,11 +200,11 @@ class DelayedGradients:
             # corrections of all replicas add up to zero where nothing is owed
             if landed and isinstance(bucket.sum, CompressedSum) and bucket.sum.residuals():
                 owed = torch.stack([step[index] for step in landed]).sum(0).div_(self.replicas.count)
-                BackendSum(self.replicas.across).start(owed).wait()
+                BackendAllReduce(self.replicas.across).start(owed).wait()
                 before = self._owed[index]
                 self._owed[index] = owed if before is None else before.add_(owed)
         if not self.drained:
-            average(self.plain, self.replicas, optimizer)
+            average_replicas(self.plain, self.replicas, optimizer)
         self.drained = True
 
     def renew(self) -> None:
@@ -211,25 +213,25 @@ class DelayedGradients:
 
 
 @torch.no_grad()
-def average(buckets: Sequence[Flat], replicas: Replicas, optimizer: torch.optim.Optimizer) -> None:
+def average_replicas(buckets: Sequence[FlatBucket], replicas: Replicas, optimizer: torch.optim.Optimizer) -> None:
     """Parameters, and the states of ``optimizer`` that have their shapes, become their means over the replicas.
     Collective."""
     for bucket in buckets:
-        _mean(bucket, [leaf.detach() for leaf in bucket.leaves], replicas)
+        _average_in_place(bucket, [leaf.detach() for leaf in bucket.leaves], replicas)
         states = [optimizer.state.get(leaf, {}) for leaf in bucket.leaves]
         for key in sorted({key for state in states for key in state}):
-            kept = [_shaped(state.get(key), leaf) for state, leaf in zip(states, bucket.leaves, strict=True)]
-            if any(x is not None for x in kept):
-                _mean(bucket, kept, replicas)
+            tensors = [_matching_state(state.get(key), leaf) for state, leaf in zip(states, bucket.leaves, strict=True)]
+            if any(x is not None for x in tensors):
+                _average_in_place(bucket, tensors, replicas)
 
 
-def _shaped(x: object, leaf: nn.Parameter) -> torch.Tensor | None:
+def _matching_state(x: object, leaf: nn.Parameter) -> torch.Tensor | None:
     """An optimizer's state, if it is one of floats in the shape of its parameter."""
     fits = isinstance(x, torch.Tensor) and x.shape == leaf.shape and x.is_floating_point()
     return x if fits and isinstance(x, torch.Tensor) else None
 
 
-def _mean(bucket: Flat, tensors: Sequence[torch.Tensor | None], replicas: Replicas) -> None:
+def _average_in_place(bucket: FlatBucket, tensors: Sequence[torch.Tensor | None], replicas: Replicas) -> None:
     flat = bucket.gather(tensors).div_(replicas.count)
     bucket.sum.start(flat).wait()
     for tensor, view in zip(tensors, bucket.views(flat), strict=True):
@@ -237,7 +239,7 @@ def _mean(bucket: Flat, tensors: Sequence[torch.Tensor | None], replicas: Replic
             tensor.copy_(view)
 
 
-def _add(bucket: Flat, correction: torch.Tensor, there: Sequence[bool]) -> None:
+def _add_correction(bucket: FlatBucket, correction: torch.Tensor, there: Sequence[bool]) -> None:
     """Add a correction to the gradients of the leaves that had one."""
     for leaf, view, had in zip(bucket.leaves, bucket.views(correction), there, strict=True):
         if had:

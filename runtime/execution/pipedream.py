@@ -38,17 +38,17 @@ from ...compiler.plan.boundaries import BoundaryMetadata
 from ...compiler.plan.plan import Plan
 from ..profiling.trace import Mark
 from ..transport.cross_mesh import Incoming, Port
-from .chunk import BoundChunk, Sends
+from .chunk import BoundChunk, RankResources, Sends
 from .executor import Executor
 
-__all__ = ["Overlapping", "StashingExecutor", "unrecorded"]
+__all__ = ["OverlappingSteps", "StashingExecutor", "without_profiler_records"]
 
 
 _CHECKED_STEPS = 3  # of a schedule that repeats itself
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def without_profiler_records() -> Iterator[None]:
     """For messages that may outlive a profiler: torch ends a message's record when it arrives, and writes to the memory
     of a profiler that has stopped since."""
     torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
@@ -103,9 +103,9 @@ class StashingExecutor(Executor):
 
     update: Callable[[], None]
 
-    def __init__(self, plan: Plan, *arguments: Any, **options: Any) -> None:
-        p, m = len(plan.stages), plan.microbatches
-        super().__init__(plan, *arguments, **options)
+    def __init__(self, rank: RankResources, *arguments: Any, **options: Any) -> None:
+        p, m = len(rank.plan.stages), rank.plan.microbatches
+        super().__init__(rank, *arguments, **options)
         validate(generate(PIPEDREAM, p, m * _CHECKED_STEPS + p), self.edges)
         self.forwards = self.backwards = 0
         self.batch_loss: torch.Tensor | None = None  # of the batch that this stage has just finished
@@ -118,7 +118,7 @@ class StashingExecutor(Executor):
         self.warm = p - 1 - self.stage
         mine = [k.source[0] for k in self.links if k.target[0] == self.stage and (k.node, k.source) in self.back]
         self.apart = p - min(mine, default=0)  # from a B to the F that proves that its cotangents have arrived
-        self.reads = [name for _, name, _ in self.feeder.plans.get(0, ())]
+        self.reads = [name for _, name, _ in self.input_sharder.plans.get(0, ())]
         leaves = self.state.parameters
         self.final = frozenset(id(leaves[name]) for name in self.part.touches("B"))
         self.trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -191,7 +191,7 @@ class StashingExecutor(Executor):
         self.comm.phase, self.context.step, self.context.microbatch = "forward", step, microbatch
         arguments, exits = part.run(inputs, arrived, microbatch)
         worked = self.trace.mark()
-        with unrecorded():
+        with without_profiler_records():
             self._hold(self._values, number, part.send_values(exits, number % self.window, number))
         for position, name in part.buffer_exits:
             self.state.buffers[name] = exits[position].detach()
@@ -214,7 +214,7 @@ class StashingExecutor(Executor):
             self.reducer.arm(self.final if last else frozenset())
         part.backward(exits, arrived, number % self.window, 1 / self.microbatches)
         worked = self.trace.mark()
-        with unrecorded():
+        with without_profiler_records():
             self._hold(self._cotangents, number, part.send_cotangents(arguments, number % self.window, number))
         self.backwards += 1
         return worked
@@ -248,7 +248,7 @@ class StashingExecutor(Executor):
     # ---- messages
 
     def _posted(self, kind: str, number: int) -> list[tuple[int, Incoming]]:
-        ways = self.part.inward if kind == "F" else self.part.outward
+        ways = self.part.incoming if kind == "F" else self.part.outgoing
         ports: list[tuple[int, Port | None]] = [(w.position, w.forward if kind == "F" else w.backward) for w in ways]
         return [(at, port.receive(number % self.window)) for at, port in ports if port is not None]
 
@@ -269,10 +269,10 @@ Losses = list[tuple[int, torch.Tensor]]
 """(step, 0-d loss), oldest first"""
 
 
-class Overlapping:
+class OverlappingSteps:
     """The steps of an asynchronous pipeline. Its construction is collective.
 
-    loss: (stage, facts) of the loss, if there is one. Raises ValueError for clipping, which needs all gradients.
+    loss: (stage, boundaries) of the loss, if there is one. Raises ValueError for clipping, which needs all gradients.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class Overlapping:
         loss = self.executor.batch_loss
         mine = loss if dist.get_rank() == self.root else None
         out = torch.zeros(1, dtype=self.dtype, device=self.device) if mine is None else mine.reshape(1).clone()
-        with unrecorded():
+        with without_profiler_records():
             self.pending.append((step, out, dist.broadcast(out, self.root, group=self.group, async_op=True)))
 
     def _take(self, least: int) -> Losses:

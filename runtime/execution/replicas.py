@@ -1,6 +1,6 @@
 """Replicas of a plan's model that step by themselves, and what they have in common: groups, and flat sums over them.
 
-A replica is the ranks of all stages with the same place along their stages' loose axes
+A replica is the ranks of all stages with the same place along their stages' independent axes
 (``compiler.plan.independent_axes``), in row-major order of these axes. Within it everything is as ever. Over replicas
 travel flat buckets, each by a persistent sum over a group that nothing else uses, so that a sum on its way holds up no
 other message.
@@ -28,33 +28,33 @@ from ..profiling.trace import TimedComm, Trace
 from ..transport.cross_mesh import Port
 from .chunk import BoundChunk
 
-__all__ = ["Alone", "BackendSum", "Flat", "MakeSum", "Replicas", "flat_buckets"]
+__all__ = ["BackendAllReduce", "FlatBucket", "MakeSum", "ReplicaComm", "Replicas", "flat_buckets"]
 
-_BUCKET_BYTES, _LEAST_BYTES = 2**28, 2**20
+_MAX_BUCKET_BYTES, _MIN_BUCKET_BYTES = 2**28, 2**20
 
 MakeSum = Callable[[int, torch.dtype, Sequence[torch.Size], torch.device], Sum]
 """(length, dtype, shapes of the tensors in it, device) → a sum over this rank's replicas"""
 
 
 class Replicas:
-    """Who belongs to which replica of a plan. Its construction is collective; ValueError on every rank if the plan has
-    no replicas that could step by themselves.
+    """The assignment of ranks to a plan's replicas. Its construction is collective; ValueError on every rank if the
+    plan has no replicas that could step by themselves.
 
-    count: of replicas; index: this rank's; axes: the loose ones of this rank's stage; across: the group of the ranks
-    that hold the same blocks; inside: of the ranks of this replica, None if it is one rank. Ranks that the plan leaves
-    idle belong to replica 0.
+    count: of replicas; index: this rank's; axes: the independent ones of this rank's stage; across: the group of the
+    ranks that hold the same blocks; inside: of the ranks of this replica, None if it is one rank. Ranks that the plan
+    leaves idle belong to replica 0.
     """
 
     def __init__(self, plan: Plan, programs: Sequence[ChunkProgram], stage: int | None) -> None:
         self.rank = dist.get_rank()
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if stage is None else loose_axes(plan.stages[stage], programs))
-        found = [everyone[one.devices[0]] for one in plan.stages]
-        self.count = _count(plan, found)
-        self.axes: tuple[int, ...] = () if stage is None else found[stage][0]
+        axes_of_stages = [everyone[one.devices[0]] for one in plan.stages]
+        self.count = _count_replicas(plan, axes_of_stages)
+        self.axes: tuple[int, ...] = () if stage is None else axes_of_stages[stage][0]
         self.of: dict[int, int] = dict.fromkeys(range(dist.get_world_size()), 0)
         self.first: dict[int, int] = {}  # rank → the one in its place in replica 0
-        for one, (axes, _) in zip(plan.stages, found, strict=True):
+        for one, (axes, _) in zip(plan.stages, axes_of_stages, strict=True):
             firsts: dict[tuple[int, ...], int] = {}
             for position, rank in enumerate(one.devices):
                 place = coordinates(position, one.mesh_shape)
@@ -81,16 +81,16 @@ class Replicas:
 
     def backend_sum(self, n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device) -> Sum:
         """The backend's own all-reduce over the replicas."""
-        return BackendSum(self.across)
+        return BackendAllReduce(self.across)
 
     def require_apart(self, parts: Sequence[BoundChunk], tied: TiedParameters) -> None:
-        """ValueError if a message of this rank would go to another replica, or a reshard over a loose axis."""
-        ways = [way for part in parts for way in (*part.inward, *part.outward)]
+        """ValueError if a message of this rank would go to another replica, or a reshard over an independent axis."""
+        ways = [way for part in parts for way in (*part.incoming, *part.outgoing)]
         ports = [port for way in ways for port in (way.forward, way.backward) if port is not None]
         ports += [port for _, port, _ in (*tied.up, *tied.down)]
         steps = [step for way in ways for step in way.steps]
         for part in parts:
-            steps += [step for one in part.leaving for step in (*one.ahead, *(one.back or ()))]
+            steps += [step for one in part.local_outputs for step in (*one.forward_steps, *(one.backward_steps or ()))]
             steps += [step for _, _, there, back in part.derived for step in (*there, *back)]
         if any(axis in self.axes for _, axis, *_ in steps):
             raise ValueError(
@@ -113,16 +113,18 @@ def _peers(port: Port) -> list[int]:
     return [dist.get_global_rank(group, end) for end in ends]
 
 
-def _count(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
-    """How many replicas there are."""
-    for index, (stage, (axes, why)) in enumerate(zip(plan.stages, found, strict=True)):
+def _count_replicas(plan: Plan, axes_of_stages: Sequence[tuple[tuple[int, ...], str]]) -> int:
+    """The number of replicas."""
+    for index, (stage, (axes, why)) in enumerate(zip(plan.stages, axes_of_stages, strict=True)):
         if not axes:
             raise ValueError(
                 "delay= and local_steps= need replicas that send each other nothing but gradients and the loss, but "
                 f"stage {index} of mesh {list(stage.mesh_shape)} has none ({why or 'it is one device'}); use a "
                 "strategy with dp and zero=0, or leave them out"
             )
-    counts = [prod(stage.mesh_shape[a] for a in axes) for stage, (axes, _) in zip(plan.stages, found, strict=True)]
+    counts = [
+        prod(stage.mesh_shape[a] for a in axes) for stage, (axes, _) in zip(plan.stages, axes_of_stages, strict=True)
+    ]
     if len(set(counts)) > 1:
         raise ValueError(
             f"delay= and local_steps= need as many replicas of every stage, but got {counts}; use a strategy with the "
@@ -131,22 +133,22 @@ def _count(plan: Plan, found: Sequence[tuple[tuple[int, ...], str]]) -> int:
     return counts[0]
 
 
-class Alone(TimedComm):
-    """Collectives of a program whose replica steps by itself: over the loose ``axes`` it is told what it would be if
-    all replicas had its own samples, and nothing is sent."""
+class ReplicaComm(TimedComm):
+    """Collectives of a program whose replica steps by itself: over the independent ``axes`` it is told what it would be
+    if all replicas had its own samples, and nothing is sent."""
 
     def __init__(self, inner: Comm, trace: Trace, axes: Sequence[int]) -> None:
         super().__init__(inner, trace)
         self.axes = frozenset(axes)
 
     def all_reduce(self, x: torch.Tensor, axis: int, op: str = "sum") -> torch.Tensor:
-        """p times ``x`` over a loose axis of p devices."""
+        """p times ``x`` over an independent axis of p devices."""
         if axis not in self.axes:
             return super().all_reduce(x, axis, op)
         return x * self.size(axis) if op == "sum" else x.clone()
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
-        """The same."""
+        """Start the sum over the other axes, of p times ``x``."""
         x = x * prod(self.size(axis) for axis in axes if axis in self.axes)
         rest = [axis for axis in axes if axis not in self.axes]
         return super().start_sum(x, rest) if rest else CompletedArrival(x)
@@ -155,7 +157,7 @@ class Alone(TimedComm):
 # ---- flat sums
 
 
-class BackendSum:
+class BackendAllReduce:
     """A persistent ``Sum`` by the backend's all-reduce."""
 
     def __init__(self, group: Any) -> None:
@@ -167,7 +169,7 @@ class BackendSum:
         return work
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -175,10 +177,10 @@ class BackendSum:
         assert not state, state
 
     def close(self) -> None:
-        """Nothing stands."""
+        """Do nothing: no receive is posted."""
 
 
-class Flat:
+class FlatBucket:
     """Parameters of one dtype that travel together, as a vector [n], and the sum by which they do."""
 
     def __init__(self, leaves: Sequence[nn.Parameter], make: MakeSum) -> None:
@@ -203,20 +205,20 @@ class Flat:
         return [piece.view(leaf.shape) for piece, leaf in zip(pieces, self.leaves, strict=True)]
 
 
-def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[Flat]:
-    """Buckets of about ``_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start when
-    all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since one
-    may travel while another is coded."""
+def flat_buckets(leaves: Sequence[nn.Parameter], make: MakeSum) -> list[FlatBucket]:
+    """Buckets of about ``_MAX_BUCKET_BYTES`` at the most, or one leaf; made on all ranks of a group alike. Sums start
+    when all gradients are there, so few large ones are best, as each costs round trips; but one for each lane, since
+    one may travel while another is coded."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.dtype, []).append(leaf)
-    return [Flat(row, make) for alike in groups.values() for row in _cut(alike)]
+    return [FlatBucket(row, make) for alike in groups.values() for row in _split_leaves(alike)]
 
 
-def _cut(leaves: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _split_leaves(leaves: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """In about equal parts: a leaf belongs where its middle is."""
     total = max(sum(leaf.nbytes for leaf in leaves), 1)
-    count = max(min(LANES, total // _LEAST_BYTES), -(-total // _BUCKET_BYTES), 1)
+    count = max(min(LANES, total // _MIN_BUCKET_BYTES), -(-total // _MAX_BUCKET_BYTES), 1)
     parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
     before = 0
     for leaf in leaves:

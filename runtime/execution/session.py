@@ -1,6 +1,6 @@
 """A session: one rank's stage of a plan, bound to real ranks, with everything that a training step needs.
 
-    construct   groups → facts of all stages → weights → executor → optimizer     (collective, in this order everywhere)
+    construct   groups → weights → gradient reduction → executor → optimizer     (collective, in this order everywhere)
     step        forward_backward (repeat to accumulate) → optimizer_step
 
 Nothing is planned after construction. An idle rank takes part in the collectives and owns nothing.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -29,34 +30,51 @@ from ..errors import NonFiniteGradient, NonFiniteLoss
 from ..parameters.gradient_all_reduce import GradientAllReduce
 from ..parameters.gradients import GradientReducer
 from ..parameters.optimizer import LossScale, OptimizerFactory, clip_gradients, gradient_norm, make_optimizer
-from ..parameters.optimizer_shards import ValueGatherer, own_parts
+from ..parameters.optimizer_shards import ValueGatherer, make_optimizer_shards
 from ..parameters.state import Init, ModelInfo, ParameterState, Weights
 from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
-from ..transport.error_propagation import alike
+from ..transport.error_propagation import fail_together
 from ..transport.process_groups import bind_all
 from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
-from .boundary_metadata import exchange, own_facts, programs_of
-from .chunk import Groups
+from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
+from .chunk import Groups, RankResources, StageTransport
 from .compilation import Compiler
 from .evaluation import Evaluation
 from .executor import Executor
 from .independent_replicas import SYNCHRONOUS, IndependentReplicas, LocalUpdates
 from .input_sharding import InputSharder
-from .pipedream import Overlapping, StashingExecutor
+from .pipedream import OverlappingSteps, StashingExecutor
 
-__all__ = ["Session"]
+__all__ = ["Session", "SessionOptions"]
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The choices of a training run that a plan leaves open."""
+
+    #: a function, or a state dict, for the tensors that the weights lack or have on the meta device
+    init: Init | Mapping[str, torch.Tensor] | None = None
+    #: a function from local parameters to a torch optimizer; None: gradients only
+    optimizer: OptimizerFactory | None = None
+    seed: int = 0
+    clip_grad_norm: float | None = None
+    #: "global": every rank passes the whole batch; "local": its own part
+    data: str = "global"
+    #: the device that this rank computes on; by default its CUDA device under NCCL, else the CPU
+    device: torch.device | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    #: the compiler of training programs; evaluation runs op by op
+    compiler: Compiler | None = None
+    local_updates: LocalUpdates = SYNCHRONOUS
 
 
 class Session:
-    """Binds a plan and this rank's programs to the running process group; every constructor call is collective.
+    """A plan and this rank's programs, bound to the running process group; every constructor call is collective.
 
     programs: of this rank's stage, one per chunk; empty on an idle rank. weights: a module or a state dict, rank 0's
-    wins. init: for what ``weights`` lacks or has on the meta device (a function, or a state dict). optimizer: a
-    function from local parameters to a torch optimizer. device: where this rank computes; by default its CUDA device
-    under NCCL, else the CPU. compiler: of what trains; evaluation runs as it is. looseness: how far replicas go by
-    themselves. Raises ValueError, alike on every rank, for a plan that does not fit the world, weights that are
-    missing, and the like.
+    wins. Raises ValueError, alike on every rank, for a plan that does not fit the world, weights that are missing, and
+    the like.
     """
 
     def __init__(
@@ -65,90 +83,126 @@ class Session:
         programs: Sequence[ChunkProgram],
         model_info: ModelInfo,
         weights: Weights | None = None,
-        *,
-        init: Init | Mapping[str, torch.Tensor] | None = None,
-        optimizer: OptimizerFactory | None = None,
-        seed: int = 0,
-        clip_grad_norm: float | None = None,
-        data: str = "global",
-        device: torch.device | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        compiler: Compiler | None = None,
-        looseness: LocalUpdates = SYNCHRONOUS,
+        options: SessionOptions | None = None,
     ) -> None:
+        options = options or SessionOptions()
         _check_plan(plan)
-        self.plan, self.clip_grad_norm, self.seed, self.data = plan, clip_grad_norm, seed, data
-        self.compiler = compiler
-        self.rank = dist.get_rank()
-        cuda = dist.get_backend() == "nccl"
-        self.device = device or (torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-        self.comm = bind_all(plan, 1 if looseness.is_synchronous else LANES)
-        self.stage = plan.stage_of(self.rank)
-        self.programs = programs_of(plan, programs, self.stage)
-        self.facts = exchange(plan, own_facts(self.programs, self.stage))
-        self.loosely = (
-            None if looseness.is_synchronous else IndependentReplicas(looseness, plan, self.programs, self.stage)
-        )
-        self.loose_axes = self.loosely.replicas.axes if self.loosely else ()
-        self.groups = _groups(plan, self.facts, cuda)
-        cpu = self.device.type == "cpu" and not cuda
-        near = SharedMemoryMessages(SharedMemory.meet()) if cpu and len(plan.stages) > 1 else None
-        writers = {name: place[0] for place, fact in self.facts.items() for name in fact.written}
-        self.state = ParameterState(plan, model_info, self.comm, self.device, _buffers(plan, self.facts), writers)
-        if isinstance(init, Mapping):
-            weights, init = _merge(weights, init), None
-        self.state.initialize(weights, init, seed)
-        types = {name: entry.type for name, entry in model_info.parameters.items()}
-        # frozen parameters have no gradient: the program says which those are
-        for slot in (slot for program in self.programs for slot in program.slots):
-            if slot.kind == "parameter":
-                self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
-        self.trace = Trace(self.device)
-        with alike():  # one stage of an edited plan may be what cannot run
-            parts = own_parts(plan, self.stage, self.state.parameters, self.state.masters, self.comm, self.loose_axes)
-            blocks = list(parts.values())
-            self.sums = GradientAllReduce(plan, self.stage, self.comm, seed)
-            self.reducer = GradientReducer(self.comm, self._partial_axes(), bucket_bytes, blocks, self.trace, self.sums)
-        # what the optimizer updates, and where gradients are after the reduction
-        self.held = self.state.parameters | {name: part.parameter for name, part in parts.items()}
-        self.tied = TiedParameters(plan, self.state.parameters, self.held, types, self.rank, self.device, None)
-        self.owned = {name: leaf for name, leaf in self.held.items() if name not in self.tied.copies}
-        self.layouts = {
-            name: parameter_layout(plan, self.stage, name, "optimizer") for name in self.owned if self.stage is not None
-        }
-        self.loss_scale = LossScale() if plan.precision == "fp16" else None
-        self.values = ValueGatherer(self.comm, [parts[name] for name in self.owned if name in parts], bucket_bytes)
-        with alike():
-            uses = [use for fact in self.facts.values() for use in fact.inputs]
-            self.feeder = InputSharder(plan, uses, self.comm, self.device, data)
-            self.executor = (StashingExecutor if is_asynchronous(plan) else Executor)(
-                plan, self.programs, self.comm, self.state, self.facts, self.feeder,
-                reducer=self.reducer, groups=self.groups, near=near, seed=seed, trace=self.trace,
-                compiler=compiler, alone=self.loose_axes,
-            )  # fmt: skip
-        self.loss_place = next((place for place, fact in self.facts.items() if fact.loss is not None), None)
+        self.plan, self.clip_grad_norm, self.seed, self.data = plan, options.clip_grad_norm, options.seed, options.data
+        self.compiler = options.compiler
+        # every phase communicates: all ranks go through them in this order
+        transport = self._bind_groups(programs, options)
+        self._place_weights(model_info, weights, options)
+        self._build_gradient_reduction(model_info, options)
+        self._build_executor(transport)
+        self._build_optimizer(options)
+        self.evaluation = Evaluation(plan, self.comm, self.state, transport.groups, self.seed)
         self.step = 0
         self.loss_step: int | None = None  # of the loss that ``train_step`` returned last
         self._batches = 0  # forward_backward calls since the last optimizer step
         self._stepped = True  # whether the gradients in the leaves are those of a finished step
         self._norm: torch.Tensor | None = None
+        self._seconds: dict[str, float] = {}
+
+    # ---- construction
+
+    def _bind_groups(self, programs: Sequence[ChunkProgram], options: SessionOptions) -> StageTransport:
+        """Make the process groups and exchange the boundaries of all stages."""
+        plan, local_updates = self.plan, options.local_updates
+        self.rank = dist.get_rank()
+        cuda = dist.get_backend() == "nccl"
+        default = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device = options.device or default
+        # independent replicas let one sum travel while another is encoded, each in groups of its own
+        self.comm = bind_all(plan, 1 if local_updates.is_synchronous else LANES)
+        self.stage = plan.stage_of(self.rank)
+        self.programs = programs_of(plan, programs, self.stage)
+        self.boundaries = exchange_boundaries(plan, boundaries_of(self.programs, self.stage))
+        self.independent_replicas: IndependentReplicas | None = None
+        if not local_updates.is_synchronous:
+            self.independent_replicas = IndependentReplicas(local_updates, plan, self.programs, self.stage)
+        self.independent_axes = self.independent_replicas.replicas.axes if self.independent_replicas else ()
+        groups = _groups(plan, self.boundaries, cuda)
+        on_host = self.device.type == "cpu" and not cuda and len(plan.stages) > 1
+        shared_memory = SharedMemoryMessages(SharedMemory.connect()) if on_host else None
+        self.loss_place = next(
+            (place for place, boundary in self.boundaries.items() if boundary.loss is not None), None
+        )
+        return StageTransport(groups, shared_memory, options.seed)
+
+    def _place_weights(self, model_info: ModelInfo, weights: Weights | None, options: SessionOptions) -> None:
+        """Fill this rank's shards of parameters and buffers."""
+        plan, init = self.plan, options.init
+        writers = {name: place[0] for place, boundary in self.boundaries.items() for name in boundary.written}
+        buffers = _buffers(plan, self.boundaries)
+        self.state = ParameterState(plan, model_info, self.comm, self.device, buffers, writers)
+        if isinstance(init, Mapping):
+            weights, init = _merge(weights, init), None
+        self.state.initialize(weights, init, options.seed)
+        # frozen parameters have no gradient: the program says which those are
+        for slot in (slot for program in self.programs for slot in program.slots):
+            if slot.kind == "parameter":
+                self.state.parameters[slot.name].requires_grad_(slot.requires_grad)
+
+    def _build_gradient_reduction(self, model_info: ModelInfo, options: SessionOptions) -> None:
+        """Cut the optimizer's shards out of the weights, and bind the sums by which their gradients travel."""
+        plan, state = self.plan, self.state
+        types = {name: entry.type for name, entry in model_info.parameters.items()}
+        self.trace = Trace(self.device)
+        with fail_together():  # one stage of an edited plan may be what cannot run
+            shards = make_optimizer_shards(
+                plan, self.stage, state.parameters, state.masters, self.comm, self.independent_axes
+            )
+            self.gradient_all_reduce = GradientAllReduce(plan, self.stage, self.comm, self.seed)
+            self.reducer = GradientReducer(
+                self.comm, self._partial_axes(), options.bucket_bytes, list(shards.values()), self.trace,
+                self.gradient_all_reduce,
+            )  # fmt: skip
+        # the leaves that the optimizer updates, in which gradients are after the reduction
+        self.updated_leaves = state.parameters | {name: shard.parameter for name, shard in shards.items()}
+        self.tied = TiedParameters(plan, state.parameters, self.updated_leaves, types, self.rank, self.device, None)
+        self.owned_parameters = {
+            name: leaf for name, leaf in self.updated_leaves.items() if name not in self.tied.copies
+        }
+        self.layouts = {
+            name: parameter_layout(plan, self.stage, name, "optimizer")
+            for name in self.owned_parameters if self.stage is not None
+        }  # fmt: skip
+        self.loss_scale = LossScale() if plan.precision == "fp16" else None
+        owned_shards = [shards[name] for name in self.owned_parameters if name in shards]
+        self.value_gatherer = ValueGatherer(self.comm, owned_shards, options.bucket_bytes)
         doubles = any(kind.dtype is torch.float64 for kind in types.values())
         self._norm_dtype = torch.float64 if doubles else torch.float32  # the same on every rank
-        self._seconds: dict[str, float] = {}
-        self.evaluation = Evaluation(plan, self.comm, self.state, self.groups, seed)
+
+    def _build_executor(self, transport: StageTransport) -> None:
+        """Bind the programs to their inputs, weights and ports."""
+        plan = self.plan
+        with fail_together():
+            uses = [use for boundary in self.boundaries.values() for use in boundary.inputs]
+            self.input_sharder = InputSharder(plan, uses, self.comm, self.device, self.data)
+            resources = RankResources(plan, self.comm, self.state, self.input_sharder, compiler=self.compiler)
+            self.executor = (StashingExecutor if is_asynchronous(plan) else Executor)(
+                resources, self.programs, self.boundaries, transport,
+                reducer=self.reducer, trace=self.trace, independent_axes=self.independent_axes,
+            )  # fmt: skip
+
+    def _build_optimizer(self, options: SessionOptions) -> None:
+        """Make the optimizer over the parameters that this rank owns, and bind the steps of replicas that are
+        independent and of pipelines that overlap."""
         self.optimizer: torch.optim.Optimizer | None = None
-        trained = [leaf for leaf in self.owned.values() if leaf.requires_grad]
-        if optimizer is not None:
-            with alike():  # a factory may fail on the parameters of one stage only
-                self.optimizer = make_optimizer(optimizer, trained, plan)
-        if self.loosely is not None:
-            with alike():
-                self.loosely.bind(self.executor, self.tied, trained, self.sums)
-        self.overlapping: Overlapping | None = None
+        trained = [leaf for leaf in self.owned_parameters.values() if leaf.requires_grad]
+        if options.optimizer is not None:
+            with fail_together():  # a factory may fail on the parameters of one stage only
+                self.optimizer = make_optimizer(options.optimizer, trained, self.plan)
+        if self.independent_replicas is not None:
+            with fail_together():
+                self.independent_replicas.bind(self.executor, self.tied, trained, self.gradient_all_reduce)
+        self.overlapping: OverlappingSteps | None = None
         if isinstance(self.executor, StashingExecutor):
-            loss = None if self.loss_place is None else (self.loss_place[0], self.facts[self.loss_place])
-            with alike():
-                self.overlapping = Overlapping(plan, self.executor, loss, self.optimizer, clip_grad_norm, self.device)
+            loss = None if self.loss_place is None else (self.loss_place[0], self.boundaries[self.loss_place])
+            with fail_together():
+                self.overlapping = OverlappingSteps(
+                    self.plan, self.executor, loss, self.optimizer, self.clip_grad_norm, self.device
+                )
 
     def _partial_axes(self) -> list[tuple[nn.Parameter, tuple[int, ...], int]]:
         """(leaf, axes over which its gradient is partial, the chunk that keeps it) of every parameter, by chunk and
@@ -156,9 +210,9 @@ class Session:
         if self.stage is None:
             return []
         sizes = self.plan.stages[self.stage].mesh_shape
-        out: dict[str, tuple[nn.Parameter, tuple[int, ...], int]] = {}
+        axes_of: dict[str, tuple[nn.Parameter, tuple[int, ...], int]] = {}
         for chunk, slot in ((c, slot) for c, program in enumerate(self.programs) for slot in program.slots):
-            if slot.kind != "parameter" or slot.name in out:  # one leaf, as the first chunk that reads it keeps it
+            if slot.kind != "parameter" or slot.name in axes_of:  # one leaf, as the first chunk that reads it keeps it
                 continue
             for axis, (value, cotangent) in enumerate(zip(slot.pair.value, slot.pair.cotangent, strict=True)):
                 if slot.requires_grad and not (cotangent.is_partial or cotangent == value or sizes[axis] == 1):
@@ -167,9 +221,9 @@ class Session:
                         f"axis {axis}; plan again"
                     )
             axes = (a for a, p in enumerate(slot.pair.cotangent) if p.is_partial and sizes[a] > 1)
-            tight = tuple(axis for axis in axes if axis not in self.loose_axes)
-            out[slot.name] = (self.state.parameters[slot.name], tight, chunk)
-        return list(out.values())
+            tight = tuple(axis for axis in axes if axis not in self.independent_axes)
+            axes_of[slot.name] = (self.state.parameters[slot.name], tight, chunk)
+        return list(axes_of.values())
 
     # ---- training
 
@@ -187,7 +241,7 @@ class Session:
             return loss
         started = perf_counter()
         self._require_loss()
-        self.feeder.check(inputs)
+        self.input_sharder.check(inputs)
         self.trace.begin()
         with self.trace.call(batches=1):
             taken = self.overlapping.step(inputs, self.step)
@@ -202,9 +256,9 @@ class Session:
         """Finish the backwards and updates of everything in flight: step → loss of the batches whose loss no
         ``train_step`` has returned. Nothing is in flight but in an asynchronous pipeline, and between replicas that
         step by themselves, which are alike afterwards. Collective."""
-        if self.loosely is not None and self.optimizer is not None:
-            self.loosely.flush(self.optimizer)
-            self.values.run()
+        if self.independent_replicas is not None and self.optimizer is not None:
+            self.independent_replicas.flush(self.optimizer)
+            self.value_gatherer.run()
             self.tied.publish_values()
         taken = [] if self.overlapping is None else self.overlapping.flush()
         self._require_finite(taken)
@@ -212,13 +266,13 @@ class Session:
 
     def require_drained(self, what: str) -> None:
         """ValueError while batches are in flight, or replicas differ."""
-        if self.loosely is not None:
-            self.loosely.require_drained(what)
+        if self.independent_replicas is not None:
+            self.independent_replicas.require_drained(what)
         if self.overlapping is not None:
             self.overlapping.require_drained(what)
 
     def _require_loss(self) -> tuple[int, int]:
-        """Where the loss is; ValueError if nowhere."""
+        """The (stage, chunk) of the loss; ValueError if there is none."""
         if self.loss_place is None:
             raise ValueError(
                 "training needs a scalar loss, but got programs without one; give loss_fn or a model that returns "
@@ -243,18 +297,18 @@ class Session:
         self._require_loss()
         if self.overlapping is not None:
             self.overlapping.refuse_halves()
-        self.feeder.check(inputs)
+        self.input_sharder.check(inputs)
         if self._stepped:
             self.trace.begin()
         with self.trace.call(batches=1):
             if self._stepped:
-                for leaf in (*self.state.parameters.values(), *self.held.values()):
+                for leaf in (*self.state.parameters.values(), *self.updated_leaves.values()):
                     leaf.grad = None
                 self._stepped, self._batches = False, 0
             self._norm = None
             loss, _ = self.executor.run(
                 inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches,
-                scale=scale * (self.loosely.replicas.count if self.loosely else 1),
+                scale=scale * (self.independent_replicas.replicas.count if self.independent_replicas else 1),
                 loss_scale=1.0 if self.loss_scale is None else self.loss_scale.scale,
             )  # fmt: skip
             self._batches += 1
@@ -266,7 +320,7 @@ class Session:
         if not math.isfinite(value):
             self._stepped = True
             self._require_finite([(self.step, loss)])
-        if self.loosely is None:
+        if self.independent_replicas is None:
             self._check_gradients()
         self._seconds = {"forward_backward_s": perf_counter() - started}
         return loss
@@ -275,10 +329,10 @@ class Session:
         """Raise on every rank if a code found gradients of this batch that are not finite on any; under a scaled loss
         the step will be left out instead."""
         fault = self.reducer.fault
-        if self.sums.told_apart:
-            told = torch.tensor(float(fault is not None), device=self.device)
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            if told and fault is None:
+        if self.gradient_all_reduce.faults_differ:
+            any_fault = torch.tensor(float(fault is not None), device=self.device)
+            dist.all_reduce(any_fault, dist.ReduceOp.MAX)
+            if any_fault and fault is None:
                 fault = NonFiniteGradient("of another group", None, self.step)
         if fault is None:
             return
@@ -290,16 +344,16 @@ class Session:
 
     def _share_loss(self, loss: torch.Tensor | None) -> torch.Tensor:
         assert self.loss_place is not None
-        devices, kind = self.plan.stages[self.loss_place[0]].devices, self.facts[self.loss_place].loss
+        devices, kind = self.plan.stages[self.loss_place[0]].devices, self.boundaries[self.loss_place].loss
         assert kind is not None
-        if self.loosely is not None:
-            return self.loosely.share_loss(loss, self.loss_place[0], kind.dtype, self.device)
+        if self.independent_replicas is not None:
+            return self.independent_replicas.share_loss(loss, self.loss_place[0], kind.dtype, self.device)
         if len(devices) == self.plan.num_devices:
             assert loss is not None
             return loss
-        out = torch.zeros(1, dtype=kind.dtype, device=self.device) if loss is None else loss.reshape(1).clone()
-        dist.broadcast(out, devices[0])
-        return out.reshape(())
+        shared_loss = torch.zeros(1, dtype=kind.dtype, device=self.device) if loss is None else loss.reshape(1).clone()
+        dist.broadcast(shared_loss, devices[0])
+        return shared_loss.reshape(())
 
     def optimizer_step(self) -> None:
         """Clip if asked to, update what is owned, bring it to the leaves that ops read, make tied copies equal again.
@@ -312,21 +366,21 @@ class Session:
             self.overlapping.refuse_halves()
         started = perf_counter()
         with self.trace.call():
-            if self.loosely is not None:
+            if self.independent_replicas is not None:
                 with self.trace.span("gradient"):
-                    self.loosely.before_update()
+                    self.independent_replicas.before_update()
                 self._norm = None
             with self.trace.span("optimizer"):
                 finite = self.loss_scale is None or bool(self.grad_norm.isfinite())  # the same on every rank
                 if finite and self.clip_grad_norm is not None:
-                    clip_gradients(self.owned.values(), self.grad_norm, self.clip_grad_norm)
+                    clip_gradients(self.owned_parameters.values(), self.grad_norm, self.clip_grad_norm)
                 if finite:
                     self.optimizer.step()
-                if self.loosely is not None:
-                    self.loosely.after_update()
+                if self.independent_replicas is not None:
+                    self.independent_replicas.after_update()
             with self.trace.span("gather"):
                 if finite:
-                    self.values.run()
+                    self.value_gatherer.run()
             with self.trace.span("tied"):
                 if finite:
                     self.tied.publish_values()
@@ -348,8 +402,8 @@ class Session:
         if self.overlapping is not None:
             self.overlapping.refuse_norm()
         if self._norm is None:
-            norm = gradient_norm if self.loosely is None else self.loosely.gradient_norm
-            self._norm = norm(self.owned, self.layouts, self.rank, self.device, self._norm_dtype)
+            norm = gradient_norm if self.independent_replicas is None else self.independent_replicas.gradient_norm
+            self._norm = norm(self.owned_parameters, self.layouts, self.rank, self.device, self._norm_dtype)
         return self._norm
 
     def forward(
@@ -370,13 +424,13 @@ class Session:
         """Take values by original names; see ``ParameterState.load_state_dict``."""
         self.require_drained("loading a state dict")
         self.state.load_state_dict(values)
-        self.values.refresh()
-        if self.loosely is not None:
-            self.loosely.renew()
+        self.value_gatherer.refresh()
+        if self.independent_replicas is not None:
+            self.independent_replicas.renew()
 
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of the replicas' losses where each has its own; else the loss. Collective."""
-        return loss if self.loosely is None else self.loosely.mean(loss)
+        return loss if self.independent_replicas is None else self.independent_replicas.mean(loss)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole CPU tensors on rank 0, empty elsewhere. Collective."""
@@ -387,13 +441,13 @@ class Session:
 
     @property
     def data_index(self) -> int:
-        """Which part of the batch this rank wants under data="local"."""
-        return self.feeder.data_index
+        """The index of the part of the batch that this rank passes under data="local"."""
+        return self.input_sharder.data_index
 
     @property
     def data_count(self) -> int:
         """Number of parts of the batch under data="local"."""
-        return self.feeder.data_count
+        return self.input_sharder.data_count
 
     @property
     def counts(self) -> Counter[tuple[str, str]]:
@@ -416,16 +470,16 @@ def _check_plan(plan: Plan) -> None:
     plan.require_executable()
 
 
-def _buffers(plan: Plan, facts: Mapping[Place, BoundaryMetadata]) -> list[dict[str, Spec]]:
+def _buffers(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata]) -> list[dict[str, Spec]]:
     """Stage → buffer → where it is kept: as the chunk that writes it has it, else the first that reads it."""
-    out: list[dict[str, Spec]] = [{} for _ in plan.stages]
-    for (stage, _), fact in facts.items():
-        written = {name: fact.buffers[name] for name in fact.written}
-        out[stage] = {**fact.buffers, **out[stage], **written}
-    return out
+    specs_of: list[dict[str, Spec]] = [{} for _ in plan.stages]
+    for (stage, _), boundary in boundaries.items():
+        written = {name: boundary.buffers[name] for name in boundary.written}
+        specs_of[stage] = {**boundary.buffers, **specs_of[stage], **written}
+    return specs_of
 
 
-def _groups(plan: Plan, facts: Mapping[Place, BoundaryMetadata], cuda: bool) -> Groups:
+def _groups(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata], cuda: bool) -> Groups:
     """The groups in which messages between stages go: to later stages in another than to earlier ones. Collective.
 
     Gloo holds a pair of ranks locked while it writes to or reads from it, and its thread, woken by a message, spins
@@ -433,29 +487,29 @@ def _groups(plan: Plan, facts: Mapping[Place, BoundaryMetadata], cuda: bool) -> 
     NCCL matches messages by order alone: a communicator per direction of an edge keeps one from waiting behind the
     other, and one per edge where stages have several chunks, whose messages pass each other.
     """
-    links = [link for link in links_of(plan, facts) if not link.is_local]
+    links = [link for link in links_of(plan, boundaries) if not link.is_local]
     if not links:
         return lambda source, target: (None, None)
     if not cuda:
         up = dist.new_group()
         return lambda source, target: (None, up) if source[0] < target[0] else (up, None)
     shared = (dist.new_group(), dist.new_group())
-    own: dict[tuple[Place, Place], tuple[Any, Any]] = {}
+    edge_groups: dict[tuple[Place, Place], tuple[Any, Any]] = {}
     if plan.num_chunks > 1:
-        own = {
+        edge_groups = {
             ends: (dist.new_group(), dist.new_group()) for ends in dict.fromkeys((k.source, k.target) for k in links)
         }
-    return lambda source, target: own.get((source, target), shared)
+    return lambda source, target: edge_groups.get((source, target), shared)
 
 
 def _merge(weights: Weights | None, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict over a module: the module gives what the state dict lacks (non-persistent buffers, say)."""
-    given: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if isinstance(weights, nn.Module):
-        given = {
+        tensors = {
             **dict(weights.named_parameters(remove_duplicate=False)),
             **dict(weights.named_buffers(remove_duplicate=False)),
         }
     elif weights is not None:
-        given = dict(weights)
-    return {**given, **values}
+        tensors = dict(weights)
+    return {**tensors, **values}

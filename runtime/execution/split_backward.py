@@ -1,11 +1,12 @@
-"""A program whose backward comes in two halves: I sends the cotangents of activations on, W makes weight gradients.
+"""Programs whose backward is split into two actions: I sends the cotangents of activations on, W makes weight
+gradients.
 
     y = f(x, w)      I:  dx = dy · ∂f/∂x, and (x, dy) are put by        W:  dw = dy · ∂f/∂w, added to the weight
 
-``halve`` replaces the ops that multiply with weights (linear, matrix products, convolutions, embeddings) by autograd
-functions that do so. The weight may come to the op through views and reshards of parameters: W runs autograd from the
-op's weight back to the leaf, so partial sums, hooks and accumulation are those of any backward. All else a backward
-does, norms and biases added by themselves included, is done in I.
+``split_program`` replaces the ops that multiply with weights (linear, matrix products, convolutions, embeddings) by
+autograd functions that do so. The weight may come to the op through views and reshards of parameters: W runs autograd
+from the op's weight back to the leaf, so partial sums, hooks and accumulation are those of any backward. All else a
+backward does, norms and biases added by themselves included, is done in I.
 
 From I to W only x and dy of these ops are kept (of a convolution w too); what else a forward saved is freed by I.
 Parameters are taken together where an op reads both or a weight is read twice: autograd then runs once per W through
@@ -27,30 +28,33 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...compiler.ir.program import ChunkProgram
 
-__all__ = ["Halves", "halve", "register_halves"]
+__all__ = ["SplitProgram", "register_halves", "split_program"]
 
 aten = torch.ops.aten
 
 _Edge = Tensor | GradientEdge
-_Debt = tuple[int, Sequence[_Edge], Callable[[], Sequence[Tensor]]]
+_DeferredGradient = tuple[int, Sequence[_Edge], Callable[[], Sequence[Tensor]]]
 """(group, where the gradients go, what makes them)"""
 
 
 @dataclass
-class Halves:
-    """A program in halves. late, early: slots of trainable parameters to which W, and to which I, adds gradients;
-    counts: ops per group of parameters. Between I and W ``owed`` has the debts of each microbatch."""
+class SplitProgram:
+    """A program whose backward comes in two actions, I and W."""
 
     module: torch.fx.GraphModule
+    #: slots of trainable parameters to whose gradients W adds
     late: tuple[int, ...]
+    #: slots of trainable parameters to whose gradients I adds
     early: tuple[int, ...]
+    #: the number of split ops in each group of parameters
     counts: Mapping[int, int]
-    desk: _Desk
-    owed: dict[int, list[_Debt]] = field(default_factory=dict)
+    deferred: _DeferredGradients
+    #: the gradients that I has deferred and W has not made, by microbatch
+    owed: dict[int, list[_DeferredGradient]] = field(default_factory=dict)
 
     def begin(self, microbatch: int) -> None:
         """Before the forward of a microbatch."""
-        self.desk.debts = self.owed[microbatch] = []
+        self.deferred.debts = self.owed[microbatch] = []
 
     def settle(self, microbatch: int) -> None:
         """The W of a microbatch: every weight gradient that its I put off."""
@@ -66,21 +70,22 @@ class Halves:
             del make
             missing[group] -= 1
             if not missing[group]:
-                _add(edges.pop(group), grads.pop(group))
+                _accumulate(edges.pop(group), grads.pop(group))
         for group, left in edges.items():  # an op of the group had no part in the loss
-            _add(left, grads[group])
+            _accumulate(left, grads[group])
 
 
-def _add(edges: Sequence[Any], grads: Sequence[Tensor]) -> None:
+def _accumulate(edges: Sequence[Any], grads: Sequence[Tensor]) -> None:
     """Add gradients to leaves, through what lies between."""
     torch.autograd.backward(edges, grads)
 
 
 @dataclass
-class _Desk:
-    """Where functions find what a microbatch owes, and a leaf for ops whose activations need no gradient."""
+class _DeferredGradients:
+    """The deferred weight gradients of the current microbatch, and a leaf for ops whose activations need no
+    gradient."""
 
-    debts: list[_Debt] = field(default_factory=list)
+    debts: list[_DeferredGradient] = field(default_factory=list)
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     def anchor_for(self, x: Tensor) -> Tensor | None:
@@ -90,25 +95,25 @@ class _Desk:
 # ---- the pass
 
 
-def halve(program: ChunkProgram) -> Halves:
+def split_program(program: ChunkProgram) -> SplitProgram:
     """The program with its backward in halves; the given one stays as it is."""
     graph: torch.fx.Graph = copy.deepcopy(program.module.graph)
     roots = _roots(graph, program)
-    desk = _Desk()
-    found: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # op → its weights
+    deferred = _DeferredGradients()
+    weights_of: dict[torch.fx.Node, list[torch.fx.Node]] = {}  # op → its weights
     for node in graph.nodes:
         if node.op == "call_function" and (weights := _weights(node, roots)):
-            found[node] = weights
-    leader = _joined([frozenset().union(*(roots[w] for w in weights)) for weights in found.values()])
+            weights_of[node] = weights
+    leader = _merge_groups([frozenset().union(*(roots[w] for w in weights)) for weights in weights_of.values()])
     counts: Counter[int] = Counter()
-    early = set(_read_elsewhere(graph, roots, found))
-    for node, weights in found.items():
-        group, op = leader[min(roots[weights[0]])], _HALVED[node.target]
+    early = set(_slots_read_elsewhere(graph, roots, weights_of))
+    for node, weights in weights_of.items():
+        group, op = leader[min(roots[weights[0]])], _SPLIT_OPS[node.target]
         counts[group] += 1
-        node.target = op.make(desk, group, node.args[op.w] is not weights[0])
-    late = {slot for weights in found.values() for w in weights for slot in roots[w]}
+        node.target = op.make(deferred, group, node.args[op.w] is not weights[0])
+    late = {slot for weights in weights_of.values() for w in weights for slot in roots[w]}
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return Halves(module, tuple(sorted(late)), tuple(sorted(early)), dict(counts), desk)
+    return SplitProgram(module, tuple(sorted(late)), tuple(sorted(early)), dict(counts), deferred)
 
 
 def _roots(graph: torch.fx.Graph, program: ChunkProgram) -> dict[torch.fx.Node, frozenset[int]]:
@@ -130,8 +135,8 @@ def _roots(graph: torch.fx.Graph, program: ChunkProgram) -> dict[torch.fx.Node, 
 def _weights(node: torch.fx.Node, roots: Mapping[torch.fx.Node, frozenset[int]]) -> list[torch.fx.Node]:
     """The operands of an op whose gradients W makes; none where the op stays whole: its activation is a weight as well,
     or it has options that are not known here."""
-    op = _HALVED.get(node.target)
-    if op is None or node.kwargs or len(node.args) > op.most:
+    op = _SPLIT_OPS.get(node.target)
+    if op is None or node.kwargs or len(node.args) > op.max_arguments:
         return []
     x, w = node.args[op.x], node.args[op.w]
     if op.either and x in roots:
@@ -142,7 +147,7 @@ def _weights(node: torch.fx.Node, roots: Mapping[torch.fx.Node, frozenset[int]])
     return [operand for operand in (w, bias) if isinstance(operand, torch.fx.Node)]
 
 
-def _joined(sets: Sequence[frozenset[int]]) -> dict[int, int]:
+def _merge_groups(sets: Sequence[frozenset[int]]) -> dict[int, int]:
     """Slot → the least slot of those that are taken together with it."""
     leader: dict[int, int] = {slot: slot for group in sets for slot in group}
     for group in sets:
@@ -153,7 +158,7 @@ def _joined(sets: Sequence[frozenset[int]]) -> dict[int, int]:
     return leader
 
 
-def _read_elsewhere(
+def _slots_read_elsewhere(
     graph: torch.fx.Graph,
     roots: Mapping[torch.fx.Node, frozenset[int]],
     weights: Mapping[torch.fx.Node, Sequence[torch.fx.Node]],
@@ -170,7 +175,7 @@ def _read_elsewhere(
 
 
 def _edge(weight: Tensor) -> _Edge:
-    """Where the gradient of a weight goes; what a leaf was turned into is not kept for that."""
+    """The autograd edge that takes the gradient of a weight. It does not keep the weight itself alive."""
     return weight if weight.is_leaf else get_gradient_edge(weight)
 
 
@@ -179,12 +184,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor, Tensor | None], across: bool, desk: _Desk,
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        parts: tuple[Tensor, Tensor | None],
+        across: bool,
+        deferred: _DeferredGradients,
         group: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         w, b = parts
         ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.across = desk.debts, group, across
+        ctx.debts, ctx.group, ctx.across = deferred.debts, group, across
         ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
         if not across:
             return aten.linear.default(x, w, b)
@@ -210,11 +220,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor], first: bool, desk: _Desk, group: int
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        parts: tuple[Tensor],
+        first: bool,
+        deferred: _DeferredGradients,
+        group: int,
     ) -> Tensor:
         (w,) = parts
         ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.first, ctx.edges = desk.debts, group, first, [_edge(w)]
+        ctx.debts, ctx.group, ctx.first, ctx.edges = deferred.debts, group, first, [_edge(w)]
         return torch.matmul(w, x) if first else torch.matmul(x, w)
 
     @staticmethod
@@ -240,12 +256,12 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor, Tensor | None], options: tuple[Any, ...],
-        desk: _Desk, group: int,
+        deferred: _DeferredGradients, group: int,
     ) -> Tensor:  # fmt: skip
         w, b = parts
         stride, padding, dilation, groups = options
         ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.bias = desk.debts, group, None if b is None else list(b.shape)
+        ctx.debts, ctx.group, ctx.bias = deferred.debts, group, None if b is None else list(b.shape)
         ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
         zeros = [0] * len(stride)
         ctx.rest = (stride, padding, dilation, False, zeros, groups)
@@ -272,12 +288,17 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor], options: tuple[int, bool], desk: _Desk,
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        parts: tuple[Tensor],
+        options: tuple[int, bool],
+        deferred: _DeferredGradients,
         group: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         (w,) = parts
         ctx.save_for_backward(x)
-        ctx.debts, ctx.group, ctx.edges, ctx.rest = desk.debts, group, [_edge(w)], (w.shape[0], *options)
+        ctx.debts, ctx.group, ctx.edges, ctx.rest = deferred.debts, group, [_edge(w)], (w.shape[0], *options)
         return aten.embedding.default(w, x, options[0], options[1], False)
 
     @staticmethod
@@ -287,16 +308,22 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None, None
 
 
-class _Known(torch.autograd.Function):
+class _RegisteredOp(torch.autograd.Function):
     """An op of ``register_halves``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor], rules: _Rules, desk: _Desk, group: int
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        parts: tuple[Tensor],
+        rules: _Rules,
+        deferred: _DeferredGradients,
+        group: int,
     ) -> Tensor:
         (w,) = parts
         ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.rules, ctx.edges = desk.debts, group, rules, [_edge(w)]
+        ctx.debts, ctx.group, ctx.rules, ctx.edges = deferred.debts, group, rules, [_edge(w)]
         return rules.op(x, w)
 
     @staticmethod
@@ -309,49 +336,49 @@ class _Known(torch.autograd.Function):
 # ---- what replaces which op: closures that take the arguments of the op
 
 
-def _linear(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+def _linear(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
     def halved_linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return _Linear.apply(x, desk.anchor_for(x), (w, b), False, desk, group)
+        return _Linear.apply(x, deferred.anchor_for(x), (w, b), False, deferred, group)
 
     return halved_linear
 
 
-def _addmm(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+def _addmm(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
     def halved_addmm(b: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return _Linear.apply(x, desk.anchor_for(x), (w, b), True, desk, group)
+        return _Linear.apply(x, deferred.anchor_for(x), (w, b), True, deferred, group)
 
     return halved_addmm
 
 
-def _product(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+def _product(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
     def halved_product(a: Tensor, b: Tensor) -> Tensor:
         if min(a.ndim, b.ndim) < 2:
             return torch.matmul(a, b)
         x, w = (b, a) if first else (a, b)
-        return _Product.apply(x, desk.anchor_for(x), (w,), first, desk, group)
+        return _Product.apply(x, deferred.anchor_for(x), (w,), first, deferred, group)
 
     return halved_product
 
 
-def _convolution(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+def _convolution(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
     def halved_convolution(
         x: Tensor, w: Tensor, b: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:  # fmt: skip
-        options = (*(_expanded(value, w.ndim - 2) for value in (stride, padding, dilation)), groups)
-        return _Convolution.apply(x, desk.anchor_for(x), (w, b), options, desk, group)
+        options = (*(_expand_option(value, w.ndim - 2) for value in (stride, padding, dilation)), groups)
+        return _Convolution.apply(x, deferred.anchor_for(x), (w, b), options, deferred, group)
 
     return halved_convolution
 
 
-def _expanded(value: int | Sequence[int], dims: int) -> list[int]:
+def _expand_option(value: int | Sequence[int], dims: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * dims if len(values) == 1 else values
 
 
-def _embedding(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+def _embedding(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
     def halved_embedding(w: Tensor, x: Tensor, padding_idx: int = -1, by_frequency: bool = False) -> Tensor:
-        return _Embedding.apply(x, desk.anchor, (w,), (padding_idx, by_frequency), desk, group)
+        return _Embedding.apply(x, deferred.anchor, (w,), (padding_idx, by_frequency), deferred, group)
 
     return halved_embedding
 
@@ -374,32 +401,34 @@ def register_halves(
     """
     rules = _Rules(op, of_input, of_weight)
 
-    def make(desk: _Desk, group: int, first: bool) -> Callable[..., Tensor]:
+    def make(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
         def halved(x: Tensor, w: Tensor) -> Tensor:
-            return _Known.apply(x, desk.anchor_for(x), (w,), rules, desk, group)
+            return _RegisteredOp.apply(x, deferred.anchor_for(x), (w,), rules, deferred, group)
 
         return halved
 
-    _HALVED[op] = _Op(make, most=2)
+    _SPLIT_OPS[op] = _Op(make, max_arguments=2)
 
 
 @dataclass(frozen=True)
 class _Op:
-    """How an op comes in halves. x, w, b: positions of its operands; either: x and w may change places; most: of its
-    arguments what is known here."""
+    """The replacement of an op by one whose weight gradient is deferred."""
 
-    make: Callable[[_Desk, int, bool], Callable[..., Tensor]]
+    make: Callable[[_DeferredGradients, int, bool], Callable[..., Tensor]]
+    #: the positions of activation, weight and bias among its arguments
     x: int = 0
     w: int = 1
     b: int | None = None
+    #: True if activation and weight may change places
     either: bool = False
-    most: int = 7
+    #: the number of arguments that the replacement understands
+    max_arguments: int = 7
 
 
-_HALVED: dict[Any, _Op] = {
+_SPLIT_OPS: dict[Any, _Op] = {
     aten.linear.default: _Op(_linear, b=2),
     aten.addmm.default: _Op(_addmm, x=1, w=2, b=0),
     **{op.default: _Op(_product, either=True) for op in (aten.mm, aten.bmm, aten.matmul)},
     **{op.default: _Op(_convolution, b=2) for op in (aten.conv1d, aten.conv2d, aten.conv3d)},
-    aten.embedding.default: _Op(_embedding, x=1, w=0, most=4),
+    aten.embedding.default: _Op(_embedding, x=1, w=0, max_arguments=4),
 }

@@ -1,13 +1,14 @@
-"""The sums by which gradients travel, but for those that the backend makes.
+"""The all-reduces of gradients that the backend does not make.
 
-Where a plan's wires say nothing and ranks share memory, they sum there (``SharedSum``). A wire names mesh axes of a
-stage, an algorithm and a code (``plan.GradientReduction``). Every bucket over these axes gets a persistent ``Sum`` of its own, made
-on all ranks of the stage in the order of the buckets. They send from a communication thread (``worker``), over process
-groups that nothing else uses and each of these threads has of its own::
+Where the plan chooses nothing for some mesh axes and their ranks share memory, gradients are summed there
+(``SharedMemoryAllReduce``). Otherwise the plan's ``GradientReduction`` names the axes, an algorithm and a codec. Every
+bucket over these axes gets a persistent ``Sum`` of its own, made on all ranks of the stage in the order of the buckets.
+They send from a communication thread (``worker``), over process groups that nothing else uses and each of these threads
+has of its own::
 
     code "none"               ``collectives.DenseSum`` by the algorithm
     others                    ``compression.make_sum``; where it sums on the way, by the algorithm
-    others, "hierarchical"    ``OuterSum``: in the code between hosts only
+    others, "hierarchical"    ``HierarchicalAllReduce``: in the code between hosts only
 
 A compressed sum between hosts with exact ones inside: only what crosses the network is coded.
 
@@ -36,16 +37,16 @@ from ..collectives.engine import CollectiveRun as Rounds
 from ..collectives.protocol import Pending, Submit, Sum
 from ..collectives.rounds import schedule_of
 from ..collectives.worker import submit
-from ..compression.exchange import Done, Exchange, GroupExchange, Work, finish
+from ..compression.exchange import CompletedWork, Exchange, GroupExchange, Work, wait_all
 from ..compression.registry import make_sum
-from ..compression.summing import CompressedSum
+from ..compression.summing import BucketSpec, CompressedSum
 from ..transport.process_groups import DistributedComm
-from ..transport.shared_memory import SharedMemory, SharedSum
+from ..transport.shared_memory import SharedMemory, SharedMemoryAllReduce
 
-__all__ = ["ByAlgorithm", "GradientAllReduce", "OuterSum", "part_of"]
+__all__ = ["AlgorithmExchange", "GradientAllReduce", "HierarchicalAllReduce", "part_length"]
 
 
-_PASSAGE = 1 << 18  # elements of shared memory through which larger tensors are summed
+_STAGING_ELEMENTS = 1 << 18  # elements of shared memory through which larger tensors are summed
 
 
 class GradientAllReduce:
@@ -57,22 +58,22 @@ class GradientAllReduce:
         self.made: list[Sum] = []
         coded = [(s, wire) for s in plan.stages for wire in s.wire if wire.compressor != "none"]
         # whether a rank may not know what the code of another one found
-        self.told_apart = any(
+        self.faults_differ = any(
             wire.algorithm == "hierarchical" or prod(s.mesh_shape[a] for a in wire.axes) < plan.num_devices
             for s, wire in coded
         )
-        self._hops: dict[tuple[tuple[int, ...], int], _Hop] = {}
+        self._hops: dict[tuple[tuple[int, ...], int], _SumGroup] = {}
         self._wires: dict[tuple[int, ...], GradientReduction] = {}
         self._comm = comm
-        self._near: dict[tuple[int, ...], SharedMemory] = {}
-        self._passages: dict[tuple[tuple[int, ...], torch.dtype], SharedSum] = {}
+        self._shared_memory: dict[tuple[int, ...], SharedMemory] = {}
+        self._staging: dict[tuple[tuple[int, ...], torch.dtype], SharedMemoryAllReduce] = {}
         if stage is None or comm is None:
             return
         for wire in plan.stages[stage].wire:
             if not wire.is_plain:
                 self._wires[wire.axes] = wire
                 for lane, groups in enumerate(comm.own_groups[wire.axes]):
-                    self._hops[wire.axes, lane] = _Hop(groups, plan, partial(submit, lane=lane))
+                    self._hops[wire.axes, lane] = _SumGroup(groups, plan, partial(submit, lane=lane))
 
     def make(
         self, axes: tuple[int, ...], n: int, dtype: torch.dtype, shapes: Sequence[torch.Size], device: torch.device,
@@ -85,40 +86,39 @@ class GradientAllReduce:
             return None
         hop = self._hops[axes, lane]
         if wire.compressor == "none":
-            made: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
+            total: Sum = DenseSum(hop.channel, n, dtype, wire.algorithm, members=hop.members, submit=hop.submit)
         else:
             inner, between = hop.levels
             exchange = (
                 GroupExchange(between)
                 if wire.algorithm in ("backend", "hierarchical")
-                else ByAlgorithm(hop.channel, wire.algorithm, hop.members)
+                else AlgorithmExchange(hop.channel, wire.algorithm, hop.members)
             )
-            size, tensors = (n, shapes) if inner is None else (part_of(n, hop.members), ())
-            coded = make_sum(
-                wire.compressor, size, exchange, dtype=dtype, shapes=tensors, seed=self.seed + len(self.made),
-                device=device, submit=hop.submit,
-            )  # fmt: skip
-            made = coded if inner is None else OuterSum(n, GroupExchange(inner), coded, hop.submit)
-        self.made.append(made)
-        return made
+            size, tensors = (n, shapes) if inner is None else (part_length(n, hop.members), ())
+            shapes_in_part = tuple(tuple(shape) for shape in tensors)
+            bucket = BucketSpec(size, dtype, shapes_in_part, self.seed + len(self.made), device=device)
+            coded = make_sum(wire.compressor, bucket, exchange, submit=hop.submit)
+            total = coded if inner is None else HierarchicalAllReduce(n, GroupExchange(inner), coded, hop.submit)
+        self.made.append(total)
+        return total
 
     def make_shared(
         self, axes: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device, lasting: bool
-    ) -> SharedSum | None:
+    ) -> SharedMemoryAllReduce | None:
         """The sum of such a bucket in memory that all ranks of these axes share; None where they do not, or where the
         plan says how it travels. lasting: whether the bucket is to lie there, or only passes through it, as others."""
         if self._comm is None or axes in self._wires or device.type != "cpu":
             return None
-        if axes not in self._near:
-            self._near[axes] = SharedMemory.meet(self._comm.groups[axes])
-        near = self._near[axes]
-        if not near.is_all:
+        if axes not in self._shared_memory:
+            self._shared_memory[axes] = SharedMemory.connect(self._comm.groups[axes])
+        shared_memory = self._shared_memory[axes]
+        if not shared_memory.spans_group:
             return None
         if lasting:
-            return SharedSum(near, n, dtype)
-        if (axes, dtype) not in self._passages:
-            self._passages[axes, dtype] = SharedSum(near, min(n, _PASSAGE), dtype)
-        return self._passages[axes, dtype]
+            return SharedMemoryAllReduce(shared_memory, n, dtype)
+        if (axes, dtype) not in self._staging:
+            self._staging[axes, dtype] = SharedMemoryAllReduce(shared_memory, min(n, _STAGING_ELEMENTS), dtype)
+        return self._staging[axes, dtype]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """ "<number of the sum>.<name>" → what this rank's sums carry from step to step."""
@@ -131,7 +131,7 @@ class GradientAllReduce:
             made.load_state_dict({k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)})
 
 
-class _Hop:
+class _SumGroup:
     """The group that some axes form, used by sums alone and on one lane. groups: it, or where only the part between
     hosts is coded, the one inside the host and the one between; members: of its ranks on each host."""
 
@@ -151,7 +151,7 @@ class _Hop:
         return Channel(self.groups[0])
 
 
-class ByAlgorithm(GroupExchange):
+class AlgorithmExchange(GroupExchange):
     """All-reduces by an algorithm of our own, to their ends: the thread of the sum runs them as it comes to them.
     members: of a host, where the algorithm is hierarchical."""
 
@@ -169,16 +169,16 @@ class ByAlgorithm(GroupExchange):
         if key not in self.rounds:
             self.rounds[key] = Rounds(self.channel, self.schedule, *key)
         self.rounds[key].run(flat)
-        return Done()
+        return CompletedWork()
 
 
-class OuterSum:
+class HierarchicalAllReduce:
     """Sums flat tensors [n] over the ranks of a host exactly (``inner``), and between hosts by ``coded``: the sum of
     one of ``inner.size`` parts over the ranks that have this part in their hosts."""
 
     def __init__(self, n: int, inner: Exchange, coded: CompressedSum, submit: Submit) -> None:
         self.n, self.inner, self.coded, self._submit = n, inner, coded, submit
-        assert coded.place.n == part_of(n, inner.size), (coded.place.n, n, inner.size)
+        assert coded.bucket.n == part_length(n, inner.size), (coded.bucket.n, n, inner.size)
 
     def start(self, x: torch.Tensor) -> Pending:
         """Start summing ``x`` in place; ``wait`` raises NonFiniteGradient on the ranks whose part has one."""
@@ -186,20 +186,20 @@ class OuterSum:
 
     @torch.no_grad()
     def _run(self, x: torch.Tensor) -> None:
-        members, part = self.inner.size, self.coded.place.n
+        members, part = self.inner.size, self.coded.bucket.n
         rows = x.new_zeros(members, part)
         rows.view(-1)[: self.n].copy_(x)
         arrived = torch.empty_like(rows)
         self.inner.all_to_all(arrived, rows).wait()
         mine = arrived.sum(0)
         try:
-            finish(self.coded.run(mine))
+            wait_all(self.coded.run(mine))
         finally:  # the others in this host wait for it, whatever it is
             self.inner.all_gather(rows, mine).wait()
             x.copy_(rows.view(-1)[: self.n])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Of the code."""
+        """Return the state of the compressed sum."""
         return self.coded.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -207,10 +207,10 @@ class OuterSum:
         self.coded.load_state_dict(state)
 
     def close(self) -> None:
-        """Nothing stands."""
+        """Close the compressed sum."""
         self.coded.close()
 
 
-def part_of(n: int, members: int) -> int:
+def part_length(n: int, members: int) -> int:
     """Elements of one of ``members`` parts of n."""
     return -(-n // members)

@@ -1,12 +1,12 @@
-"""What happens to gradients between a backward and the optimizer: sums over partial axes.
+"""The reduction of gradients between a backward and the optimizer: sums over partial axes.
 
 A gradient whose cotangent is P on some axes is summed over exactly those: in flat buckets, each started by autograd
 hooks during a backward as soon as it is full, so communication hides behind computation. Whole sums are made once per
 step, in the last microbatch's backward. Where the optimizer has only a block of a parameter (``optimizer_shards``),
 each rank gets the sum of its block, in the last backward (ZeRO-1) or in every one (ZeRO-2), and lets go of the whole
-gradient; blocks add up in ``OptimizerShards.parameter.grad``. Under mixed precision every backward's 16-bit gradients are added
-to what will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is already the
-mean over the whole batch, so sums are all there is; nothing is divided.
+gradient; blocks add up in ``OptimizerShards.parameter.grad``. Under mixed precision every backward's 16-bit gradients
+are added to what will be sent, in fp32, and let go; the loss may have been scaled, which is undone there. The loss is
+already the mean over the whole batch, so sums are all there is; nothing is divided.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..collectives.protocol import Sum
 from ..errors import NonFiniteGradient
 from ..profiling.trace import Trace
 from ..transport.process_groups import DistributedComm, PendingCollective
-from ..transport.shared_memory import SharedSum
+from ..transport.shared_memory import SharedMemoryAllReduce
 from .gradient_all_reduce import GradientAllReduce
-from .optimizer_shards import Bundle, OptimizerShards
+from .optimizer_shards import OptimizerShards, ShardBucket
 
 __all__ = ["GradientReducer"]
 
@@ -33,9 +33,12 @@ __all__ = ["GradientReducer"]
 class _Bucket:
     """Gradients that travel in one message, the parameters' last use first."""
 
-    often = False  # whether every microbatch reduces them, or only the last
-    sum: Sum | None = None  # by which the bucket's ranks sum it; None: as the backend does
-    eager = False  # whether every microbatch brings its gradients, or the last one those of all
+    #: True if every microbatch reduces its gradients, False if only the last does
+    often = False
+    #: the all-reduce of the bucket's ranks; None: the backend's
+    sum: Sum | None = None
+    #: True if every microbatch adds its gradients to the message, False if the last brings the sums of all
+    eager = False
 
     def __init__(self, leaves: Sequence[nn.Parameter]) -> None:
         self.parameters = list(leaves)
@@ -87,7 +90,7 @@ class _Bucket:
         raise NotImplementedError
 
 
-class _Summed(_Bucket):
+class _AllReduceBucket(_Bucket):
     """Gradients that end in the leaves, whole."""
 
     def __init__(self, leaves: Sequence[nn.Parameter], axes: tuple[int, ...]) -> None:
@@ -95,7 +98,7 @@ class _Summed(_Bucket):
         self.axes = axes
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
-        self.shared: SharedSum | None = None  # by which the bucket's ranks sum it in memory that they share
+        self.shared: SharedMemoryAllReduce | None = None  # by which the bucket's ranks sum it in memory that they share
         self.wire: torch.Tensor | None = None
         self.work: Any = None
         self.kept: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -134,7 +137,7 @@ class _Summed(_Bucket):
 
     def bind(self, sums: GradientAllReduce) -> None:
         """The sum over its axes. In memory that the ranks share, several gradients lie from the beginning; one alone is
-        let go with the step, and takes no such room."""
+        let go with the step, and takes no such memory."""
         first, shapes = self.parameters[0], [leaf.shape for leaf in self.parameters]
         size, several = sum(map(torch.Size.numel, shapes)), len(shapes) > 1
         self.sum = sums.make(self.axes, size, first.dtype, shapes, first.device)
@@ -168,13 +171,13 @@ class _Summed(_Bucket):
         self.kept = []
 
 
-class _Scattered(_Bucket):
+class _ReduceScatterBucket(_Bucket):
     """Gradients of which each rank keeps a block: what the optimizer updates. The leaves' own are let go."""
 
     unscale = 1.0
 
     def __init__(self, owned: Sequence[OptimizerShards]) -> None:
-        self.bundle = Bundle(owned)
+        self.bundle = ShardBucket(owned)
         self.often = owned[0].often
         self.eager = self.often or owned[0].mixed
         self.wire: torch.Tensor | None = None
@@ -196,18 +199,18 @@ class _Scattered(_Bucket):
     def _take(self, index: int, grad: torch.Tensor | None) -> None:
         if self.wire is None:
             self.wire = self.bundle.wire()
-        here = self.bundle.place(self.wire, index)
+        view = self.bundle.place(self.wire, index)
         if grad is None:
             if not self.there[index]:
-                here.zero_()
+                view.zero_()
             return
         blocks = self.bundle.members[index].cut.blocks(grad)
         if self.there[index]:  # of an earlier microbatch
-            here.add_(blocks, alpha=self.unscale)
+            view.add_(blocks, alpha=self.unscale)
         else:
-            here.copy_(blocks)
+            view.copy_(blocks)
             if self.unscale != 1.0:
-                here.mul_(self.unscale)
+                view.mul_(self.unscale)
         self.there[index], self.parameters[index].grad = True, None
 
     def _any(self) -> bool:
@@ -277,7 +280,7 @@ class GradientReducer:
         self.armed: frozenset[int] = frozenset()  # ids of the leaves whose next gradient is the whole one
         self.lasting = [bucket for bucket in self.buckets if not bucket.often]
         self.next = 0  # of those
-        self.flying: _Scattered | None = None
+        self.flying: _ReduceScatterBucket | None = None
         for bucket in self.buckets:
             if sums is not None:
                 bucket.bind(sums)
@@ -288,7 +291,7 @@ class GradientReducer:
         """Before the first backward of a batch. unscale: what mixed gradients are multiplied with."""
         self.armed, self.next, self.fault = frozenset(), 0, None
         for bucket in self.buckets:
-            if isinstance(bucket, _Scattered):
+            if isinstance(bucket, _ReduceScatterBucket):
                 bucket.unscale = unscale
             bucket.begin()
 
@@ -326,8 +329,8 @@ class GradientReducer:
     def _launch(self, bucket: _Bucket) -> None:
         assert self.comm is not None
         phase, self.comm.phase = self.comm.phase, "step"
-        if isinstance(bucket, _Scattered) and bucket.bundle.axes:
-            # a message and what arrives are held until then: one at a time
+        if isinstance(bucket, _ReduceScatterBucket) and bucket.bundle.axes:
+            # a message and its result are held until it has landed: with one at a time, memory has one bucket more
             self._land()
             self.flying = bucket
         bucket.launch(self.comm)
@@ -353,8 +356,8 @@ class GradientReducer:
 def _hook(
     reducer: weakref.ref[GradientReducer], bucket: weakref.ref[_Bucket], index: int
 ) -> Callable[[torch.Tensor], None]:
-    """What autograd calls when a gradient is there. It holds nothing: a tensor is never collected from a cycle through
-    its own hooks."""
+    """The hook that autograd calls when a gradient is there. It holds weak references only: a tensor is never collected
+    from a cycle through its own hooks."""
 
     def hook(parameter: torch.Tensor) -> None:
         mine, here = reducer(), bucket()
@@ -384,5 +387,5 @@ def _buckets(
     for group in gradient_buckets(keys, bucket_bytes):
         leaves, axes = [parameters[i][0] for i in group], parameters[group[0]][1]
         parts = [owned[id(leaf)] for leaf in leaves if id(leaf) in owned]
-        buckets.append(_Scattered(parts) if parts else _Summed(leaves, axes))
+        buckets.append(_ReduceScatterBucket(parts) if parts else _AllReduceBucket(leaves, axes))
     return buckets

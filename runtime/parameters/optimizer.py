@@ -47,13 +47,13 @@ def name_parameter(leaf: nn.Parameter, name: str, shape: Sequence[int]) -> nn.Pa
 
 def sharded_parameters(plan: Plan) -> list[str]:
     """The parameters of which some device holds only a part."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for stage in plan.stages:
         for chunk in stage.chunks:
             for name, residency in chunk.parameters.items():
                 if any(p.is_shard and size > 1 for p, size in zip(residency.optimizer, stage.mesh_shape, strict=True)):
-                    found[name] = None
-    return list(found)
+                    names[name] = None
+    return list(names)
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
@@ -62,10 +62,10 @@ def make_optimizer(factory: OptimizerFactory, parameters: Iterable[nn.Parameter]
 
     Raises ValueError, alike on every rank, for an optimizer that needs more than a rank holds.
     """
-    own = list(parameters)
-    if not own:
-        own = [name_parameter(nn.Parameter(torch.empty(0, 0)), "", (0, 0))]
-    optimizer = factory(own)
+    owned_parameters = list(parameters)
+    if not owned_parameters:
+        owned_parameters = [name_parameter(nn.Parameter(torch.empty(0, 0)), "", (0, 0))]
+    optimizer = factory(owned_parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optimizer= takes a function from parameters to a torch optimizer, but got {type(optimizer).__name__}"
@@ -124,17 +124,20 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
 
 def optimizer_name(factory: OptimizerFactory) -> str:
     """The class of the optimizer that ``factory`` makes, for the memory of its state: "SGD+momentum", "AdamW", …"""
-    made = factory([nn.Parameter(torch.zeros(1))])
-    momentum = isinstance(made, torch.optim.SGD) and any(group.get("momentum") for group in made.param_groups)
-    return type(made).__name__ + ("+momentum" if momentum else "")
+    optimizer = factory([nn.Parameter(torch.zeros(1))])
+    momentum = isinstance(optimizer, torch.optim.SGD) and any(group.get("momentum") for group in optimizer.param_groups)
+    return type(optimizer).__name__ + ("+momentum" if momentum else "")
 
 
 @dataclass
 class LossScale:
-    """scale: S; good: updates since it changed; skipped: updates that were left out so far."""
+    """The dynamic loss scale S of fp16 training."""
 
+    #: S
     scale: float = 2.0**16
+    #: updates since S changed
     good: int = 0
+    #: updates that were left out so far
     skipped: int = 0
     growth: float = 2.0
     backoff: float = 0.5

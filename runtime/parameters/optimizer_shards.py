@@ -1,14 +1,14 @@
-"""What the optimizer updates, apart from what the program reads.
+"""Optimizer shards and master weights: leaves that the optimizer updates in place of those that the program reads.
 
-Usually both are one leaf. They are not where a plan computes in 16 bits: there the program reads a 16-bit leaf, and
+Usually both are one leaf. They differ where a plan computes in 16 bits: there the program reads a 16-bit leaf, and
 the optimizer updates an fp32 master (Micikevicius et al. 2018). Where a plan cuts the optimizer's state of a
 parameter over mesh axes on which the value is whole (ZeRO-1 and 2: Rajbhandari et al. 2020), the program reads the
-whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the blocks are
-gathered into the leaf::
+whole leaf, the optimizer updates this rank's block of it (``OptimizerShards.parameter``), and after the step the
+blocks are gathered into the leaf::
 
-    reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``Bundle``
+    reduction   leaf.grad of every rank → parameter.grad, sums of blocks     one reduce-scatter per ``ShardBucket``
     update      optimizer.step() on the parameters
-    gather      the parameters of all ranks → leaf                           one all-gather per ``Bundle``
+    gather      the parameters of all ranks → leaf                           one all-gather per ``ShardBucket``
 
 The block shares the leaf's storage where it is contiguous there; otherwise, and as a master, it has storage of its own.
 Sums of a master's gradients are fp32, over microbatches and over ranks; values are gathered in the leaf's type.
@@ -30,7 +30,7 @@ from ...compiler.plan.plan import ParameterSharding, Plan, gradient_buckets
 from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 
-__all__ = ["Bundle", "OptimizerShards", "ValueGatherer", "own_parts"]
+__all__ = ["OptimizerShards", "ShardBucket", "ValueGatherer", "make_optimizer_shards"]
 
 
 @dataclass(eq=False)
@@ -38,48 +38,51 @@ class OptimizerShards:
     """A parameter of which the optimizer has a block, or a master; or, of one that another stage owns, no more than the
     fp32 gradient.
 
-    leaf: as the program reads it; parameter: this rank's block, which the optimizer gets; cut: of the leaf, by no axes
-    if the block is all of it; rest: axes over which the gradient is partial beside those of the cut; often: whether
-    every microbatch reduces it; mixed: whether the block is a master.
     """
 
+    #: the leaf that the program reads
     leaf: nn.Parameter
+    #: this rank's block, which the optimizer updates
     parameter: nn.Parameter
+    #: the division of the leaf into blocks; by no axes if the block is all of it
     cut: Cut
+    #: further axes over which the gradient is partial
     rest: tuple[int, ...] = ()
+    #: True if every microbatch reduces the gradient
     often: bool = False
+    #: True if the block is a master weight
     mixed: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What must agree within a bundle."""
+        """The properties that all members of a bucket share."""
         return self.cut.axes, self.cut.sizes, self.rest, self.often, self.leaf.dtype, self.parameter.dtype
 
 
-def own_parts(
+def make_optimizer_shards(
     plan: Plan,
     stage: int | None,
     leaves: Mapping[str, nn.Parameter],
     masters: Mapping[str, nn.Parameter],
     comm: DistributedComm | None,
-    loose: Sequence[int] = (),
+    independent_axes: Sequence[int] = (),
 ) -> dict[str, OptimizerShards]:
-    """Of this rank's leaves, the trained ones of which the optimizer has another tensor. loose: axes over which no
-    gradients are summed here. ValueError for specs that do not nest."""
+    """Make the shards of this rank's trained leaves of which the optimizer has another tensor. independent_axes: those
+    over which no gradients are summed here. ValueError for specs that do not nest."""
     if stage is None or comm is None:
         return {}
     homes, mixed = plan.stages[stage].homes, plan.precision in PRECISIONS
-    found = {}
+    shards = {}
     for name, leaf in leaves.items():
         home = homes[name]
-        apart = mixed and home.stored == home.compute.value  # else programs gather masters themselves
-        if leaf.requires_grad and (apart or home.stored != home.optimizer):
-            found[name] = _own(leaf, name, home, comm, masters.get(name), mixed)
-            found[name].rest = tuple(axis for axis in found[name].rest if axis not in loose)
-    return found
+        has_master = mixed and home.stored == home.compute.value  # else programs gather masters themselves
+        if leaf.requires_grad and (has_master or home.stored != home.optimizer):
+            shards[name] = _make_shard(leaf, name, home, comm, masters.get(name), mixed)
+            shards[name].rest = tuple(axis for axis in shards[name].rest if axis not in independent_axes)
+    return shards
 
 
-def _own(
+def _make_shard(
     leaf: nn.Parameter,
     name: str,
     residency: ParameterSharding,
@@ -100,7 +103,7 @@ def _own(
     )
 
 
-class Bundle:
+class ShardBucket:
     """Parameters whose blocks travel in one message (see ``compiler.ir.reshard``)."""
 
     def __init__(self, members: Sequence[OptimizerShards]) -> None:
@@ -133,25 +136,26 @@ class ValueGatherer:
         self.owned = owned
         keys = [(o.cut.axes, o.cut.sizes, o.leaf.dtype) if o.cut.axes else None for o in owned]
         groups = gradient_buckets([(key, o.leaf.nbytes) for key, o in zip(keys, owned, strict=True)], bucket_bytes)
-        self.bundles = [Bundle([owned[index] for index in group]) for group in groups]
+        self.bundles = [ShardBucket([owned[index] for index in group]) for group in groups]
 
     def run(self) -> None:
         """Every leaf becomes what the ranks of its axes own of it. Collective."""
         if self.comm is None:
             return
-        here = [owned for owned in self.owned if not owned.cut.axes]
-        if here:
-            torch._foreach_copy_([o.leaf.detach() for o in here], [o.parameter.detach() for o in here])
+        ungathered = [owned for owned in self.owned if not owned.cut.axes]
+        if ungathered:
+            torch._foreach_copy_([o.leaf.detach() for o in ungathered], [o.parameter.detach() for o in ungathered])
         phase, self.comm.phase = self.comm.phase, "step"
         started = [self._start(bundle) for bundle in self.bundles[:1]]
         for bundle, following in pairwise([*self.bundles, None]):
+            # one gather ahead: more would hold several buckets at once
             if following is not None:
                 started.append(self._start(following))
             assert bundle is not None
-            _spread(bundle, started.pop(0).wait())
+            _scatter_values(bundle, started.pop(0).wait())
         self.comm.phase = phase
 
-    def _start(self, bundle: Bundle) -> Any:
+    def _start(self, bundle: ShardBucket) -> Any:
         assert self.comm is not None
         blocks = [owned.parameter.detach().reshape(-1).to(owned.leaf.dtype) for owned in bundle.members]
         mine = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
@@ -173,6 +177,6 @@ class ValueGatherer:
 
 
 @torch.no_grad()
-def _spread(bundle: Bundle, wire: torch.Tensor) -> None:
+def _scatter_values(bundle: ShardBucket, wire: torch.Tensor) -> None:
     for index, owned in enumerate(bundle.members):
         owned.cut.blocks(owned.leaf).copy_(bundle.place(wire, index))

@@ -28,7 +28,7 @@ from ...compiler.ir.spec import Spec
 from ...compiler.plan.cross_mesh import MeshLayout, cut
 from ...compiler.plan.plan import Plan, parameter_stages
 from ..transport.cross_mesh import transfer_now, wire
-from ..transport.error_propagation import agree
+from ..transport.error_propagation import raise_on_all_ranks
 from ..transport.process_groups import DistributedComm
 from .optimizer import name_parameter
 from .tied import parameter_layout
@@ -74,10 +74,10 @@ class ModelInfo:
                 parameters[source.name] = ParameterInfo(node.meta["type"], source.aliases, source.requires_grad)
             else:
                 buffers[source.name] = BufferInfo(node.meta["type"], source.aliases, source.persistent, node.name)
-        known = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
-        known |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
+        known_names = {alias for name, p in parameters.items() for alias in (name, *p.aliases)}
+        known_names |= {alias for name, b in buffers.items() for alias in (name, *b.aliases)}
         for name, parameter in model.named_parameters():
-            if name not in known:
+            if name not in known_names:
                 kind = TensorType(tuple(parameter.shape), parameter.dtype)
                 parameters[name] = ParameterInfo(kind, (), parameter.requires_grad)
         return cls(parameters, buffers)
@@ -87,12 +87,12 @@ def without_values(model: nn.Module) -> nn.Module:
     """The model on the meta device, tied as it is, so that whole weights live no longer than their owner keeps them;
     the model itself where it cannot be copied."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    twins = {
+    meta_tensors = {
         id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) if isinstance(x, nn.Parameter) else x.to("meta")
         for _, x in tensors
     }
     try:
-        return copy.deepcopy(model, twins)
+        return copy.deepcopy(model, meta_tensors)
     except Exception:  # a module may hold what no copy can be made of: a lock, an open file
         return model
 
@@ -125,9 +125,9 @@ class ParameterState:
         placed = parameter_stages(plan.stages)
         self.homes: dict[str, tuple[int, ...]] = dict(placed)  # the first stage is the tensor's owner
         for name in info.buffers:
-            found = [index for index, specs in enumerate(buffer_specs) if name in specs]
+            holders = [index for index, specs in enumerate(buffer_specs) if name in specs]
             writer = buffer_writers.get(name)
-            self.homes[name] = tuple(([writer] if writer is not None else []) + [s for s in found if s != writer])
+            self.homes[name] = tuple(([writer] if writer is not None else []) + [s for s in holders if s != writer])
         unknown = [name for name in placed if name not in info.parameters]
         if unknown:
             raise ValueError(
@@ -136,14 +136,14 @@ class ParameterState:
         self._mesh: DeviceMesh | None = None
 
     def layout(self, name: str, stage: int) -> MeshLayout:
-        """Where the parameter or buffer lives on a stage that holds it."""
+        """The layout of the parameter or buffer on a stage that holds it."""
         if name in self.info.parameters:
             return parameter_layout(self.plan, stage, name)
         here = self.plan.stages[stage]
         return MeshLayout(here.devices, here.mesh_shape, self.buffer_specs[stage][name])
 
     def value_layout(self, name: str, stage: int) -> MeshLayout:
-        """Where the value that state dicts show lives on a stage that holds it."""
+        """The layout, on a stage that holds it, of the value that state dicts show."""
         mastered = name in self.info.parameters and self._has_master(name, stage)
         return parameter_layout(self.plan, stage, name, "optimizer") if mastered else self.layout(name, stage)
 
@@ -157,7 +157,7 @@ class ParameterState:
         return trained and stage == self.homes[name][0] and not self._is_gathered(name, stage)
 
     def _is_gathered(self, name: str, stage: int) -> bool:
-        """Whether programs gather the parameter themselves."""
+        """True if programs gather the parameter themselves."""
         home = self.plan.stages[stage].homes[name]
         return home.stored != home.compute.value
 
@@ -181,16 +181,17 @@ class ParameterState:
         seeded by (seed, name), so the values do not depend on the plan. Raises ValueError on every rank if a tensor has
         neither.
         """
-        given = _tensors(weights)
-        have = [
-            next((alias for alias in self.names(name) if _real(given.get(alias))), None) for name, _ in self.types()
+        tensors = _tensors(weights)
+        available = [
+            next((alias for alias in self.names(name) if _has_values(tensors.get(alias))), None)
+            for name, _ in self.types()
         ]
         shared: list[Any] = [
-            (have, {n: tuple(given[a].shape) for (n, _), a in zip(self.types(), have, strict=True) if a})
+            (available, {n: tuple(tensors[a].shape) for (n, _), a in zip(self.types(), available, strict=True) if a})
         ]
         dist.broadcast_object_list(shared, src=0)
-        found, shapes = shared[0]
-        lacking = [name for (name, _), alias in zip(self.types(), found, strict=True) if alias is None]
+        source_names, shapes = shared[0]
+        lacking = [name for (name, _), alias in zip(self.types(), source_names, strict=True) if alias is None]
         if lacking and init is None:
             raise ValueError(
                 f"weights are needed for every tensor, but got none on rank 0 for {len(lacking)} "
@@ -202,23 +203,23 @@ class ParameterState:
                 raise ValueError(f"{name!r} has shape {list(kind.shape)} in the plan, but got {list(shapes[name])}")
         fault: Exception | None = None  # of init, on this rank: told to all ranks after the last broadcast
         whole: torch.Tensor | None = None
-        for (name, kind), alias in zip(self.types(), found, strict=True):
+        for (name, kind), alias in zip(self.types(), source_names, strict=True):
             needed = self.stage in self.homes.get(name, ()) or (self.rank == 0 and not self.homes.get(name))
             if alias is not None:
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
                 if self.rank == 0:
-                    whole.copy_(given[alias].detach())
+                    whole.copy_(tensors[alias].detach())
                 dist.broadcast(wire(whole), 0)
             elif needed and fault is None:
                 assert init is not None
                 try:
-                    whole = _initial(name, kind, init, seed).to(self.device)
+                    whole = _make_initial(name, kind, init, seed).to(self.device)
                 except Exception as error:
                     fault = error
             if needed and whole is not None:
                 self._keep(name, whole)
             whole = None  # before the next one is made: one whole tensor at a time
-        agree(fault)
+        raise_on_all_ranks(fault)
 
     def _keep(self, name: str, whole: torch.Tensor) -> None:
         if not self.homes.get(name):
@@ -229,8 +230,8 @@ class ParameterState:
             self.buffers[name] = self._block(whole, self.layout(name, self.stage), whole.dtype)
             return
         kind, trained = self.info.parameters[name].type, self.info.parameters[name].requires_grad
-        own = trained and self._is_gathered(name, self.stage)
-        dtype = kind.dtype if own else computed_type(kind, self.plan.precision).dtype
+        is_gathered = trained and self._is_gathered(name, self.stage)
+        dtype = kind.dtype if is_gathered else computed_type(kind, self.plan.precision).dtype
         places = [(self.parameters, self.layout(name, self.stage), dtype)]
         if self._has_master(name, self.stage):
             places.append((self.masters, self.value_layout(name, self.stage), kind.dtype))
@@ -286,7 +287,7 @@ class ParameterState:
         The DTensors share memory with the live parameters. owned_only: leave out tied copies and buffers that another
         stage owns.
         """
-        out: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name, kind in self.types():
             if name in self.info.buffers and not self.info.buffers[name].persistent:
                 continue
@@ -295,8 +296,8 @@ class ParameterState:
                 continue
             value = self.unplaced.get(name) if local is None else self.as_dtensor(local, name, kind.shape)
             if value is not None:
-                out.update(dict.fromkeys(self.names(name), value))
-        return out
+                tensors.update(dict.fromkeys(self.names(name), value))
+        return tensors
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take values by any of a tensor's names: whole tensors, or DTensors as ``state_dict`` makes them. Tied copies
@@ -328,21 +329,23 @@ class ParameterState:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original names → whole CPU tensors on rank 0, empty elsewhere; loads strictly into the original model.
         Collective."""
-        out: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, _ in self.types():
             if name in self.info.buffers and not self.info.buffers[name].persistent:
                 continue
             whole = self._on_first(name)
             if whole is not None:
-                out.update(dict.fromkeys(self.names(name), whole.cpu()))
-        return out
+                tensors.update(dict.fromkeys(self.names(name), whole.cpu()))
+        return tensors
 
     def whole(self, name: str) -> torch.Tensor:
         """One whole tensor on every rank. Collective."""
         kind = dict(self.types())[name]
-        found = self._on_first(name)
+        on_first_rank = self._on_first(name)
         whole = (
-            torch.empty(kind.shape, dtype=kind.dtype, device=self.device) if found is None else found.to(self.device)
+            torch.empty(kind.shape, dtype=kind.dtype, device=self.device)
+            if on_first_rank is None
+            else on_first_rank.to(self.device)
         )
         dist.broadcast(wire(whole), 0)
         return whole
@@ -374,18 +377,18 @@ def _tensors(weights: Weights | None) -> dict[str, torch.Tensor]:
     return dict(weights)
 
 
-def _real(x: torch.Tensor | None) -> bool:
+def _has_values(x: torch.Tensor | None) -> bool:
     return x is not None and x.device.type != "meta"
 
 
-def _initial(name: str, kind: TensorType, init: Init, seed: int) -> torch.Tensor:
+def _make_initial(name: str, kind: TensorType, init: Init, seed: int) -> torch.Tensor:
     """Call ``init`` for one whole CPU tensor under a generator of its own."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     whole = torch.empty(kind.shape, dtype=kind.dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
-        made = init(name, whole)
-    made = whole if made is None else made.detach()
-    if tuple(made.shape) != kind.shape:
-        raise ValueError(f"init must give {name!r} the shape {list(kind.shape)}, but got {list(made.shape)}")
-    return made.to(kind.dtype)
+        value = init(name, whole)
+    value = whole if value is None else value.detach()
+    if tuple(value.shape) != kind.shape:
+        raise ValueError(f"init must give {name!r} the shape {list(kind.shape)}, but got {list(value.shape)}")
+    return value.to(kind.dtype)

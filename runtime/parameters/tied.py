@@ -1,4 +1,4 @@
-"""Parameters that several stages hold, and where each stage keeps what of them.
+"""Tied parameters: those that several stages hold.
 
 Such a parameter has an owner, the first of its stages. The others send it their reduced gradient and get the updated
 value back, so all copies stay bit-equal. A gradient travels from where the copy's stage leaves it after the reduction
@@ -27,11 +27,11 @@ _TIED_TAG = 1 << 30
 
 
 def parameter_layout(plan: Plan, stage: int, name: str, of: str = "stored") -> MeshLayout:
-    """Where a parameter's value lives on that stage; ``of``: or its "gradient" after the reduction, or its "optimizer"
-    state."""
-    here = plan.stages[stage]
-    spec: Spec = getattr(here.homes[name], of)
-    return MeshLayout(here.devices, here.mesh_shape, spec)
+    """The layout of a parameter's value on that stage; ``of``: or of its "gradient" after the reduction, or of its
+    "optimizer" state."""
+    stage_plan = plan.stages[stage]
+    spec: Spec = getattr(stage_plan.homes[name], of)
+    return MeshLayout(stage_plan.devices, stage_plan.mesh_shape, spec)
 
 
 class TiedParameters:

@@ -13,7 +13,7 @@ What has been measured is on disk every few seconds, so that an interrupted prof
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -42,12 +42,12 @@ from ...costmodel.profiled import (
 )
 from ...costmodel.profiler import Engine, ProfileState, Progress, Task, TaskRecord
 from ...costmodel.tables import machine
-from ..errors import AbsentRankError
-from ..transport.error_propagation import agree, alike, from_first
-from ..transport.launch import call_roll, ensure_initialized, missing_ranks, world_store
+from ..errors import MissingRankError
+from ..transport.error_propagation import broadcast_from_rank0, fail_together, raise_on_all_ranks
+from ..transport.launch import await_all_ranks, ensure_initialized, missing_ranks, world_store
 from . import probes as over_ranks
 from .message_probes import PACE_S
-from .probes import KINDS, OWN, ROOTED, ConcurrentGroups, Ranks
+from .probes import COLLECTIVES, OWN_ALGORITHMS, ROOTED_COLLECTIVES, ConcurrentGroups, Ranks
 from .profile_store import ProfileStore, gather_facts
 
 __all__ = ["QUICK_BUDGET_S", "default_cluster", "profile"]
@@ -56,13 +56,13 @@ QUICK_BUDGET_S = 4.0  # on an idle machine it is through before
 QUICK_PACE_S = 0.002
 KIB, MIB = 1 << 10, 1 << 20
 # each in order of value: the ends first, so that a fit has both wherever the budget ends
-_COARSE = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
-_FINE = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
-_QUICK = (KIB, MIB, 8 * MIB)
-_VISITS, _AGAIN = 3, 2  # of every task; and once everything was visited
-_LEAST = 0.05  # of the budget, for what no plan can do without
+_COARSE_SIZES = (KIB, 512 * KIB, 4 * MIB, 64 * KIB, 32 * MIB)  # two that every link has time for, then larger ones
+_FINE_SIZES = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
+_QUICK_SIZES = (KIB, MIB, 8 * MIB)
+_VISITS, _REPEAT_VISITS = 3, 2  # of every task; and once everything was visited
+_MIN_SHARE = 0.05  # of the budget, for what no plan can do without
 _CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
-_LARGEST = {"cpu": 64 * MIB, "cuda": 512 * MIB}
+_MAX_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
 
 
 def profile(
@@ -94,18 +94,20 @@ def profile(
         raise ValueError(f"a budget is a positive number of seconds, but got {budget_s}; give it a few")
     ensure_initialized()
     _check_size(mesh, base)
-    call_roll("profiling", timeout_s)
+    await_all_ranks("profiling", timeout_s)
     try:
-        return _Profile(
-            QUICK_BUDGET_S if quick else budget_s, quick, list(probes), base, path, progress, resume, timeout_s, pace,
-            (() if quick else _CODES) if codes is None else codes,
-        ).run()  # fmt: skip
+        measured_codes = (() if quick else _CODES) if codes is None else codes
+        request = _ProfileRequest(
+            QUICK_BUDGET_S if quick else budget_s, quick, tuple(probes), base, path, progress, resume, timeout_s, pace,
+            tuple(measured_codes),
+        )  # fmt: skip
+        return _Profiler(request).run()
     except RuntimeError as error:
         rank, world = dist.get_rank(), dist.get_world_size()
         missing = missing_ranks("the end of profiling", min(timeout_s, 10.0), world_store(), rank, world)
         if missing:
             names = ", ".join(map(str, missing))
-            raise AbsentRankError(
+            raise MissingRankError(
                 f"every rank takes part in profiling to its end, but got no answer from rank {names} any more; "
                 "start again (what was measured is kept)"
             ) from error
@@ -113,11 +115,11 @@ def profile(
 
 
 def default_cluster(codes: Sequence[str] = ()) -> Cluster:
-    """What these ranks plan on where nobody says: their quick profile, from the cache if there is one, with the rates
-    of ``codes``, which take less than a second. Collective."""
-    found = profile(quick=True)
-    lacking = [code for code in codes if code != "none" and found.device(0).coding_rate(code) is None]
-    return profile(quick=True, base=found, codes=lacking) if lacking else found
+    """The cluster that these ranks plan on by default: their quick profile, from the cache if there is one, with the
+    rates of ``codes``, which take less than a second. Collective."""
+    cluster = profile(quick=True)
+    lacking = [code for code in codes if code != "none" and cluster.device(0).coding_rate(code) is None]
+    return profile(quick=True, base=cluster, codes=lacking) if lacking else cluster
 
 
 def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) -> None:
@@ -131,31 +133,47 @@ def _check_size(mesh: DeviceMesh | Mesh | Cluster | None, base: Cluster | None) 
             )
 
 
-class _Profile:
+@dataclass(frozen=True)
+class _ProfileRequest:
+    """The arguments of ``profile``, with its defaults filled in."""
+
+    budget_s: float
+    quick: bool
+    #: exact ops to measure as well
+    probes: tuple[Probe, ...]
+    #: a cluster of which only the gaps are measured
+    base: Cluster | None
+    #: the file of the result
+    path: str | Path | None
+    progress: Progress | None
+    #: continue an interrupted profile
+    resume: bool
+    #: seconds that a rank may be silent
+    timeout_s: float
+    #: the computation before and beside each collective; None: matmuls
+    pace: Callable[[], object] | None
+    #: compressors to measure
+    codes: tuple[str, ...]
+
+    @property
+    def is_cacheable(self) -> bool:
+        """True if the request asks for nothing beyond a quick profile, so that the cached table answers it."""
+        return self.quick and self.base is None and not self.probes and self.pace is None and not self.codes
+
+
+class _Profiler:
     """One run of the profiler on this rank."""
 
-    def __init__(
-        self,
-        budget_s: float,
-        quick: bool,
-        probes: Sequence[Probe],
-        base: Cluster | None,
-        path: str | Path | None,
-        progress: Progress | None,
-        resume: bool,
-        timeout_s: float,
-        pace: Callable[[], object] | None,
-        codes: Sequence[str],
-    ) -> None:
-        self.codes = codes
-        self.budget_s, self.quick, self.probes, self.base, self.path = budget_s, quick, probes, base, path
-        self.pace = pace
-        self.cacheable = quick and base is None and not probes and pace is None and not codes
+    def __init__(self, request: _ProfileRequest) -> None:
+        self.request = request
+        self.budget_s, self.quick, self.probes, self.base = (
+            request.budget_s, request.quick, request.probes, request.base,
+        )  # fmt: skip
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.progress = progress if self.rank == 0 else None
-        self.resume, self.timeout_s, self.started = resume, timeout_s, perf_counter()
+        self.progress = request.progress if self.rank == 0 else None
+        self.timeout_s, self.started = request.timeout_s, perf_counter()
         self.facts = gather_facts(self.device)
         self.hosts = [facts.host for facts in self.facts]
         mine, machines = self.facts[self.rank], [facts.machine for facts in self.facts]
@@ -164,20 +182,20 @@ class _Profile:
         self.measures_ops = mine.kind != "cpu" or place < mine.cores
         self.names = list(dict.fromkeys(facts.device for facts in self.facts))
         self.suffix = f"@{self.names.index(mine.device)}"
-        self.store = ProfileStore(self.facts, self.slowdown, path)
+        self.store = ProfileStore(self.facts, self.slowdown, request.path)
         ops = grid(mine.kind)
-        self.ops = coarse(ops) if quick else ops
+        self.ops = coarse(ops) if self.quick else ops
         self.state = ProfileState(self.store.about)
 
     # ---- the run
 
     def run(self) -> Cluster:
         """Measure and tell everyone."""
-        if self.cacheable and (cached := self.store.cached()) is not None:
+        if self.request.is_cacheable and (cached := self.store.cached()) is not None:
             return cached
-        if self.resume and not self.quick:
+        if self.request.resume and not self.quick:
             self.state = self.store.earlier()
-        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.pace, QUICK_PACE_S if self.quick else PACE_S)
+        ranks = Ranks(self.device, max(self.timeout_s, 30.0), self.request.pace, QUICK_PACE_S if self.quick else PACE_S)
         wires = self._wire_tasks(ranks) if self.world > 1 and not (self.base and self.base.wires) else []
         known = self.base is not None and bool(self.base.device(0).curves)
         memory = min(self.facts[self.rank].memory_bytes / 8, 2e9)
@@ -197,17 +215,17 @@ class _Profile:
         try:
             self._alone(facts, 1.0, "facts", 1)
             self._together(ranks, wires, shares[0], "collectives", visits)
-            self._alone(ops, shares[1], "ops", visits, _LEAST)
-            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _LEAST)
+            self._alone(ops, shares[1], "ops", visits, _MIN_SHARE)
+            self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _MIN_SHARE)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:
-                task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap, ranks), width=3)
+                task = Task("fact/overlap", "fact/overlap", 0.0, partial(over_ranks.overlap_probe, ranks), width=3)
                 self._together(ranks, [task], shares[2] + 0.03, "overlap", 1)
             self._alone(exact, shares[3], "exact ops", visits)
             if not self.quick:
                 several = sum(f.device == self.facts[self.rank].device for f in self.facts)  # whose visits are together
-                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _AGAIN)
-                self._together(ranks, wires, 1.0, "again", _VISITS + _AGAIN)
+                self._alone([*exact, *ops], 0.95, "again", _VISITS * several + _REPEAT_VISITS)
+                self._together(ranks, wires, 1.0, "again", _VISITS + _REPEAT_VISITS)
         finally:
             ranks.close()
         return self._finish()
@@ -239,8 +257,8 @@ class _Profile:
         except Exception as error:
             fault = error
         left = max(until - perf_counter(), 0.0)
-        call_roll("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
-        agree(fault)
+        await_all_ranks("profiling", left + self.timeout_s)  # a rank that hangs is named, not waited for
+        raise_on_all_ranks(fault)
         new = {}
         for key, record in local.records.items():
             visits_before, samples_before = before.get(key, (0, 0))
@@ -265,10 +283,10 @@ class _Profile:
 
     def _wire_tasks(self, ranks: Ranks) -> list[Task]:
         """In order of value: what every plan of the whole world asks for at a few sizes, then the rest."""
-        axes, sends = over_ranks.forms(self.hosts), over_ranks.send_forms(self.hosts)
+        axes, sends = over_ranks.group_forms(self.hosts), over_ranks.send_forms(self.hosts)
         whole = [form for form in axes if form.size * form.groups == self.world]
         parts = [form for form in axes if form.size * form.groups != self.world]
-        largest = min(_LARGEST[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
+        largest = min(_MAX_BYTES[self.facts[0].kind], min(f.memory_bytes for f in self.facts) // 64)
 
         def tasks(kinds: Sequence[str], among: Sequence[ConcurrentGroups], sizes: Sequence[int]) -> list[Task]:
             return [
@@ -276,18 +294,23 @@ class _Profile:
                 for nbytes in sizes if nbytes <= largest for form in among for kind in kinds
             ]  # fmt: skip
 
-        coarse = _QUICK if self.quick else _COARSE
+        coarse = _QUICK_SIZES if self.quick else _COARSE_SIZES
         first = [  # the smaller sizes of all before the larger ones of any: on slow links those take the whole budget
             task for nbytes in coarse
-            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(KINDS, whole, (nbytes,)))
+            for task in (*tasks(("send",), sends, (nbytes,)), *tasks(COLLECTIVES, whole, (nbytes,)))
         ]  # fmt: skip
         if self.quick:
             return first
         return [
-            *first, *tasks(KINDS, parts, coarse), *tasks(KINDS, whole, _FINE), *tasks(("send",), sends, _FINE),
-            *tasks(ROOTED, whole, coarse), *tasks(KINDS, parts, _FINE), *tasks(ROOTED, parts, coarse),
-            *tasks(OWN if dist.get_backend() == "gloo" else (), whole, coarse),
-        ]  # fmt: skip
+            *first,
+            *tasks(COLLECTIVES, parts, coarse),
+            *tasks(COLLECTIVES, whole, _FINE_SIZES),
+            *tasks(("send",), sends, _FINE_SIZES),
+            *tasks(ROOTED_COLLECTIVES, whole, coarse),
+            *tasks(COLLECTIVES, parts, _FINE_SIZES),
+            *tasks(ROOTED_COLLECTIVES, parts, coarse),
+            *tasks(OWN_ALGORITHMS if dist.get_backend() == "gloo" else (), whole, coarse),
+        ]
 
     def _wire_task(self, ranks: Ranks, kind: str, form: ConcurrentGroups, nbytes: int) -> Task:
         series = f"wire/{kind}/{form.key}"
@@ -297,35 +320,35 @@ class _Profile:
     def _optimizer_tasks(self) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).optimizers} if self.base is not None else set()
         names = ("AdamW",) if self.quick else tuple(over_ranks.OPTIMIZERS)
-        sizes = over_ranks.OPTIMIZED[:-1] if self.quick else over_ranks.OPTIMIZED
+        sizes = over_ranks.OPTIMIZER_SIZES[:-1] if self.quick else over_ranks.OPTIMIZER_SIZES
         return [
             Task(f"optimizer/{name}/{tensors}x{elements}", f"optimizer/{name}", float(tensors * elements),
-                 partial(over_ranks.optimizer_step, name, tensors, elements, self.device))
+                 partial(over_ranks.optimizer_probe, name, tensors, elements, self.device))
             for name in names if name not in known for tensors, elements in sizes
         ]  # fmt: skip
 
     def _coding_tasks(self, pace: Callable[[], object]) -> list[Task]:
         known = {rate.name for rate in self.base.device(0).codings} if self.base is not None else set()
-        sizes = over_ranks.CODED[:-1] if self.quick else over_ranks.CODED
+        sizes = over_ranks.CODED_LENGTHS[:-1] if self.quick else over_ranks.CODED_LENGTHS
         return [
             Task(f"coding/{name}/{elements}", f"coding/{name}", float(elements),
-                 partial(over_ranks.coded_sum, name, elements, self.device, pace))
-            for elements in sizes for name in self.codes if name not in known and name != "none"
+                 partial(over_ranks.coded_sum_probe, name, elements, self.device, pace))
+            for elements in sizes for name in self.request.codes if name not in known and name != "none"
         ]  # fmt: skip
 
     # ---- the result
 
     def _finish(self) -> Cluster:
         text = ""
-        with alike():
+        with fail_together():
             if self.rank == 0:
                 cluster = self._cluster()
-                if self.path is not None:
-                    cluster.save(self.path)
+                if self.request.path is not None:
+                    cluster.save(self.request.path)
                 # a table with gaps is worth a profile, not a place in the cache
-                self.store.finish(cluster, self.pace is None, keep=not (self.quick and self.state.skipped))
+                self.store.finish(cluster, self.request.pace is None, keep=not (self.quick and self.state.skipped))
                 text = cluster.to_json()
-        return Cluster.from_json(from_first(lambda: text))
+        return Cluster.from_json(broadcast_from_rank0(lambda: text))
 
     def _cluster(self) -> Cluster:
         provenance = self._provenance()
@@ -336,8 +359,8 @@ class _Profile:
         for number, name in enumerate(self.names):
             facts = next(facts for facts in self.facts if facts.device == name)
             mine = view(self.state, f"@{number}")
-            made = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
-            devices[name] = with_overlap(made, self.state)
+            device = measured_device(facts, self.ops, mine, self.state, self.slowdown, source)
+            devices[name] = with_overlap(device, self.state)
         wires = wires_of(self.state)
         inner = inner_link(self.facts[0].kind, wires, self.slowdown)
         hosts = []
@@ -366,9 +389,13 @@ class _Profile:
         for key in ("seconds", "samples"):
             after[key] = f"{float(before.get(key, 0)) + float(after[key]):.10g}"
         known = {key.partition("@")[0] for key in self.state.records}
-        left = [entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known]
-        left += [entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in left]
-        skipped = {"skipped": "; ".join(left)} if left else {}
+        still_skipped = [
+            entry for entry in before.pop("skipped", "").split("; ") if entry and entry.split("@")[0] not in known
+        ]
+        still_skipped += [
+            entry for entry in after.pop("skipped", "").split("; ") if entry and entry not in still_skipped
+        ]
+        skipped = {"skipped": "; ".join(still_skipped)} if still_skipped else {}
         return replace(
             base,
             hosts=tuple(hosts),

@@ -1,4 +1,4 @@
-"""How many bytes a block of code keeps alive at its worst: storages of tensors, and the process's resident set beside.
+"""A meter of the peak memory of a block of code: storages of tensors, and the resident set of the process.
 
 On CPUs the profiler of torch reports every allocation and release of its allocator. It does not know what was allocated
 before it started, so those storages are counted once at the start, and each reports its own release into the same
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass
 class Reading:
-    """What ``live_bytes`` found; filled in when its block ends.
+    """The result of ``live_bytes``, filled in when its block ends.
 
     start_bytes, peak_bytes, end_bytes: storages of tensors on the device; None if they could not be counted, and
     ``why`` says why. peak_rss_bytes: of the whole process; since the block began where ``rss_was_reset``, else since
@@ -103,10 +103,10 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
             reading.peak_rss_bytes = peak_rss_bytes()
         return
     gc.collect()  # garbage is not the block's, nor is its end
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _patient():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _waits_until_released():
         alive = storages_alive()
         start = sum(alive.values())
-        watched = [weakref.ref(storage, _reporter(size)) for storage, size in alive.items()]
+        watched = [weakref.ref(storage, _release_reporter(size)) for storage, size in alive.items()]
         del alive
         try:
             yield reading
@@ -118,7 +118,7 @@ def live_bytes(device: torch.device | str = "cpu") -> Iterator[Reading]:
 
 
 @contextmanager
-def _patient() -> Iterator[None]:
+def _waits_until_released() -> Iterator[None]:
     """Whoever waits for a collective keeps what it was given until the thread that carried it has let go of it."""
     if not dist.is_available():
         yield
@@ -138,7 +138,7 @@ def _patient() -> Iterator[None]:
         work.wait = original
 
 
-def _reporter(size: int) -> Any:
+def _release_reporter(size: int) -> Any:
     def report(_: Any) -> None:
         with record_function(f"{_FREED}{size}"):
             pass
@@ -148,7 +148,7 @@ def _reporter(size: int) -> Any:
 
 def storages_alive(device_type: str = "cpu") -> dict[torch.UntypedStorage, int]:
     """Every storage of tensors on the device that Python can reach, gradients included → its bytes."""
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if not issubclass(type(thing), torch.Tensor):
             continue
@@ -158,8 +158,8 @@ def storages_alive(device_type: str = "cpu") -> dict[torch.UntypedStorage, int]:
                 continue  # a wrapper's parts are found by themselves
             storage = x.untyped_storage()
             if storage.nbytes():
-                found.setdefault(storage.data_ptr(), storage)
-    return {storage: storage.nbytes() for storage in found.values()}
+                storages.setdefault(storage.data_ptr(), storage)
+    return {storage: storage.nbytes() for storage in storages.values()}
 
 
 def _trace(profiler: Any) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def _trace(profiler: Any) -> list[dict[str, Any]]:
 def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str, Window]]:
     """The count after every event, as the whole block and each window saw it."""
     now = peak = start
-    made: dict[int, int] = {}  # address → bytes of a block of this session
+    block_bytes: dict[int, int] = {}  # address → bytes of a block of this session
     open_: dict[str, tuple[float, int, int]] = {}  # window → (its end, bytes at its start, peak so far)
     done: dict[str, Window] = {}
     for event in events:
@@ -184,9 +184,9 @@ def _replay(events: list[dict[str, Any]], start: int) -> tuple[Window, dict[str,
         if name == "[memory]" and event["args"].get("Device Type") == 0:
             size, address = int(event["args"]["Bytes"]), event["args"]["Addr"]
             if size > 0:
-                made[address] = size
+                block_bytes[address] = size
             # the profiler may take a block from before it started for one of an earlier session
-            now += size if size > 0 else -made.pop(address, 0)
+            now += size if size > 0 else -block_bytes.pop(address, 0)
         elif name.startswith(_FREED) and event.get("ph") == "X":
             now -= int(name.removeprefix(_FREED))
         elif name.startswith(_WINDOW) and event.get("ph") == "X":

@@ -1,4 +1,4 @@
-"""What the profiler measures of messages between two stages, as the runtime sends them.
+"""Measurements of messages between two stages, sent as the runtime sends them.
 
 A transfer leaves a rank that computes on. In some schedules it meets one that waits: a relay measures how long it is on
 its way then. In others both ends compute, and a message costs what it takes from them: its bytes are moved by the
@@ -20,11 +20,11 @@ from ...compiler.plan.cross_mesh import Tile
 from ..transport.cross_mesh import Port
 from ..transport.shared_memory import SharedMemoryMessages
 
-__all__ = ["PACE_S", "SLOW_S", "RankPair", "message", "samples_of", "seconds_of"]
+__all__ = ["PACE_S", "SLOW_S", "RankPair", "sample_count", "time_call", "time_messages"]
 
 
-_MOST_PACES = 8  # beside messages that cross
-_ALONE, _CROSSINGS = 2, 4
+_MAX_PACES = 8  # beside messages that cross
+_ALONE_SAMPLES, _CROSSING_SAMPLES = 2, 4
 _TAG = 1 << 29  # beyond the tags of any plan's transfers
 
 
@@ -42,7 +42,7 @@ class RankPair:
 
     def __init__(
         self, ranks: tuple[int, ...], groups: Sequence[Any], rank: int, nbytes: int, device: torch.device,
-        near: SharedMemoryMessages | None,
+        shared_memory: SharedMemoryMessages | None,
     ) -> None:  # fmt: skip
         self.x = torch.ones(max(nbytes // 4, 1), device=device)
         box = ((0, self.x.numel()),)
@@ -50,7 +50,7 @@ class RankPair:
         there, back = (
             Port.make(
                 [Tile(source, target, box, box)], rank, tag, (self.x.numel(),), self.x.dtype,
-                device=device, group=group, near=near,
+                device=device, group=group, shared_memory=shared_memory,
             )
             for source, target, tag, group in ((first, second, _TAG, groups[0]), (second, first, _TAG + 1, groups[1]))
         )  # fmt: skip
@@ -103,7 +103,7 @@ def _finish(sent: list[tuple[Any, torch.Tensor]]) -> None:
         work.wait()
 
 
-def message(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], int]:
+def time_messages(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], int]:
     """The mean seconds of a message from turns of a relay, half a turn without its own compute; and, not among these,
     for how long it keeps its ends from computing: while it is started, or, if that is more, while two cross. Then the
     samples behind them. Collective; pair: None on ranks that only agree."""
@@ -115,7 +115,7 @@ def message(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], int]:
             ranks.pace()
             return 0.0
         start = perf_counter()
-        posts.append(pair.turn(ranks.pace, lambda: own.append(seconds_of(ranks.pace, ranks.device))))
+        posts.append(pair.turn(ranks.pace, lambda: own.append(time_call(ranks.pace, ranks.device))))
         return perf_counter() - start
 
     if pair is not None:
@@ -126,25 +126,25 @@ def message(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], int]:
     first = timed()
     (once,) = ranks.agree([first])
     turns = [(first, 0)]
-    count = samples_of(once, 4 * PACE_S)
+    count = sample_count(once, 4 * PACE_S)
     if count > 1:
         turns = sorted((timed(), k) for k in range(1, count + 1))[:-1]
     away = [k for _, k in turns]
     whole = None if pair is None else sum(seconds / 2 - own[k] for seconds, k in turns) / len(turns)
     post = ranks.mean(None if pair is None else sum(posts[k] for k in away) / len(away))
     way = ranks.mean(whole)
-    crossed = _crossed(ranks, pair, way) if count > 1 else 0.0
+    crossed = _time_crossings(ranks, pair, way) if count > 1 else 0.0
     if pair is not None:
         pair.close()
     return [max(way - post, 1e-7), max(post, crossed)], count
 
 
-def _crossed(ranks: _Ranks, pair: RankPair | None, way_s: float) -> float:
+def _time_crossings(ranks: _Ranks, pair: RankPair | None, way_s: float) -> float:
     """The mean seconds by which two messages that cross lengthen the compute beside them; 0 where they are so long on
     their way that it would have to be very long."""
-    (once,) = ranks.agree([seconds_of(ranks.pace, ranks.device)])
+    (once,) = ranks.agree([time_call(ranks.pace, ranks.device)])
     paces = ceil(2 * way_s / max(once, 1e-6))
-    if paces > _MOST_PACES:
+    if paces > _MAX_PACES:
         return 0.0
 
     def compute() -> None:
@@ -153,11 +153,11 @@ def _crossed(ranks: _Ranks, pair: RankPair | None, way_s: float) -> float:
 
     def timed(call: Callable[[], None]) -> float:
         ranks.agree([0.0])  # start together
-        return seconds_of(call, ranks.device)
+        return time_call(call, ranks.device)
 
     crossing = compute if pair is None else partial(pair.exchange, compute)
-    alone = min(timed(compute) for _ in range(_ALONE))
-    longer = sorted(timed(crossing) - alone for _ in range(_CROSSINGS))[:-1]
+    alone = min(timed(compute) for _ in range(_ALONE_SAMPLES))
+    longer = sorted(timed(crossing) - alone for _ in range(_CROSSING_SAMPLES))[:-1]
     return ranks.mean(None if pair is None else sum(longer) / len(longer))
 
 
@@ -169,13 +169,13 @@ SLOW_S = 0.2  # a collective beyond which one sample has to do
 _SAMPLES = 12
 
 
-def samples_of(once: float, usual: float) -> int:
-    """How many there are of what takes ``once``: beyond ``SLOW_S`` one has to do."""
+def sample_count(once: float, usual: float) -> int:
+    """The number of samples of a call that takes ``once`` seconds: one, if that is beyond ``SLOW_S``."""
     return 1 if once > SLOW_S else max(4, min(_SAMPLES, int(_SAMPLES * usual / max(once, 1e-6))))
 
 
-def seconds_of(call: Callable[[], object] | None, device: torch.device) -> float:
-    """How long the call takes until its last message is here."""
+def time_call(call: Callable[[], object] | None, device: torch.device) -> float:
+    """The seconds that the call takes until its last message is here."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = perf_counter()

@@ -1,9 +1,8 @@
-"""What the profiler measures over real ranks: collectives as the runtime runs them, transfers, overlap, optimizers, and
-codes.
+"""Measurements over real ranks: collectives as the runtime runs them, transfers, overlap, optimizers, and codecs.
 
 A *form* is what the price of a collective depends on: how many devices a group has, how many of them on one host, and
-how many such groups do the same at once. ``forms`` lists every form that a plan for these ranks can ask about. One
-visit of a wire task runs the collective on all groups of the form at once; ranks outside wait for the others in
+how many such groups do the same at once. ``group_forms`` lists every form that a plan for these ranks can ask about.
+One visit of a wire task runs the collective on all groups of the form at once; ranks outside wait for the others in
 ``agree``, the elementwise maximum over all ranks, which also decides how many samples there are.
 
 A collective in a training step follows compute: tensors are out of cache, ranks arrive a little apart, and a thread of
@@ -31,25 +30,41 @@ from torch import nn
 
 from ..collectives.channel import Channel
 from ..collectives.dense import DenseSum
-from ..collectives.rounds import DEFINED
+from ..collectives.rounds import ALGORITHMS
 from ..compression.registry import make_sum
+from ..compression.summing import BucketSpec
 from ..transport.process_groups import DistributedComm
-from ..transport.shared_memory import SharedMemory, SharedMemoryMessages, SharedSum
-from .message_probes import PACE_S, SLOW_S, RankPair, message, samples_of, seconds_of
+from ..transport.shared_memory import SharedMemory, SharedMemoryAllReduce, SharedMemoryMessages
+from .message_probes import PACE_S, SLOW_S, RankPair, sample_count, time_call, time_messages
 
 __all__ = [
-    "CODED", "KINDS", "OPTIMIZED", "OPTIMIZERS", "OWN", "PACE_S", "ROOTED", "ConcurrentGroups", "Ranks", "coded_sum", "forms",
-    "matmuls", "optimizer_step", "overlap", "send_forms",
+    "CODED_LENGTHS",
+    "COLLECTIVES",
+    "OPTIMIZERS",
+    "OPTIMIZER_SIZES",
+    "OWN_ALGORITHMS",
+    "PACE_S",
+    "ROOTED_COLLECTIVES",
+    "ConcurrentGroups",
+    "Ranks",
+    "coded_sum_probe",
+    "group_forms",
+    "matmuls",
+    "optimizer_probe",
+    "overlap_probe",
+    "send_forms",
 ]  # fmt: skip
 
 Visit = tuple[list[float], int]  # seconds (one or several figures), samples behind them
 Agree = Callable[[Sequence[float]], Sequence[float]]
 
-KINDS = ("all_reduce", "all_reduce_in_place", "all_gather", "reduce_scatter", "all_to_all")
-ROOTED = ("broadcast", "reduce", "scatter", "gather")
+COLLECTIVES = ("all_reduce", "all_reduce_in_place", "all_gather", "reduce_scatter", "all_to_all")
+ROOTED_COLLECTIVES = ("broadcast", "reduce", "scatter", "gather")
 #: sums by algorithms of our own, where the backend has tagged messages
-OWN = tuple(f"all_reduce:{name}" for name in DEFINED["all_reduce"] if name not in ("sequential", "parameter_server"))
-_MOST_SAMPLES, _VISIT_S = 15, 0.03
+OWN_ALGORITHMS = tuple(
+    f"all_reduce:{name}" for name in ALGORITHMS["all_reduce"] if name not in ("sequential", "parameter_server")
+)
+_MAX_SAMPLES, _VISIT_S = 15, 0.03
 _ALL_SIZES = 16  # ranks up to which submeshes of every size are measured; beyond, powers of two and divisors
 OVERLAP_BYTES = 4 << 20
 
@@ -64,7 +79,7 @@ class ConcurrentGroups:
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self.sets)
 
     @property
@@ -78,7 +93,7 @@ def _form(sets: Sequence[tuple[int, ...]], hosts: Sequence[str]) -> ConcurrentGr
     return ConcurrentGroups(len(sets[0]), members, tuple(sets))
 
 
-def forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
+def group_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     """Every form of the axes of one- and two-dimensional meshes on consecutive ranks, the most valuable first.
 
     hosts: the host of each rank. Whole-world meshes come first, then submeshes of power-of-two sizes, then others.
@@ -87,7 +102,7 @@ def forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     sizes = sorted(range(2, world + 1), key=lambda s: (s != world, s & (s - 1) != 0, -s))
     if world > _ALL_SIZES:
         sizes = [s for s in sizes if s & (s - 1) == 0 or world % s == 0]
-    found: dict[tuple[int, int, int], ConcurrentGroups] = {}
+    forms_by_key: dict[tuple[int, int, int], ConcurrentGroups] = {}
     for size in sizes:
         for offset in range(0, world - size + 1, size):
             for rows in (r for r in range(1, size + 1) if size % r == 0):
@@ -97,22 +112,22 @@ def forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
                 for sets in axes:
                     if len(sets[0]) > 1:
                         form = _form(sets, hosts)
-                        found.setdefault((form.size, form.members, form.groups), form)
-    return list(found.values())
+                        forms_by_key.setdefault((form.size, form.members, form.groups), form)
+    return list(forms_by_key.values())
 
 
 def send_forms(hosts: Sequence[str]) -> list[ConcurrentGroups]:
     """The forms of transfers between two stages of s ranks each, s at once: all within hosts, or all between them."""
     world = len(hosts)
-    found: dict[tuple[int, int], ConcurrentGroups] = {}
+    forms_by_key: dict[tuple[int, int], ConcurrentGroups] = {}
     counts = sorted({1, *(s for s in range(1, world // 2 + 1) if s & (s - 1) == 0 or s == world // 2)})
     for pairs in counts:
         for offset in range(world - 2 * pairs + 1):
             sets = [(offset + i, offset + pairs + i) for i in range(pairs)]
             if len({hosts[a] == hosts[b] for a, b in sets}) == 1:
                 form = _form(sets, hosts)
-                found.setdefault((form.members, pairs), form)
-    return list(found.values())
+                forms_by_key.setdefault((form.members, pairs), form)
+    return list(forms_by_key.values())
 
 
 class Ranks:
@@ -164,55 +179,59 @@ class Ranks:
         return total / max(count, 1.0)
 
     def wire(self, kind: str, form: ConcurrentGroups, nbytes: int) -> Callable[[], Visit]:
-        """What measures one collective (a kind, one of ``OWN``, or "send") of ``nbytes`` on all groups of a form.
-        Collective, as is the call that it returns."""
+        """A call that measures one collective (a kind, one of ``OWN_ALGORITHMS``, or "send") of ``nbytes`` on all
+        groups of a form. Collective, as is the call that it returns."""
         groups = [self.group(ranks) for ranks in form.sets]
         mine = next(((ranks, g) for ranks, g in zip(form.sets, groups) if self.rank in ranks), None)
         if kind == "send":
             back = dict(zip(form.sets, [self.group(ranks, back=True) for ranks in form.sets]))
             if mine is None:
-                return partial(message, self, None)
+                return partial(time_messages, self, None)
             ranks, group = mine
-            near = self._near(*mine)
-            ways = SharedMemoryMessages(near) if near is not None and near.is_all else None
-            return partial(message, self, RankPair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways))
+            shared_memory = self._shared_memory(*mine)
+            ways = (
+                SharedMemoryMessages(shared_memory) if shared_memory is not None and shared_memory.spans_group else None
+            )
+            return partial(
+                time_messages, self, RankPair(ranks, (group, back[ranks]), self.rank, nbytes, self.device, ways)
+            )
         call: Callable[..., object] | None = None
         if mine is not None:
-            near = self._near(*mine) if kind == "all_reduce_in_place" else None
-            if kind in OWN:
+            shared_memory = self._shared_memory(*mine) if kind == "all_reduce_in_place" else None
+            if kind in OWN_ALGORITHMS:
                 call = self._own_sum(*mine, kind, nbytes)
-            elif near is not None and near.is_all:
-                shared = SharedSum(near, max(nbytes // 4, 1), torch.float32)
-                call = partial(_sum_by, shared, shared.buffer)
+            elif shared_memory is not None and shared_memory.spans_group:
+                shared = SharedMemoryAllReduce(shared_memory, max(nbytes // 4, 1), torch.float32)
+                call = partial(_run_sum, shared, shared.buffer)
             else:
-                call = _CALLS.get(kind, partial(_rooted, kind))(*mine, self.rank, nbytes, self.device)
-        if kind in KINDS or kind in OWN:
+                call = _CALLS.get(kind, partial(_rooted_call, kind))(*mine, self.rank, nbytes, self.device)
+        if kind in COLLECTIVES or kind in OWN_ALGORITHMS:
             return partial(self._paced, call)
-        return partial(_sampled, call, form.size, self.agree, self.device)
+        return partial(_median_seconds, call, form.size, self.agree, self.device)
 
-    def _near(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
-        """As training meets them. Collective over the group."""
+    def _shared_memory(self, ranks: tuple[int, ...], group: Any) -> SharedMemory | None:
+        """The ranks of the group that share memory, as training finds them. Collective over the group."""
         if ranks not in self._met and self.device.type == "cpu":
-            self._met[ranks] = SharedMemory.meet(group)
+            self._met[ranks] = SharedMemory.connect(group)
         return self._met.get(ranks)
 
     def _own_sum(self, ranks: tuple[int, ...], group: Any, kind: str, nbytes: int) -> Callable[[], object]:
         channel = self._channels.setdefault(ranks, Channel(group))
         x = torch.ones(max(nbytes // 4, 1))
-        return partial(_sum_by, DenseSum(channel, x.numel(), x.dtype, kind.partition(":")[2]), x)
+        return partial(_run_sum, DenseSum(channel, x.numel(), x.dtype, kind.partition(":")[2]), x)
 
     def _paced(self, call: Callable[[], object] | None) -> Visit:
         """The mean seconds of a call that follows ``pace``, over samples and ranks, without each rank's worst."""
 
         def timed() -> float:
             self.pace()
-            return seconds_of(call, self.device)
+            return time_call(call, self.device)
 
-        seconds_of(call, self.device)  # connections are made at the first use
+        time_call(call, self.device)  # connections are made at the first use
         begin = perf_counter()
         samples = [timed()]
         (once,) = self.agree([perf_counter() - begin])
-        count = samples_of(once, 2 * PACE_S)
+        count = sample_count(once, 2 * PACE_S)
         if count > 1:
             samples = sorted(timed() for _ in range(count))[:-1]
         return [self.mean(None if call is None else sum(samples) / len(samples))], count
@@ -228,19 +247,19 @@ def matmuls(device: torch.device, seconds: float = PACE_S) -> Callable[[], objec
             y = y @ x
 
     chain(8)
-    once = min(seconds_of(partial(chain, 16), device) for _ in range(3)) / 16
+    once = min(time_call(partial(chain, 16), device) for _ in range(3)) / 16
     return partial(chain, max(1, round(seconds / once)))
 
 
-def _sampled(call: Callable[[], object] | None, rounds: int, agree: Agree, device: torch.device) -> Visit:
+def _median_seconds(call: Callable[[], object] | None, rounds: int, agree: Agree, device: torch.device) -> Visit:
     """The median seconds of a call in a loop, over as many samples as all ranks agree on, by ``rounds`` messages in
     each call. The next call of the same group cannot overtake it."""
-    seconds_of(call, device)  # connections are made at the first use
-    (once,) = agree([seconds_of(call, device)])
-    count = max(2, min(_MOST_SAMPLES, int(_VISIT_S / max(once, 1e-6))))
+    time_call(call, device)  # connections are made at the first use
+    (once,) = agree([time_call(call, device)])
+    count = max(2, min(_MAX_SAMPLES, int(_VISIT_S / max(once, 1e-6))))
     if call is None:
         return [0.0], count
-    return [median(seconds_of(call, device) for _ in range(count)) / rounds], count
+    return [median(time_call(call, device) for _ in range(count)) / rounds], count
 
 
 def _elements(nbytes: int, size: int, device: torch.device) -> torch.Tensor:
@@ -272,11 +291,11 @@ def _all_to_all(ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, devi
     return partial(_comm(ranks, group, rank).all_to_all, _elements(nbytes, len(ranks), device), 0, 0, 2)
 
 
-def _sum_by(algorithm: DenseSum | SharedSum, x: torch.Tensor) -> None:
+def _run_sum(algorithm: DenseSum | SharedMemoryAllReduce, x: torch.Tensor) -> None:
     algorithm.start(x).wait()
 
 
-def _rooted(
+def _rooted_call(
     kind: str, ranks: tuple[int, ...], group: Any, rank: int, nbytes: int, device: torch.device
 ) -> Callable[[], object]:
     """Once from (or to) each rank in turn, so that no root runs ahead of the others."""
@@ -313,15 +332,15 @@ _CALLS: dict[str, Callable[..., Callable[[], object]]] = {
 # ---- overlap
 
 
-def overlap(ranks: Ranks) -> Callable[[], Visit]:
-    """What measures the seconds of ``ranks.pace``, of an all_reduce over the world that takes about as long, and of
-    both at once. Collective, as is the call that it returns."""
+def overlap_probe(ranks: Ranks) -> Callable[[], Visit]:
+    """A call that measures the seconds of ``ranks.pace``, of an all_reduce over the world that takes about as long, and
+    of both at once. Collective, as is the call that it returns."""
     comm = _comm(tuple(range(ranks.world)), ranks.whole, ranks.rank)
     x = torch.zeros(OVERLAP_BYTES // 4, device=ranks.device)
 
     def finished(call: Callable[[], object]) -> float:
         ranks.agree([0.0])  # start together
-        return seconds_of(call, ranks.device)
+        return time_call(call, ranks.device)
 
     def wire() -> None:
         comm.start_all_reduce(x, (0,)).wait()
@@ -357,13 +376,13 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD+momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
 }
 #: (tensors, elements of each)
-OPTIMIZED = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))
+OPTIMIZER_SIZES = ((64, 1 << 10), (32, 1 << 14), (16, 1 << 18), (2, 1 << 22))
 _OUT_OF_CACHE_BYTES = 1 << 26
-_CHURNED = 32  # MiB
+_CHURNED_MIB = 32  # MiB
 
 
-def optimizer_step(name: str, tensors: int, elements: int, device: torch.device) -> Callable[[], Visit]:
-    """What measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
+def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device) -> Callable[[], Visit]:
+    """A call that measures a step of one of ``OPTIMIZERS`` over ``tensors`` fp32 parameters of ``elements`` each.
 
     Several sets of parameters take turns, so that none is in the cache when its turn comes, and before each round as
     much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
@@ -379,9 +398,9 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
     def step() -> float:
         seconds = 0.0
         for optimizer in sets:
-            churn = [torch.ones(1 << 18, device=device) for _ in range(_CHURNED)]
+            churn = [torch.ones(1 << 18, device=device) for _ in range(_CHURNED_MIB)]
             del churn
-            seconds += seconds_of(optimizer.step, device)
+            seconds += time_call(optimizer.step, device)
         return seconds / count
 
     def visit() -> Visit:
@@ -393,24 +412,25 @@ def optimizer_step(name: str, tensors: int, elements: int, device: torch.device)
 
 # ---- codes
 
-CODED = (1 << 14, 1 << 20, 1 << 22)  # elements of a bucket; one that is small, then whole messages
+CODED_LENGTHS = (1 << 14, 1 << 20, 1 << 22)  # elements of a bucket; one that is small, then whole messages
 _CODED_SIDE = 1 << 10  # of the matrices in it, at the most
 _CODED_SAMPLES = 6
 
 
-def coded_sum(code: str, elements: int, device: torch.device, pace: Callable[[], object]) -> Callable[[], Visit]:
-    """What measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes, in the
-    communication thread, after ``pace``. The bucket holds square matrices of normal noise."""
+def coded_sum_probe(code: str, elements: int, device: torch.device, pace: Callable[[], object]) -> Callable[[], Visit]:
+    """A call that measures a sum of ``elements`` in a code over a group of this rank alone: it encodes and decodes, in
+    the communication thread, after ``pace``. The bucket holds square matrices of normal noise."""
     side = min(_CODED_SIDE, isqrt(elements))
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(side, side, generator=generator).to(device).repeat(elements // side**2, 1).view(-1)
-    made = make_sum(code, elements, None, shapes=[(side, side)] * (elements // side**2), device=device)
+    bucket = BucketSpec(elements, shapes=((side, side),) * (elements // side**2), device=device)
+    coded_sum = make_sum(code, bucket)
     x = torch.empty_like(gradient)
 
     def once() -> float:
         x.copy_(gradient)
         pace()
-        return seconds_of(lambda: made.start(x).wait(), device)
+        return time_call(lambda: coded_sum.start(x).wait(), device)
 
     def visit() -> Visit:
         once()

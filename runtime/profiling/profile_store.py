@@ -1,4 +1,4 @@
-"""Where the ranks of a job run, and what their profiles leave on disk: the state of an interrupted one, the last table.
+"""The facts about the ranks of a job, and the files of their profiles: an interrupted state, and the last table.
 
 A fingerprint says what a table holds for: devices, driver, torch, backend, hosts and ranks. Files are written by rank 0
 alone and told to the others.
@@ -24,7 +24,7 @@ from ...costmodel.cluster import Cluster
 from ...costmodel.profiled import RankFacts
 from ...costmodel.profiler import ProfileState
 from ...costmodel.tables import cache_directory, machine, machine_memory_bytes, usable_cores
-from ..transport.error_propagation import from_first
+from ..transport.error_propagation import broadcast_from_rank0
 
 __all__ = ["ProfileStore", "gather_facts"]
 
@@ -96,13 +96,13 @@ class ProfileStore:
                 state.save(self.partial)
 
     def earlier(self) -> ProfileState:
-        """What an interrupted profile of these same ranks left, on every rank. Collective."""
+        """Return the state of an interrupted profile of these same ranks, on every rank. Collective."""
         text = ""
         if self.writes and self.partial.is_file():
             with suppress(ValueError):  # half a file, or another program's: begin anew
-                found = ProfileState.load(self.partial)
-                text = found.to_json() if found.about == self.about else ""
-        text = from_first(lambda: text)
+                state = ProfileState.load(self.partial)
+                text = state.to_json() if state.about == self.about else ""
+        text = broadcast_from_rank0(lambda: text)
         return ProfileState.from_json(text) if text else ProfileState(self.about)
 
     def cached(self) -> Cluster | None:
@@ -113,7 +113,7 @@ class ProfileStore:
         elif self.writes and self.table.is_file():
             with suppress(ValueError):  # of another release: measured again and replaced
                 text = Cluster.load(self.table).to_json()
-        text = from_first(lambda: text)
+        text = broadcast_from_rank0(lambda: text)
         return Cluster.from_json(text) if text else None
 
     def finish(self, cluster: Cluster, usual: bool, keep: bool) -> None:

@@ -1,5 +1,5 @@
-"""What a training step really took on this rank: per action the wait for messages, the work, the sends; and the end of
-the step.
+"""The measured times of training steps on this rank: per action the wait for messages, the work and the sends; and the
+end of the step.
 
 Grammar of a record::
 
@@ -33,7 +33,16 @@ import torch
 from ...compiler.ir.comm import Arrival, Comm
 from ...costmodel.measured import RankTimes
 
-__all__ = ["ActionTimes", "StepTimes", "TimedComm", "Trace", "meetings", "middle", "peak_bytes", "rank_times"]
+__all__ = [
+    "ActionTimes",
+    "StepTimes",
+    "TimedComm",
+    "Trace",
+    "meeting_times",
+    "middle_steps",
+    "peak_bytes",
+    "rank_times",
+]
 
 T = TypeVar("T")
 
@@ -76,7 +85,7 @@ class StepTimes:
 
     @property
     def other_s(self) -> float:
-        """What no other figure holds: the library between actions."""
+        """The seconds that no other figure holds: the library between actions."""
         known = self.gradient_s + self.peers_s + self.optimizer_s
         return max(0.0, self.wall_s - known - sum(action.seconds for action in self.actions))
 
@@ -151,7 +160,7 @@ class Trace:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """What the running backward runs once more."""
+        """Time a recomputation inside the running backward."""
         begin, self._repeating = self.mark(), True
         try:
             yield
@@ -163,9 +172,9 @@ class Trace:
         """Their seconds, or where these are not known yet the spans themselves; ``spans`` is empty again."""
         if not spans:
             return 0.0
-        found = spans.copy() if self._cuda else sum(after - before for before, after in spans)
+        seconds = spans.copy() if self._cuda else sum(after - before for before, after in spans)
         spans.clear()
-        return found
+        return seconds
 
     # ---- afterwards
 
@@ -210,9 +219,9 @@ class Trace:
         return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
 
 
-def middle(walls: Sequence[Sequence[float]]) -> list[int]:
-    """Which steps to count: the middle half of them by what they took, the mean over ranks. walls: rank → step →
-    seconds. Means of the same steps, unlike medians, add up."""
+def middle_steps(walls: Sequence[Sequence[float]]) -> list[int]:
+    """The indices of the steps to count: the middle half of them by what they took, the mean over ranks. walls: rank →
+    step → seconds. Means of the same steps, unlike medians, add up."""
     count = min(map(len, walls))
     means = [mean(rank[len(rank) - count + step] for rank in walls) for step in range(count)]
     cut = (count + 1) // 4
@@ -246,7 +255,7 @@ def rank_times(
     )  # fmt: skip
 
 
-def meetings(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
+def meeting_times(steps: Sequence[StepTimes]) -> list[list[tuple[str, float]]]:
     """Step → every time that ranks of a stage meet: ("F", "B" or "G" for the gradients, seconds)."""
     return [
         [*(("F" if a.label[0] == "F" else "B", a.exchange_s) for a in step.actions), ("G", step.gradient_s)]
@@ -311,7 +320,7 @@ class TimedComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent."""
+        """Exchange tensors with the neighbours along the axis."""
         return self._timed(self._inner.exchange, before, after, axis, cyclic)
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:

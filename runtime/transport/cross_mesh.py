@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ...compiler.plan.cross_mesh import Box, MeshLayout, Tile, cut, extents, tiles
-from ..compression.carrier import Carrier, carrier
-from ..compression.dither import draw
+from ..compression.dither import random_key
+from ..compression.tensor_codec import TensorCodec, tensor_codec
 from .shared_memory import SharedMemoryMessages, SharedMessage
 
 __all__ = ["Port", "transfer_now"]
@@ -29,11 +29,11 @@ __all__ = ["Port", "transfer_now"]
 @dataclass
 class Incoming:
     """A block of this shape on its way: ``wait`` returns it whole. out: itself, where tiles arrive in it; None where
-    each is a message in a code first, so that the block takes no room until then."""
+    each is a message in a code first, so that the block takes no memory until then."""
 
     shape: tuple[int, ...]
     out: torch.Tensor | None
-    parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]]
+    parts: list[tuple[Any, torch.Tensor | None, TensorCodec | None, Box]]
 
     def wait(self) -> torch.Tensor:
         """Block until every tile is here, decode it if it is coded, put it in its place, return the local block."""
@@ -53,7 +53,7 @@ class Incoming:
         return self.out
 
 
-Message = tuple[int, int, Box, Carrier | None]
+Message = tuple[int, int, Box, TensorCodec | None]
 """(tile, peer, box of the local block, what encodes it)"""
 
 
@@ -63,11 +63,13 @@ class Port:
 
     base_tag: the tag of tile 0 of microbatch 0; the tag of tile k of microbatch i is ``base_tag + i · num_tiles + k``.
     Peers are ranks of ``group``, whose own methods are called: what ``dist.isend`` checks of every message takes as
-    long as the rest of an action. near: is of a group with the same ranks. code: of the messages
+    long as the rest of an action. shared_memory: is of a group with the same ranks. code: of the messages
     (``codecs.CARRIERS``).
     """
 
-    sends: list[Message] = field(default_factory=list)  # boxes of mine
+    #: the tiles of this rank's block that it sends
+    sends: list[Message] = field(default_factory=list)
+    #: the tiles of its block that it receives
     receives: list[Message] = field(default_factory=list)
     num_tiles: int = 0
     base_tag: int = 0
@@ -76,8 +78,10 @@ class Port:
     device: torch.device | str = "cpu"
     group: Any = None
     code: str = "none"
-    seed: int | None = None  # of random numbers of the code; None: nearest levels
-    near: SharedMemoryMessages | None = None  # that reach some peers
+    #: the seed of the codec's random rounding; None: to the nearest level
+    seed: int | None = None
+    #: messages to the peers on this machine
+    shared_memory: SharedMemoryMessages | None = None
 
     @classmethod
     def make(
@@ -88,7 +92,7 @@ class Port:
         group = port._group()
         for index, tile in enumerate(messages):
             assert tile.source != tile.target, "stages do not share devices"
-            coder = carrier(port.code, prod(tile.shape), dtype, torch.device(port.device))
+            coder = tensor_codec(port.code, prod(tile.shape), dtype, torch.device(port.device))
             if tile.source == rank:
                 port.sends.append((index, dist.get_group_rank(group, tile.target), tile.source_box, coder))
             elif tile.target == rank:
@@ -110,37 +114,37 @@ class Port:
             if box not in copies:
                 copies[box] = self._encoded(cut(x, box).contiguous(), coder, (step, microbatch, index))
             message = wire(copies[box])
-            if not self._is_near(peer) or not self.near.send(message, peer, base + index):  # type: ignore[union-attr]
+            if not self._shares_memory(peer) or not self.shared_memory.send(message, peer, base + index):  # type: ignore[union-attr]
                 started.append((group.send([message], peer, base + index), copies[box]))
         return started
 
-    def _is_near(self, peer: int) -> bool:
-        return self.near is not None and peer in self.near.peers
+    def _shares_memory(self, peer: int) -> bool:
+        return self.shared_memory is not None and peer in self.shared_memory.peers
 
-    def _encoded(self, x: torch.Tensor, coder: Carrier | None, at: tuple[int, ...]) -> torch.Tensor:
+    def _encoded(self, x: torch.Tensor, coder: TensorCodec | None, at: tuple[int, ...]) -> torch.Tensor:
         if coder is None:
             return x
-        return coder.encode(x.view(-1), None if self.seed is None else draw(self.seed, self.base_tag, *at))
+        return coder.encode(x.view(-1), None if self.seed is None else random_key(self.seed, self.base_tag, *at))
 
     def receive(self, microbatch: int) -> Incoming:
         """Post the receives of this rank's block."""
         coded = any(coder is not None for *_, coder in self.receives)
         out = None if coded else torch.empty(self.shape, dtype=self.dtype, device=self.device)
         base, group = self.base_tag + microbatch * self.num_tiles, self._group()
-        parts: list[tuple[Any, torch.Tensor | None, Carrier | None, Box]] = []
+        parts: list[tuple[Any, torch.Tensor | None, TensorCodec | None, Box]] = []
         for index, peer, box, coder in self.receives:
-            here = None if out is None else cut(out, box)
+            view = None if out is None else cut(out, box)
             buffer: torch.Tensor | None = None
             if coder is not None:
                 buffer = torch.empty(coder.nbytes, dtype=torch.uint8, device=self.device)
-            elif here is None or not here.is_contiguous():
+            elif view is None or not view.is_contiguous():
                 buffer = torch.empty(extents(box), dtype=self.dtype, device=self.device)
-            target = here if buffer is None else buffer
+            target = view if buffer is None else buffer
             assert target is not None
             message = wire(target)
-            if self._is_near(peer):
-                assert self.near is not None
-                work: Any = SharedMessage(self.near, message, peer, base + index, group)
+            if self._shares_memory(peer):
+                assert self.shared_memory is not None
+                work: Any = SharedMessage(self.shared_memory, message, peer, base + index, group)
             else:
                 work = group.recv([message], peer, base + index)
             parts.append((work, buffer, coder, box))

@@ -12,15 +12,15 @@ from ...compiler.errors import InfeasibleError
 
 T = TypeVar("T")
 
-__all__ = ["agree", "alike", "from_first"]
+__all__ = ["broadcast_from_rank0", "fail_together", "raise_on_all_ranks"]
 
 
-def agree(fault: Exception | None) -> None:
+def raise_on_all_ranks(fault: Exception | None) -> None:
     """Raise on every rank if any rank has a fault: on that rank the fault itself, elsewhere its text as ValueError
     (RuntimeError for what is no user error). Collective over the world."""
-    told = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
+    description = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
+    dist.all_gather_object(everyone, description)
     if fault is not None:
         raise fault
     for rank, entry in enumerate(everyone):
@@ -32,19 +32,20 @@ def agree(fault: Exception | None) -> None:
 
 
 @contextmanager
-def alike() -> Iterator[None]:
-    """A block without collectives that succeeds on all ranks or fails on all (``agree``). Collective at its end."""
+def fail_together() -> Iterator[None]:
+    """A block without collectives that succeeds on all ranks or fails on all (``raise_on_all_ranks``). Collective at
+    its end."""
     fault: Exception | None = None
     try:
         yield
     except Exception as error:
         fault = error
-    agree(fault)
+    raise_on_all_ranks(fault)
 
 
-def from_first(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank: measured prices cannot make ranks disagree. Raises on all what rank 0 raises.
-    Collective."""
+def broadcast_from_rank0(make: Callable[[], T]) -> T:
+    """Return on every rank the value that rank 0 makes, so that measured times cannot make ranks disagree. All raise
+    the error that rank 0 raises. Collective."""
     fault: Exception | None = None
     shared: list[Any] = [None, ""]
     if dist.get_rank() == 0:
@@ -60,5 +61,5 @@ def from_first(make: Callable[[], T]) -> T:
         raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
             kind, RuntimeError
         )(message)
-    found: T = shared[0]
-    return found
+    value: T = shared[0]
+    return value

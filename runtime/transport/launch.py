@@ -1,6 +1,6 @@
 """Starting ranks: joining a torchrun world, and local ranks of one function for demos, benchmarks and tests.
 
-Who is there: a roll call over the store that ranks meet in, so that a missing rank is named and not waited for.
+The start barrier goes over the store that ranks meet in, so that a missing rank is named and not waited for.
 
 A collective with a rank missing blocks until its group's time-out and then names nobody. A store is asked instead:
 every rank writes a key, rank 0 waits for all keys until a deadline and tells the others who is missing.
@@ -26,9 +26,18 @@ import torch
 import torch.distributed as dist
 
 from ..collectives.worker import drain
-from ..errors import AbsentRankError
+from ..errors import MissingRankError
 
-__all__ = ["call_roll", "ensure_initialized", "join", "leave", "missing_ranks", "resolve", "spawn_local", "world_store"]
+__all__ = [
+    "await_all_ranks",
+    "ensure_initialized",
+    "join",
+    "leave",
+    "missing_ranks",
+    "resolve",
+    "spawn_local",
+    "world_store",
+]
 
 
 _TIMEOUT = timedelta(minutes=10)
@@ -102,7 +111,7 @@ def _rank_main(
 
 @contextmanager
 def _one_thread_environment() -> Iterator[None]:
-    """What children inherit: OpenMP reads this before any of our code runs."""
+    """Set OMP_NUM_THREADS=1 for child processes: OpenMP reads it before any of our code runs."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -178,7 +187,7 @@ def world_store() -> Any:
     return group.get_group_store()
 
 
-def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[int, int] | None = None) -> None:
+def await_all_ranks(purpose: str, timeout_s: float, store: Any = None, place: tuple[int, int] | None = None) -> None:
     """Return once every rank is here; raise AbsentRankError on all ranks that are, naming those that are not.
 
     purpose: what the ranks meet for, as the error says it. store and place = (rank, world size): by default the
@@ -189,7 +198,7 @@ def call_roll(purpose: str, timeout_s: float, store: Any = None, place: tuple[in
     if missing:
         names = ", ".join(map(str, missing))
         verb = "rank" if len(missing) == 1 else "ranks"
-        raise AbsentRankError(
+        raise MissingRankError(
             f"every rank takes part in {purpose}, but got no answer from {verb} {names} of {world} within"
             f" {timeout_s:.3g} s; start them again and check the network between the hosts"
         )

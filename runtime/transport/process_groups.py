@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from ...compiler.plan.cross_mesh import Coordinates, coordinates
 from ...compiler.plan.plan import GradientReduction, Plan, Stage
-from ..compression.carrier import carrier
-from ..compression.dither import draw as key
+from ..compression.dither import random_key as key
 from ..compression.exchange import all_gather_single, reduce_scatter_single
-from .shared_memory import SharedSum
+from ..compression.tensor_codec import tensor_codec
+from .shared_memory import SharedMemoryAllReduce
 
 __all__ = ["DistributedComm", "PendingCollective", "bind", "bind_all", "joint_axes"]
 
@@ -132,7 +132,7 @@ class DistributedComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent, all messages at once."""
+        """Exchange tensors with the neighbours along the axis, all messages at once."""
         messages: list[dist.P2POp] = []
         from_before = self._post(after, axis, 1, cyclic, messages)
         from_after = self._post(before, axis, -1, cyclic, messages)
@@ -146,13 +146,13 @@ class DistributedComm:
         """A message to one device of the axis and one from another, on their way at once."""
         self._count("send", x.nbytes)
         x, here = x.contiguous(), self.coordinates[axis]
-        came = x.clone() if to == here else torch.empty_like(x)
+        received = x.clone() if to == here else torch.empty_like(x)
         works = []
         if to != here and x.numel():
             messages = [dist.P2POp(dist.isend, x, *self._peer(axis, to)),
-                        dist.P2POp(dist.irecv, came, *self._peer(axis, source))]  # fmt: skip
+                        dist.P2POp(dist.irecv, received, *self._peer(axis, source))]  # fmt: skip
             works = dist.batch_isend_irecv(messages)
-        return partial(_arrived, works, x, came)
+        return partial(_wait_arrival, works, x, received)
 
     def _post(
         self, x: torch.Tensor | None, axis: int, step: int, cyclic: bool, messages: list[dist.P2POp]
@@ -164,15 +164,15 @@ class DistributedComm:
         size, here = self.mesh_shape[axis], self.coordinates[axis]
         if size == 1 and cyclic:
             return x.clone(memory_format=torch.contiguous_format)
-        came = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        received = torch.zeros_like(x, memory_format=torch.contiguous_format)
         ways: tuple[tuple[Any, torch.Tensor, int], ...] = (
             (dist.isend, x.contiguous(), step),
-            (dist.irecv, came, -step),
+            (dist.irecv, received, -step),
         )
         for op, buffer, away in ways:
             if x.numel() and (cyclic or 0 <= here + away < size):
                 messages.append(dist.P2POp(op, buffer, *self._peer(axis, (here + away) % size)))
-        return came
+        return received
 
     def _peer(self, axis: int, index: int) -> tuple[int, Group]:
         """The rank with another coordinate along ``axis``, and the group to meet it in."""
@@ -188,7 +188,9 @@ class DistributedComm:
             index = index * self.mesh_shape[axis] + self.coordinates[axis]
         return index
 
-    def start_all_reduce(self, x: torch.Tensor, axes: tuple[int, ...], shared: SharedSum | None = None) -> Any:
+    def start_all_reduce(
+        self, x: torch.Tensor, axes: tuple[int, ...], shared: SharedMemoryAllReduce | None = None
+    ) -> Any:
         """Sum ``x`` in place over the joint ``axes`` without waiting; returns the work to wait on (None on a single
         device). shared: what sums it, flat, in memory that these ranks share."""
         self._count("all_reduce", x.nbytes)
@@ -214,7 +216,7 @@ class DistributedComm:
     ) -> PendingCollective:
         """Sum ``x`` [ranks of the joint ``axes``, n] over them without waiting; ``wait`` gives this device's row [n].
         ``x`` must stay as it is until then. In a code each row is encoded once, and decoded rows are summed."""
-        group, coded = self.groups[axes], carrier(code, x.shape[1], x.dtype, x.device)
+        group, coded = self.groups[axes], tensor_codec(code, x.shape[1], x.dtype, x.device)
         if coded is not None:
             place = key(*draw, self.position)
             rows = torch.stack([coded.encode(row, place + number) for number, row in enumerate(x)])
@@ -234,7 +236,7 @@ class DistributedComm:
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> PendingCollective:
         """Gather the rows ``x`` [n] of the joint ``axes`` without waiting; ``wait`` gives [ranks of the axes, n]. In a
         code this rank's own row is decoded as well, so that all have the same."""
-        coded = carrier(code, x.numel(), x.dtype, x.device)
+        coded = tensor_codec(code, x.numel(), x.dtype, x.device)
         x = x if coded is None else coded.encode(x)
         out = x.new_empty((prod(self.mesh_shape[axis] for axis in axes), x.numel()))
         self._count("all_gather", out.nbytes)
@@ -274,8 +276,8 @@ def _sum_rows(parts: torch.Tensor) -> torch.Tensor:
     return torch.add(parts[0], parts[1]) if len(parts) == 2 else parts.sum(0, dtype=parts.dtype)
 
 
-def _arrived(works: Sequence[Any], left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-    """What came, once it is here and ``left``, which is kept until then, is away."""
+def _wait_arrival(works: Sequence[Any], left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+    """Wait until ``came`` has arrived and ``left``, which is kept alive until then, is sent; return ``came``."""
     for work in works:
         work.wait()
     return came
@@ -315,14 +317,14 @@ def joint_axes(stage: Stage) -> list[tuple[int, ...]]:
 
 def _rank_sets(mesh_shape: Sequence[int], devices: Sequence[int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The devices partitioned into those that agree on every coordinate outside ``axes``, each in row-major order."""
-    found: dict[Coordinates, list[int]] = {}
+    rank_sets: dict[Coordinates, list[int]] = {}
     for position, device in enumerate(devices):
         place = coordinates(position, mesh_shape)
-        found.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(device)
-    return [tuple(ranks) for ranks in found.values()]
+        rank_sets.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), []).append(device)
+    return [tuple(ranks) for ranks in rank_sets.values()]
 
 
-class _Maker:
+class _GroupCache:
     """Makes each rank set's group once. All ranks of the world must ask for the same sets in the same order."""
 
     def __init__(self) -> None:
@@ -348,7 +350,7 @@ class _Mesh:
     lanes: int = 1
 
 
-def _own_sets(
+def _dedicated_rank_sets(
     wire: GradientReduction, ranks: Sequence[int], host_of: Callable[[int], int]
 ) -> list[list[tuple[int, ...]]]:
     """The rank sets that sums of one group need: the group; or those inside of hosts, then those between."""
@@ -366,7 +368,7 @@ def _own_sets(
 
 
 def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
-    rank, maker, mine = dist.get_rank(), _Maker(), None
+    rank, maker, own_comm = dist.get_rank(), _GroupCache(), None
     for mesh in meshes:
         mesh_shape, devices = mesh.shape, mesh.devices
         if prod(mesh_shape) != len(devices):
@@ -385,17 +387,17 @@ def _bind(meshes: Iterable[_Mesh]) -> DistributedComm | None:
             for _ in range(mesh.lanes):
                 levels: tuple[Group, ...] = ()
                 for ranks in _rank_sets(mesh_shape, devices, wire.axes):
-                    for level in _own_sets(wire, ranks, mesh.host_of):
-                        made = [(dist.new_group(list(members)), members) for members in level]
-                        levels += tuple(group for group, members in made if rank in members)
+                    for level in _dedicated_rank_sets(wire, ranks, mesh.host_of):
+                        groups_of_level = [(dist.new_group(list(members)), members) for members in level]
+                        levels += tuple(group for group, members in groups_of_level if rank in members)
                 own_groups[wire.axes].append(levels)
         if len(devices) == 1:  # state dicts need a DeviceMesh even where nothing communicates
             group = maker(tuple(devices))
             if rank in devices:
                 groups[()] = group
         if rank in devices:
-            mine = DistributedComm(mesh_shape, devices, rank, groups, own_groups)
-    return mine
+            own_comm = DistributedComm(mesh_shape, devices, rank, groups, own_groups)
+    return own_comm
 
 
 def bind(mesh_shape: Sequence[int], devices: Sequence[int]) -> DistributedComm | None:

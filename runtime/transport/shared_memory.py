@@ -1,27 +1,25 @@
-"""Ranks of one machine that reach each other without a network: numbers in pages that both have mapped, words about
-them over Unix sockets.
+"""The shared memory transport between ranks of one machine, and its tagged messages and all-reduce.
 
-Over a loopback every byte is copied four times, and on its way waits for a thread of the backend to get a core, which
-takes milliseconds where ranks compute on all of them. A word wakes the thread that waits for it, and nobody else.
+Data lie in pages that both ranks have mapped; short control messages, called words, go over Unix sockets. Over a
+loopback every byte is copied four times and waits for a thread of the backend to get a core, which takes milliseconds
+where ranks compute on all of them. A word wakes the thread that waits for it, and nobody else.
 
-    near = Near.meet(group)  # collective
-    if near.is_all:
-        mine, theirs = near.share(1 << 20)  # collective
+    memory = SharedMemory.connect(group)  # collective
+    if memory.spans_group:
+        mine, theirs = memory.share(1 << 20)  # collective
 
-A word is (kind, key, value); those of one kind and key arrive in the order in which they were told. A rank has one
+A word is (kind, key, value); those of one kind and key arrive in the order in which they were sent. A rank has one
 connection to each of its peers, from which one thread reads.
 
-Tagged messages between ranks that share memory.
+*Messages.* The sender copies a message into pages of its own that the receiver has mapped, and sends a word. The
+receiver copies it out when it needs it, and sends a word that the pages are free. Neither needs the other one's
+processor meanwhile. Where a peer has ``_BUFFERS_PER_SIZE`` messages of a size already, the backend sends the next one:
+buffers do not grow with the number of messages in flight.
 
-The sender copies a message into pages of its own that the receiver has mapped, and tells so; the receiver copies it out
-when it needs it, and tells that the pages are free. Neither needs the other one's processor meanwhile. Where ``_ROOMS``
-messages of a size are with a peer already, the next one is the backend's: rooms do not grow with what is in flight.
-
-Sums over ranks of one machine in memory that they share.
-
-Every rank has a row [n] in it. It tells the others when its numbers are there; once all have, each rank adds up its
-part of all rows, in the order of ranks, and writes the sum into every row. That moves some 2.5 n numbers with two
-ranks, no more than n (1 + 3/p) of them by one rank of p, where a ring over a loopback copies most of them eight times.
+*All-reduce.* Every rank has a row [n] in shared memory and sends a word when its numbers are in it. Once all have, each
+rank adds up its part of all rows, in the order of ranks, and writes the sum into every row. That moves some 2.5 n
+numbers with two ranks, no more than n (1 + 3/p) of them by one rank of p, where a ring over a loopback copies most of
+them eight times.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from ..collectives.protocol import Pending, Submit
 from ..collectives.worker import submit
 from ..errors import PeerError
 
-__all__ = ["SharedMemory", "SharedMemoryMessages", "SharedMessage", "SharedSum"]
+__all__ = ["SharedMemory", "SharedMemoryAllReduce", "SharedMemoryMessages", "SharedMessage"]
 
 
 _WORD = struct.Struct("<qqq")
@@ -72,7 +70,7 @@ class SharedMemory:
         weakref.finalize(self, _close, list(peers.values()))
 
     @classmethod
-    def meet(cls, group: Any = None) -> SharedMemory:
+    def connect(cls, group: Any = None) -> SharedMemory:
         """Collective over the group. There are no peers where tensors are not in the machine's memory, where the system
         cannot share it, for ranks that $MESHWRIGHT_HOST counts to different hosts, and where
         $MESHWRIGHT_SHARED_MEMORY is 0."""
@@ -81,21 +79,21 @@ class SharedMemory:
         if size == 1 or dist.get_backend(group) != "gloo":
             return cls(group, {}, 1.0)
         listener, token = _listener(size), secrets.token_bytes(_TOKEN_BYTES)
-        mine = None if listener is None else (_machine(), listener.getsockname(), token)
+        mine = None if listener is None else (_machine_identity(), listener.getsockname(), token)
         every: list[tuple[tuple[Any, ...], bytes, bytes] | None] = [None] * size
         dist.all_gather_object(every, mine, group=group)
-        near = [p for p, one in enumerate(every) if one and mine and one[0] == mine[0] and p != rank]
-        timeout_s = _patience_s(group)
+        memory = [p for p, one in enumerate(every) if one and mine and one[0] == mine[0] and p != rank]
+        timeout_s = _group_timeout_s(group)
         peers: dict[int, socket.socket] = {}
         if listener is not None:
             try:
                 listener.settimeout(timeout_s)
-                for peer in (p for p in near if p < rank):  # their backlogs take all who come
+                for peer in (p for p in memory if p < rank):  # their backlogs take all who come
                     _, address, secret = every[peer]  # type: ignore[misc]
                     peers[peer] = _socket()
                     peers[peer].connect(address)
                     peers[peer].send(struct.pack("<q", rank) + secret)
-                while len(peers) < len(near):
+                while len(peers) < len(memory):
                     connection, _ = listener.accept()
                     connection.settimeout(timeout_s)
                     said = connection.recv(64)
@@ -105,7 +103,7 @@ class SharedMemory:
                         connection.close()  # of somebody else
             except OSError as error:
                 raise PeerError(
-                    f"shared memory: of ranks {near} of this machine got only {sorted(peers)} ({error}); see the "
+                    f"shared memory: of ranks {memory} of this machine got only {sorted(peers)} ({error}); see the "
                     "others' messages, then start all ranks again, or set MESHWRIGHT_SHARED_MEMORY=0"
                 ) from error
             finally:
@@ -113,8 +111,8 @@ class SharedMemory:
         return cls(group, peers, timeout_s)
 
     @property
-    def is_all(self) -> bool:
-        """Whether the group's other ranks are all peers, and there are any."""
+    def spans_group(self) -> bool:
+        """True if all other ranks of the group are peers, and there are any."""
         return 0 < len(self.peers) == self.size - 1
 
     def reserve(self, kinds: int) -> int:
@@ -123,7 +121,7 @@ class SharedMemory:
         first, self._kinds = self._kinds, self._kinds + kinds
         return first
 
-    def tell(self, peer: int, kind: int, key: int = 0, value: int = 0, pages: int = -1) -> None:
+    def send_word(self, peer: int, kind: int, key: int = 0, value: int = 0, pages: int = -1) -> None:
         """Send a word, and with it a file of pages. Raises PeerError where the peer is no more."""
         word = _WORD.pack(kind, key, value)
         try:
@@ -134,26 +132,26 @@ class SharedMemory:
         except OSError as error:
             raise self._failed(peer, str(error)) from error
 
-    def hear(self, peer: int, kind: int, key: int = 0) -> int:
+    def receive_word(self, peer: int, kind: int, key: int = 0) -> int:
         """Wait for a word; its value. Raises PeerError if none comes within the group's time-out."""
         return self._next(peer, kind, key)[0]
 
-    def heard(self, peer: int, kind: int, key: int = 0) -> bool:
-        """Whether such a word is here."""
+    def has_word(self, peer: int, kind: int, key: int = 0) -> bool:
+        """True if such a word has arrived."""
         while not self._inbox[peer, kind, key] and self._ready[peer].poll(0):
             self._read(peer)
         return bool(self._inbox[peer, kind, key])
 
     def share(self, nbytes: int) -> tuple[torch.Tensor, dict[int, mmap.mmap]]:
-        """Bytes of this rank that the others can read and write, and theirs by rank. Collective, where ``is_all``.
+        """Bytes of this rank that the others can read and write, and theirs by rank. Collective, where ``spans_group``.
 
         Whoever sums what tensors hold finds every rank's bytes at this rank alone: theirs become tensors where they are
         used.
         """
         self._shared += 1
-        mine, pages = own_pages(nbytes)
+        mine, pages = allocate_pages(nbytes)
         for peer in self.peers:
-            self.tell(peer, _PAGES, self._shared, nbytes, pages)
+            self.send_word(peer, _PAGES, self._shared, nbytes, pages)
         os.close(pages)
         return mine, {peer: self.pages_of(peer, _PAGES, self._shared) for peer in self.peers}
 
@@ -191,7 +189,7 @@ class SharedMemory:
         )
 
 
-def own_pages(nbytes: int) -> tuple[torch.Tensor, int]:
+def allocate_pages(nbytes: int) -> tuple[torch.Tensor, int]:
     """Fresh zeros [nbytes] that can be shared, and the file of their pages, which is to be closed."""
     assert nbytes > 0, "there are no pages of nothing"
     pages = os.memfd_create("meshwright")
@@ -216,14 +214,14 @@ def _listener(backlog: int) -> socket.socket | None:
     return listener
 
 
-def _patience_s(group: Any) -> float:
-    """How long the group waits for a rank."""
+def _group_timeout_s(group: Any) -> float:
+    """The seconds for which the group waits for a rank."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return (default_pg_timeout if options is None else options._timeout).total_seconds()
 
 
-def _machine() -> tuple[Any, ...]:
-    """What ranks have in common if they can share memory: the kernel, and its network namespace."""
+def _machine_identity() -> tuple[Any, ...]:
+    """The identity of the machine, equal on ranks that can share memory: the kernel, and its network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         booted = file.read()
     return booted, os.stat("/proc/self/ns/net").st_ino, os.environ.get("MESHWRIGHT_HOST", "")
@@ -234,16 +232,16 @@ def _close(sockets: Sequence[socket.socket]) -> None:
         one.close()
 
 
-_ROOMS = 4
-_BY_THE_BACKEND = -1
+_BUFFERS_PER_SIZE = 4
+_SENT_BY_BACKEND = -1
 
 
 class SharedMemoryMessages:
-    """This rank's messages to and from its peers. Made on all ranks of the group of ``near`` alike."""
+    """This rank's messages to and from its peers. Made on all ranks of the group of ``memory`` alike."""
 
-    def __init__(self, near: SharedMemory) -> None:
-        self.near, self.peers = near, near.peers
-        self._here = near.reserve(3)
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory, self.peers = memory, memory.peers
+        self._here = memory.reserve(3)
         self._free, self._mapped = self._here + 1, self._here + 2
         self._mine: list[torch.Tensor] = []
         self._theirs: dict[tuple[int, int], mmap.mmap] = {}
@@ -253,37 +251,38 @@ class SharedMemoryMessages:
     def send(self, x: torch.Tensor, peer: int, tag: int) -> bool:
         """Send a contiguous tensor, which may change at once. False: it is to be sent by the backend, as the peer
         expects now."""
-        room = self._room(peer, x.nbytes) if x.numel() else _BY_THE_BACKEND
-        if room >= 0:
-            self._mine[room].copy_(x.view(-1).view(torch.uint8))
-        self.near.tell(peer, self._here, tag, room)
-        return room >= 0
+        number = self._free_buffer(peer, x.nbytes) if x.numel() else _SENT_BY_BACKEND
+        if number >= 0:
+            self._mine[number].copy_(x.view(-1).view(torch.uint8))
+        # the word goes out in either case: it tells the receiver by which way the message comes
+        self.memory.send_word(peer, self._here, tag, number)
+        return number >= 0
 
-    def _room(self, peer: int, nbytes: int) -> int:
-        size, near = (peer, nbytes), self.near
+    def _free_buffer(self, peer: int, nbytes: int) -> int:
+        size, memory = (peer, nbytes), self.memory
         empty = self._empty[size]
-        while not empty and near.heard(peer, self._free, nbytes):
-            empty.append(near.hear(peer, self._free, nbytes))
+        while not empty and memory.has_word(peer, self._free, nbytes):
+            empty.append(memory.receive_word(peer, self._free, nbytes))
         if empty:
             return empty.pop()
-        if self._made[size] == _ROOMS:
-            return _BY_THE_BACKEND
+        if self._made[size] == _BUFFERS_PER_SIZE:
+            return _SENT_BY_BACKEND
         self._made[size] += 1
-        bytes_, pages = own_pages(nbytes)
+        bytes_, pages = allocate_pages(nbytes)
         self._mine.append(bytes_)
-        near.tell(peer, self._mapped, len(self._mine) - 1, nbytes, pages)
+        memory.send_word(peer, self._mapped, len(self._mine) - 1, nbytes, pages)
         os.close(pages)
         return len(self._mine) - 1
 
     def _take(self, x: torch.Tensor, peer: int, tag: int) -> bool:
-        room, near = self.near.hear(peer, self._here, tag), self.near
-        if room == _BY_THE_BACKEND:
+        number, memory = self.memory.receive_word(peer, self._here, tag), self.memory
+        if number == _SENT_BY_BACKEND:
             return False
-        if (peer, room) not in self._theirs:
-            self._theirs[peer, room] = near.pages_of(peer, self._mapped, room)
-        x.view(-1).view(torch.uint8).copy_(torch.frombuffer(self._theirs[peer, room], dtype=torch.uint8))
+        if (peer, number) not in self._theirs:
+            self._theirs[peer, number] = memory.pages_of(peer, self._mapped, number)
+        x.view(-1).view(torch.uint8).copy_(torch.frombuffer(self._theirs[peer, number], dtype=torch.uint8))
         with suppress(PeerError):  # who sends no more may have left
-            near.tell(peer, self._free, x.nbytes, room)
+            memory.send_word(peer, self._free, x.nbytes, number)
         return True
 
 
@@ -307,17 +306,17 @@ class SharedMessage:
 _ALIGNED = 64  # elements: parts begin at cache lines
 
 
-class SharedSum:
-    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all near. Made on all of
-    them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need not
-    be copied; other tensors, of any length, go through it piece by piece."""
+class SharedMemoryAllReduce:
+    """The sum, by the communication thread, of flat tensors over the ranks of a group that are all memory. Made on all
+    of them alike, and started in the same order. ``buffer`` [length]: the row of this rank. What is summed there need
+    not be copied; other tensors, of any length, go through it piece by piece."""
 
-    def __init__(self, near: SharedMemory, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
-        assert near.is_all, "a shared sum is of ranks that share memory"
-        self.near, self._submit = near, submit
-        mine, self._others = near.share(length * dtype.itemsize)
+    def __init__(self, memory: SharedMemory, length: int, dtype: torch.dtype, submit: Submit = submit) -> None:
+        assert memory.spans_group, "a shared sum is of ranks that share memory"
+        self.memory, self._submit = memory, submit
+        mine, self._others = memory.share(length * dtype.itemsize)
         self.buffer = mine.view(dtype)
-        self._there = near.reserve(2)
+        self._there = memory.reserve(2)
         self._done = self._there + 1
 
     def start(self, x: torch.Tensor) -> Pending:
@@ -325,36 +324,36 @@ class SharedSum:
         flat = x.detach().view(-1)
         if flat.data_ptr() != self.buffer.data_ptr():
             return self._submit(lambda: self._pass(flat))
-        self._tell(self._there)
+        self._notify(self._there)
         return self._submit(lambda: self._sum(len(flat)))
 
     def _pass(self, x: torch.Tensor) -> None:
         for piece in x.split(len(self.buffer)):
             here = self.buffer[: len(piece)]
             here.copy_(piece)
-            self._tell(self._there)
+            self._notify(self._there)
             self._sum(len(piece))
             piece.copy_(here)
 
     def _sum(self, length: int) -> None:
         """The sum of the first elements of all rows, once they are there, in all rows."""
-        self._hear(self._there)
+        self._await_peers(self._there)
         rows = {rank: torch.frombuffer(row, dtype=self.buffer.dtype) for rank, row in self._others.items()}
-        rows[self.near.rank] = self.buffer
-        part = -(-length // (self.near.size * _ALIGNED)) * _ALIGNED
-        mine = slice(min(self.near.rank * part, length), min((self.near.rank + 1) * part, length))
+        rows[self.memory.rank] = self.buffer
+        part = -(-length // (self.memory.size * _ALIGNED)) * _ALIGNED
+        mine = slice(min(self.memory.rank * part, length), min((self.memory.rank + 1) * part, length))
         total, *others = [rows[rank][mine] for rank in sorted(rows)]
         for other in others:
             total.add_(other)
         for other in others:
             other.copy_(total)
-        self._tell(self._done)
-        self._hear(self._done)
+        self._notify(self._done)
+        self._await_peers(self._done)
 
-    def _tell(self, kind: int) -> None:
-        for peer in self.near.peers:
-            self.near.tell(peer, kind)
+    def _notify(self, kind: int) -> None:
+        for peer in self.memory.peers:
+            self.memory.send_word(peer, kind)
 
-    def _hear(self, kind: int) -> None:
-        for peer in self.near.peers:
-            self.near.hear(peer, kind)
+    def _await_peers(self, kind: int) -> None:
+        for peer in self.memory.peers:
+            self.memory.receive_word(peer, kind)

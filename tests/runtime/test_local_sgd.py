@@ -57,12 +57,12 @@ def start(case: str, model: nn.Module | None = None, plan: Any = None, **options
 
 def uncorrected(parallel: Any) -> None:
     """Means arrive, and are left out."""
-    parallel.session.loosely.means.delay = STEPS + 1
+    parallel.session.independent_replicas.means.delay = STEPS + 1
 
 
 def unaveraged(parallel: Any) -> None:
     """The mean does not replace the replica's own stale gradient, it comes on top."""
-    means = parallel.session.loosely.means
+    means = parallel.session.independent_replicas.means
     start = means._start
 
     def planted(bucket: Any) -> Any:
@@ -75,7 +75,7 @@ def unaveraged(parallel: Any) -> None:
 
 def synchronous(parallel: Any) -> None:
     """Every step averages."""
-    parallel.session.loosely.means.every = 1
+    parallel.session.independent_replicas.means.every = 1
 
 
 PLANTED = {"uncorrected": uncorrected, "unaveraged": unaveraged, "synchronous": synchronous}
@@ -90,15 +90,15 @@ def train(case: str, flushes: Sequence[int], bug: str = "") -> tuple[Any, ...]:
     for step in range(STEPS):
         x, y = data(step)
         loss = parallel.train_step(x, targets=y)
-        losses.append((session.loosely.replicas.index, float(loss)))
+        losses.append((session.independent_replicas.replicas.index, float(loss)))
         norms.append(float(parallel.grad_norm))
         if step in flushes:
             parallel.flush()
     mean = float(parallel.mean_loss(loss))
     spoken = {key: n for key, n in session.counts.items() if key[1] == "all_reduce"}
-    mine = [x.detach().clone() for x in session.owned.values()]
+    mine = [x.detach().clone() for x in session.owned_parameters.values()]
     mine += [x for s in parallel.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
-    return losses, parallel.full_state_dict(), mine, session.loosely.replicas.first, mean, spoken, norms
+    return losses, parallel.full_state_dict(), mine, session.independent_replicas.replicas.first, mean, spoken, norms
 
 
 def check(case: str, results: Sequence[tuple[Any, ...]], flushes: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ def ahead(folder: str) -> tuple[int, int]:
     parallel = start(case, strategy="dp2")
     parallel.train_step(*data(0)[:1], targets=data(0)[1])  # compares the data of all ranks
     parallel.flush()
-    means, mark = parallel.session.loosely.means, Path(folder) / "done"
+    means, mark = parallel.session.independent_replicas.means, Path(folder) / "done"
     before, waits = means.waits, 0
     deadline = monotonic() + 30
     while dist.get_rank() == 1 and not mark.exists():
@@ -176,7 +176,7 @@ def prefixes(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     for step in range(STEPS):
         x, y = data(step)
         parallel.train_step(x, targets=y)
-    means = parallel.session.loosely.means
+    means = parallel.session.independent_replicas.means
     assert len(means.flying) == CASES[case][4]
     here = [bucket.gather([leaf.detach() for leaf in bucket.leaves]) for bucket in means.buckets]
     local = [sum(step[k].own for step in means.flying) for k in range(len(means.buckets))]
@@ -209,10 +209,10 @@ def owing(code: str, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Under SGD: how far replicas have moved, and the sum of the true means less what the code owes, in its residuals
     and in what the last flush puts into the next step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "_LEAST_BYTES", 1 if lanes > 1 else 2**20)
+        patch.setattr(replicas, "_MIN_BUCKET_BYTES", 1 if lanes > 1 else 2**20)
         parallel = start("dga, 1 late", model=Model(), delay=2, plan=wired(code))
     session = parallel.session
-    buckets = session.loosely.means.buckets
+    buckets = session.independent_replicas.means.buckets
     assert len(buckets) == lanes
     assert [bucket.sum.exchange.group for bucket in buckets] == [one for (one,) in session.comm.own_groups[0,]][:lanes]
     threads: list[str] = []
@@ -228,13 +228,13 @@ def owing(code: str, lanes: int) -> tuple[torch.Tensor, torch.Tensor]:
     for step in range(STEPS):
         x, y = data(step)
         parallel.train_step(x, targets=y)
-        true += torch.cat([flight.own for flight in session.loosely.means.flying[-1]]) / 2
+        true += torch.cat([flight.own for flight in session.independent_replicas.means.flying[-1]]) / 2
         if step in (4, STEPS - 1):
             parallel.flush()
     for bucket, part in zip(buckets, true.split([sum(bucket.sizes) for bucket in buckets]), strict=True):
         part -= next(x for x in bucket.sum.residuals().values() if x.numel() == len(part)).view(-1)
     dist.all_reduce(true)
-    true -= torch.cat(session.loosely.means._owed)
+    true -= torch.cat(session.independent_replicas.means._owed)
     return (first - everything()) / LR, true
 
 

@@ -15,7 +15,7 @@ from meshwright.runtime.collectives import functional as f
 from meshwright.runtime.collectives.channel import Channel
 from meshwright.runtime.collectives.dense import DenseSum
 from meshwright.runtime.collectives.parameter_server import Server, Worker
-from meshwright.runtime.collectives.rounds import DEFINED
+from meshwright.runtime.collectives.rounds import ALGORITHMS
 from meshwright.runtime.errors import PeerError
 from meshwright.runtime.transport.launch import join
 
@@ -35,7 +35,7 @@ def all_reduces():
     """(what is wrong, the bits of every sum): every algorithm on lengths, dtypes and ops, whole and in chunks."""
     channel = _own_channel()
     wrong, bits = [], []
-    names = [*DEFINED["all_reduce"], "hierarchical"]
+    names = [*ALGORITHMS["all_reduce"], "hierarchical"]
     for n, dtype in [(0, torch.float32), (1, torch.int8), (2, torch.bfloat16), *((1003, dtype) for dtype in DTYPES)]:
         whole = torch.randint(-9, 10, (channel.size, n), generator=torch.Generator().manual_seed(n)).to(dtype)
         for name in names:
@@ -61,7 +61,7 @@ def large(nbytes):
     channel = _own_channel()
     n = nbytes // 4 + channel.size - 1
     wrong = []
-    for name in (*DEFINED["all_reduce"], "hierarchical"):
+    for name in (*ALGORITHMS["all_reduce"], "hierarchical"):
         one = DenseSum(channel, n, torch.float32, name, members=1, chunk_bytes=1 << 16)
         xs = [torch.arange(n, dtype=torch.float32) % 97 + channel.rank * k for k in (1, 2)]
         wanted = [x.clone() for x in xs]
@@ -89,7 +89,7 @@ def others():
 
     def names(kind):
         powers = p & (p - 1) == 0
-        return [name for name in DEFINED[kind] if powers or not name.startswith("recursive")]
+        return [name for name in ALGORITHMS[kind] if powers or not name.startswith("recursive")]
 
     for name, options in [*((n, {}) for n in names("all_gather")), *hierarchical]:
         check(f"all_gather {name}", f.all_gather(data[me, 0], channel, name, **options), data[:, 0])

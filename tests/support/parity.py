@@ -89,7 +89,9 @@ def run(
     for turn, kind in enumerate(kinds):
         if turn:  # capture and search take longer than the steps
             parallel.load_state_dict(start)
-            session.optimizer = make_optimizer(kind)([leaf for leaf in session.owned.values() if leaf.requires_grad])
+            session.optimizer = make_optimizer(kind)(
+                [leaf for leaf in session.owned_parameters.values() if leaf.requires_grad]
+            )
         before = Counter(session.counts)
         losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
         counts = {f"{at} {what}": n for (at, what), n in (session.counts - before).items() if at != "step"}

@@ -16,7 +16,7 @@ from meshwright.compiler.ir.program import ChunkProgram, Exit, Slot
 from meshwright.compiler.ir.reshard import reshard
 from meshwright.compiler.ir.spec import P, Pair, R, S
 from meshwright.compiler.plan.plan import Chunk, ParameterSharding, Plan, Prediction, Stage, Transfer
-from meshwright.runtime.execution.session import Session
+from meshwright.runtime.execution.session import Session, SessionOptions
 from meshwright.runtime.parameters.state import BufferInfo, ModelInfo, ParameterInfo
 from torch import nn
 
@@ -256,7 +256,7 @@ def session_of(
                 for parameter in model.parameters():
                     parameter.add_(1.0)
     mine = [] if stage is None else [programs[stage]]
-    return Session(plan, mine, INFO, model, optimizer=OPTIMIZERS[optimizer], **more)
+    return Session(plan, mine, INFO, model, SessionOptions(optimizer=OPTIMIZERS[optimizer], **more))
 
 
 def train(

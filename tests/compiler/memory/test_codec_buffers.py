@@ -14,7 +14,7 @@ from meshwright.compiler.memory.stage import with_stage_memories
 from meshwright.compiler.plan.plan import Plan
 from meshwright.costmodel.codecs import CODECS
 from meshwright.costmodel.memory import drawn_bytes, held_bytes, state_bytes
-from meshwright.runtime.compression import Rehearsal, make_sum
+from meshwright.runtime.compression import BucketSpec, Rehearsal, make_sum
 from meshwright.runtime.compression.dither import grid_tile
 from meshwright.runtime.profiling.memory_meter import storages_alive
 
@@ -38,7 +38,7 @@ def test_a_sum_holds_what_its_description_says(name):
     for size in (1, 3):
         gc.collect()
         before = sum(storages_alive().values())
-        made = make_sum(name, n, Rehearsal(size).exchanges[0], shapes=shapes)
+        made = make_sum(name, BucketSpec(n, shapes=tuple(shapes)), Rehearsal(size).exchanges[0])
         held = sum(storages_alive().values()) - before
         state = sum(x.nbytes for key, x in made.state_dict().items() if key != "step")
         assert state == state_bytes(codec, n, size, shapes)

@@ -60,8 +60,8 @@ def late(seconds: float, strategy: str, delay: Any) -> tuple[int, list[str], lis
         x, y = data(step)
         losses.append(float(parallel.mean_loss(parallel.train_step(x, targets=y))))
     parallel.flush()
-    means = parallel.session.loosely
-    return means.looseness.delay if means else 0, list(parallel.plan.prediction.notes), losses
+    means = parallel.session.independent_replicas
+    return means.local_updates.delay if means else 0, list(parallel.plan.prediction.notes), losses
 
 
 def test_auto_takes_it_and_says_so(ranks: RankPool):

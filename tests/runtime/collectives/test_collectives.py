@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from meshwright.costmodel import algorithms
+from meshwright.runtime.collectives.format_rounds import format_rounds
 from meshwright.runtime.collectives.parameter_server import Server
-from meshwright.runtime.collectives.picture import picture
-from meshwright.runtime.collectives.rounds import DEFINED, HIERARCHICAL, schedule_of, spans_of
+from meshwright.runtime.collectives.rounds import ALGORITHMS, HIERARCHICAL, schedule_of, spans_of
 from meshwright.runtime.collectives.worker import LANES
 
 from tests.support.collective_checks import all_reduces, large, others, refusals, serve, without_one
@@ -49,7 +49,7 @@ def check(schedule, length, root=0):
         assert held[device][a:b] == wanted
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), [(kind, name) for kind in DEFINED for name in DEFINED[kind]])
+@pytest.mark.parametrize(("kind", "algorithm"), [(kind, name) for kind in ALGORITHMS for name in ALGORITHMS[kind]])
 def test_rounds_give_the_result(kind, algorithm):
     for p in range(2 if kind == "send" else 1, 10):
         if not algorithms.is_defined(kind, algorithm, p):
@@ -74,7 +74,7 @@ def test_hierarchical_rounds_give_the_result(kind, between):
 
 
 def test_both_sides_have_the_same_names():
-    assert DEFINED == algorithms.ALGORITHMS
+    assert ALGORITHMS == algorithms.ALGORITHMS
     assert HIERARCHICAL == algorithms.HIERARCHICAL
 
 
@@ -151,12 +151,12 @@ def test_a_rank_that_dies_is_named_by_the_others(name, tmp_path):
 
 def test_pictures_in_the_docs_are_those_of_the_rounds():
     document = (DOCS / "collectives.md").read_text()
-    drawn = [schedule_of("all_reduce", name, 4) for name in DEFINED["all_reduce"]]
+    drawn = [schedule_of("all_reduce", name, 4) for name in ALGORITHMS["all_reduce"]]
     drawn += [schedule_of("all_reduce", "recursive_doubling", 5)]
     drawn += [schedule_of("all_reduce", "hierarchical", 4, members=2)]
     for schedule in drawn:
-        assert f"```text\n{picture(schedule)}\n```" in document
-    assert "0=1 ← 0" in picture(schedule_of("all_to_all", "pairwise", 3))  # into another place than it comes from
+        assert f"```text\n{format_rounds(schedule)}\n```" in document
+    assert "0=1 ← 0" in format_rounds(schedule_of("all_to_all", "pairwise", 3))  # into another place than it comes from
 
 
 # ---- the asynchronous parameter server

@@ -8,19 +8,28 @@ from collections import Counter
 import pytest
 import torch
 from meshwright.costmodel.codecs import CODECS, LowRankFactors, QuantizationLevels, sent_bytes
-from meshwright.runtime.compression import FAMILIES, CompressedSum, NonFiniteGradient, Rehearsal, gathered, make_sum
-from meshwright.runtime.compression.atomo import probabilities, systematic
-from meshwright.runtime.compression.dither import GRID, draw, grid_tile, uniforms
+from meshwright.runtime.compression import (
+    FAMILIES,
+    BucketSpec,
+    CompressedSum,
+    NonFiniteGradient,
+    Rehearsal,
+    gathered,
+    make_sum,
+)
+from meshwright.runtime.compression.atomo import draw_systematically, probabilities
+from meshwright.runtime.compression.dither import GRID, grid_tile, random_key, uniforms
 from meshwright.runtime.compression.linear import shared_positions
 from meshwright.runtime.compression.packing import pack, unpack
-from meshwright.runtime.compression.sparse import largest
-from meshwright.runtime.compression.summing import cut
+from meshwright.runtime.compression.sparse import largest_positions
+from meshwright.runtime.compression.summing import chunk_spans
 from sklearn.datasets import load_digits
 
 CPU = torch.device("cpu")
 UNBIASED = ["int8", "int4", "int2", "terngrad", "atomo5%", "atomo-svd4"]
 FEEDBACK = ["1bit", "ef-signsgd", "randomk10%", "powersgd2", "topk1%", "dgc1%", "threshold10"]
 SHAPES = ((20, 30), (7,), (4, 3, 11))  # 739 elements
+BUCKET_OPTIONS = {"dtype", "shapes", "seed", "chunk", "device"}
 every_code = pytest.mark.parametrize("name", CODECS)
 
 
@@ -30,7 +39,8 @@ class World:
     def __init__(self, name: str, n: int, size: int, **options):
         self.rehearsal = Rehearsal(size)
         options = {"chunk": 500, "submit": None, **options}
-        self.sums = [make_sum(name, n, exchange, **options) for exchange in self.rehearsal.exchanges]
+        bucket = BucketSpec(n, **{key: options.pop(key) for key in BUCKET_OPTIONS & options.keys()})
+        self.sums = [make_sum(name, bucket, exchange, **options) for exchange in self.rehearsal.exchanges]
 
     def __call__(self, *gradients: torch.Tensor) -> list[torch.Tensor]:
         xs = [gradient.clone() for gradient in gradients]
@@ -45,9 +55,9 @@ def drawn(seed: int, size: int, n: int) -> list[torch.Tensor]:
 
 def owed(made: CompressedSum, size: int) -> torch.Tensor:
     """What a rank has not sent yet, as a bucket."""
-    total = torch.zeros(made.place.n)
-    width = made.place.n if isinstance(CODECS[made.name].payload, LowRankFactors) else made.place.chunk
-    for i, (low, high) in enumerate(cut(made.place.n, width)):
+    total = torch.zeros(made.bucket.n)
+    width = made.bucket.n if isinstance(CODECS[made.name].payload, LowRankFactors) else made.bucket.chunk
+    for i, (low, high) in enumerate(chunk_spans(made.bucket.n, width)):
         state = made.state_dict()
         total[low:high] += state[f"residual.{i}"][: high - low]
         if f"residual_of_sum.{i}" in state:
@@ -76,7 +86,7 @@ def test_replicas_agree_and_send_what_the_formula_says(name, n, size):
     assert all(torch.equal(x, found[0]) for x in found)
     assert found[0].isfinite().all()
     codec, wanted = CODECS[name], Counter()
-    for low, high in cut(n, n if isinstance(codec.payload, LowRankFactors) else 500) if n else ():
+    for low, high in chunk_spans(n, n if isinstance(codec.payload, LowRankFactors) else 500) if n else ():
         wanted.update(sent_bytes(codec, high - low, size, 4, shapes, low))
     assert all(exchange.sent == wanted for exchange in world.rehearsal.exchanges)
 
@@ -191,7 +201,7 @@ def test_no_tensor_pays_for_the_magnitude_of_another(name, size):
 
 @every_code
 def test_all_chunks_are_on_their_way_before_the_first_is_waited_for(name, monkeypatch):
-    monkeypatch.setattr(gathered, "LEAST_BYTES", 1)
+    monkeypatch.setattr(gathered, "MIN_GATHER_BYTES", 1)
     world = World(name, 1500, 2)
     steps = [one.run(x) for one, x in zip(world.sums, drawn(0, 2, 1500))]
     next(steps[0])
@@ -206,7 +216,7 @@ def test_small_messages_of_neighbouring_chunks_travel_as_one(name, monkeypatch):
     found, sent = [], []
     (one,) = {codec.body_bytes(0) for codec in World(name, 1500, 2).sums[0].codecs}
     for least, messages in ((1, 3), (one + 4, 3), (one + 5, 2), (2**17, 1)):
-        monkeypatch.setattr(gathered, "LEAST_BYTES", least)
+        monkeypatch.setattr(gathered, "MIN_GATHER_BYTES", least)
         world = World(name, 1500, 2)
         found.append(world(*drawn(0, 2, 1500))[0])
         sent.append(world.rehearsal.exchanges[0].sent)
@@ -225,7 +235,7 @@ def test_random_numbers_are_a_scrambled_grid_and_hardly_correlated():
     for lag in (1, 2, 3, 64, 512, 1000):
         assert abs(float((centred * centred.roll(lag)).mean())) < 0.01
     assert abs(table[: 2**16].mean() - 0.5) < 0.01
-    assert len({draw(seed, step) for seed in range(40) for step in range(40)}) == 1600
+    assert len({random_key(seed, step) for seed in range(40) for step in range(40)}) == 1600
     assert torch.equal(uniforms(7, 5, CPU), uniforms(7 + GRID, 5, CPU))
 
 
@@ -252,7 +262,7 @@ def test_the_largest_are_the_largest_however_they_are_found(kind):
     x = torch.randn(n, generator=torch.Generator().manual_seed(1)).abs()
     x = {"normal": x, "ties": (x * 2).round(), "zeros": x * (x > 3.5), "rising": torch.arange(n).float()}[kind]
     for count in (20, 200, 2000):
-        found = largest(x, count, 12345)
+        found = largest_positions(x, count, 12345)
         assert len(found.unique()) == count
         assert torch.equal(found, found.sort().values)
         assert torch.equal(x[found].sort().values, x.topk(count).values.flip(0))
@@ -275,7 +285,7 @@ def test_positions_beyond_a_span_arrive_where_they_belong():
 def test_shared_positions_are_distinct_and_each_as_likely():
     hits = torch.zeros(100)
     for step in range(3000):
-        positions = shared_positions(100, 10, draw(0, step), CPU)
+        positions = shared_positions(100, 10, random_key(0, step), CPU)
         assert len(positions.unique()) == 10
         hits[positions] += 1
     z = (hits - 300) / math.sqrt(3000 * 0.1 * 0.9)
@@ -290,7 +300,7 @@ def test_sampling_draws_each_atom_with_its_probability():
     torch.testing.assert_close(p[2] / p[3], torch.tensor(2.0, dtype=torch.float64))
     counts = torch.zeros(7)
     for u in torch.arange(1000) / 1000:
-        positions = systematic(p, float(u))
+        positions = draw_systematically(p, float(u))
         assert len(positions) == 3
         counts[positions] += 1
     torch.testing.assert_close(counts.double() / 1000, p, rtol=0, atol=0.0011)
@@ -467,11 +477,11 @@ def test_unknown_codes_options_and_buckets_are_refused():
     with pytest.raises(ValueError, match=r"options of int8 are \[\], but got \['momentum'\]"):
         make_sum("int8", 4, momentum=0.5)
     with pytest.raises(ValueError, match="from float32 or bfloat16, but got"):
-        make_sum("int8", 4, dtype=torch.float64)
+        make_sum("int8", BucketSpec(4, dtype=torch.float64))
     with pytest.raises(ValueError, match="must hold its 4 elements, but got 6"):
-        make_sum("powersgd2", 4, shapes=[(2, 3)])
+        make_sum("powersgd2", BucketSpec(4, shapes=((2, 3),)))
     with pytest.raises(ValueError, match="one of 0 or more for each of 2 tensors, but got"):
-        make_sum("powersgd2", 8, shapes=[(2, 3), (2,)], ranks=[1])
+        make_sum("powersgd2", BucketSpec(8, shapes=((2, 3), (2,))), ranks=[1])
     with pytest.raises(ValueError, match=r"contiguous torch.float32 \[4\], but got torch.float32 \[5\]"):
         next(make_sum("int8", 4).run(torch.zeros(5)))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.costmodel.codecs import CODECS
-from meshwright.runtime.compression import NonFiniteGradient, Rehearsal, make_sum
+from meshwright.runtime.compression import BucketSpec, NonFiniteGradient, Rehearsal, make_sum
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 SHAPES = ((20, 30), (7,), (4, 3, 11))
@@ -25,7 +25,7 @@ def every_code(steps: int) -> dict[str, list[torch.Tensor]]:
     """What each code gives on this rank, two buckets of it at a time in flight."""
     group, rank, found = dist.new_group(), dist.get_rank(), {}
     for name in CODECS:
-        sums = [make_sum(name, N, group, shapes=SHAPES, chunk=500, seed=seed) for seed in (0, 1)]
+        sums = [make_sum(name, BucketSpec(N, shapes=SHAPES, seed=seed, chunk=500), group) for seed in (0, 1)]
         results = []
         for step in range(steps):
             xs = [gradient(rank, step), gradient(rank, step + 100)]
@@ -43,7 +43,9 @@ def rehearsed(name: str, size: int, steps: int) -> list[torch.Tensor]:
     """The same in one process."""
     results = []
     world = Rehearsal(size)
-    sums = [[make_sum(name, N, e, shapes=SHAPES, chunk=500, seed=s) for e in world.exchanges] for s in (0, 1)]
+    sums = [
+        [make_sum(name, BucketSpec(N, shapes=SHAPES, seed=s, chunk=500), e) for e in world.exchanges] for s in (0, 1)
+    ]
     for step in range(steps):
         for alike, shift in zip(sums, (0, 100)):
             xs = [gradient(rank, step + shift) for rank in range(size)]
@@ -67,7 +69,7 @@ def test_ranks_agree_to_the_bit_and_with_the_rehearsal(ranks, size):
 def poisoned() -> list[str]:
     group, rank, found = dist.new_group(), dist.get_rank(), []
     for name in ("int8", "1bit", "topk1%", "powersgd2", "bf16"):
-        made = make_sum(name, N, group, shapes=SHAPES)
+        made = make_sum(name, BucketSpec(N, shapes=SHAPES), group)
         x = gradient(rank, 0)
         if rank == 1:
             x[3] = torch.nan
@@ -97,7 +99,7 @@ def beside_hooks(steps: int) -> dict[str, float]:
         None, matrix_approximation_rank=rank_of_matrices, start_powerSGD_iter=2, min_compression_rate=1, random_seed=0
     )
     state.iter = 2
-    sums = {name: make_sum(name, N, group, shapes=SHAPES) for name in worst}
+    sums = {name: make_sum(name, BucketSpec(N, shapes=SHAPES), group) for name in worst}
     torch.manual_seed(np.random.RandomState(0).randint(10**9))
     right = torch.cat([torch.randn(columns, rank_of_matrices).T.reshape(-1) for columns in (30, 33)])
     start = sums["powersgd2"].state_dict()

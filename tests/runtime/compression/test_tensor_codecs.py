@@ -17,7 +17,7 @@ from meshwright.compiler.report.reprice import reprice
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.codecs import CARRIERS, carried_bytes
 from meshwright.runtime.compression import dither
-from meshwright.runtime.compression.carrier import carrier
+from meshwright.runtime.compression.tensor_codec import tensor_codec
 from meshwright.runtime.profiling.memory_meter import storages_alive
 from meshwright.runtime.transport.cross_mesh import Port
 from meshwright.runtime.transport.process_groups import bind
@@ -41,7 +41,7 @@ WORST = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 14, "int2":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tensor_arrives_within_its_levels(code, n, dtype):
     x = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
-    coder, size = carrier(code, n, dtype, CPU), carried_bytes(code, n, dtype.itemsize)
+    coder, size = tensor_codec(code, n, dtype, CPU), carried_bytes(code, n, dtype.itemsize)
     assert (coder is None) == (size == n * dtype.itemsize)
     if coder is None:
         return
@@ -59,7 +59,7 @@ def test_a_tensor_arrives_within_its_levels(code, n, dtype):
 @pytest.mark.parametrize("code", ["int8", "int4", "int2", "terngrad"])
 def test_random_levels_have_no_bias_and_nearest_ones_have_less_error(code):
     x = torch.linspace(-1, 1, 257)
-    coder = carrier(code, 257, torch.float32, CPU)
+    coder = tensor_codec(code, 257, torch.float32, CPU)
     draws = torch.stack([coder.decode(coder.encode(x, key)) for key in range(4000)])
     spread = draws.std(0) / 4000**0.5
     assert float(((draws.mean(0) - x).abs() - 5 * spread).max()) < 1e-5
@@ -71,7 +71,7 @@ def test_random_levels_have_no_bias_and_nearest_ones_have_less_error(code):
 def test_what_is_not_finite_is_not_hidden(code, bad):
     x = torch.randn(3000)
     x[1000] = bad
-    coder = carrier(code, 3000, torch.float32, CPU)
+    coder = tensor_codec(code, 3000, torch.float32, CPU)
     arrived = coder.decode(coder.encode(x))
     assert not arrived[1000].isfinite()
     assert arrived[:100].isfinite().all()
@@ -92,7 +92,7 @@ def drawn(source: int, target: int) -> torch.Tensor:
 @pytest.mark.parametrize("code", ["none", "bf16", "int8", "int4"])
 def test_all_ranks_have_the_same_rows_and_exact_addends_within_levels(ranks: RankPool, code):
     found = ranks.run(3, gathered_and_scattered, code)
-    coder = carrier(code, 1500, torch.float32, CPU)
+    coder = tensor_codec(code, 1500, torch.float32, CPU)
     for rank, (rows, total) in enumerate(found):
         assert torch.equal(rows, found[0][0])
         for source, row in enumerate(rows):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from meshwright.compiler.pipeline.families import generate
-from meshwright.runtime.execution.boundary_metadata import settled
+from meshwright.runtime.execution.boundary_metadata import find_settled_sends
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -16,7 +16,7 @@ def test_sends_are_settled_only_by_later_messages(name: str) -> None:
     for stage in range(4):
         seen: set[int] = set()
         held = most_held = 0
-        for index, done in enumerate(settled(schedule.actions, stage, edges, edges[:3])):
+        for index, done in enumerate(find_settled_sends(schedule.actions, stage, edges, edges[:3])):
             assert all(earlier < index for earlier in done)
             assert not seen & set(done)
             seen |= set(done)
@@ -34,7 +34,7 @@ def test_sends_of_chunks_are_settled_by_later_messages(schedule: str) -> None:
     places = made.places()
     edges = [(a, b) for a, b in itertools.pairwise(places) if a[0] != b[0]]
     for stage in range(4):
-        found = settled(made.actions, stage, edges, edges)
+        found = find_settled_sends(made.actions, stage, edges, edges)
         done = [index for row in found for index in row]
         assert len(set(done)) == len(done)
         assert all(earlier < index for index, row in enumerate(found) for earlier in row)

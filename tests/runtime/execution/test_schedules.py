@@ -20,7 +20,7 @@ from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.runtime.execution import executor as executor_module
 from meshwright.runtime.execution import split_backward
-from meshwright.runtime.execution.split_backward import halve, register_halves
+from meshwright.runtime.execution.split_backward import register_halves, split_program
 from torch import nn
 
 from tests.support.clusters import fast_links
@@ -65,7 +65,7 @@ def run(case: str) -> tuple[list[float], dict[str, torch.Tensor], int, int, int,
     labels = [label for label, _ in session.timings["actions"]]
     parts = session.executor.parts
     owed = sum(len(part.halves.owed) for part in parts if part.halves is not None)
-    left = sum(len(one.values) + len(one.cotangents) for part in parts for one in part.leaving)
+    left = sum(len(one.values) + len(one.cotangents) for part in parts for one in part.local_outputs)
     chunks = tuple(len(stage.chunks) for stage in parallel.plan.stages)
     return losses, parallel.full_state_dict(), m, 0, 0, chunks, labels, owed + left
 
@@ -153,7 +153,7 @@ def test_the_halves_of_a_program_are_its_backward() -> None:
     (loss,) = program.module(*tensors)
     loss.backward()
     expected = [tensor.grad for tensor in tensors]
-    halves = halve(program)
+    halves = split_program(program)
     for tensor in tensors:
         tensor.grad = None
     calls: list[int] = []
@@ -176,7 +176,7 @@ def test_the_halves_of_a_program_are_its_backward() -> None:
 
 
 def test_an_op_of_ones_own_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "_HALVED", {})
+    monkeypatch.setattr(split_backward, "_SPLIT_OPS", {})
     made: list[str] = []
 
     def of_weight(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_an_op_of_ones_own_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, whole = TensorType((2, 2), torch.float32), Pair((), ())
     slots = Slot("receive", "x", "x", whole, kind), Slot("parameter", "w", "w", whole, kind, requires_grad=True)
     program = ChunkProgram(torch.fx.GraphModule(nn.Module(), local), slots, (), (), {}, {})
-    halves = halve(program)
+    halves = split_program(program)
     a, b = torch.randn(2, 2, 2).unbind(0)
     a.requires_grad_(), b.requires_grad_()
     halves.begin(0)

@@ -54,10 +54,10 @@ def train_coded(document: dict[str, Any], steps: int) -> tuple[list[float], list
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
     )  # fmt: skip
     losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(steps)]
-    made, wanted = parallel.session.sums.made, 0
+    made, wanted = parallel.session.gradient_all_reduce.made, 0
     for one in made:
-        shapes = one.place.shapes
-        wanted += sum(sent_bytes(CODECS[one.name], one.place.n, dist.get_world_size(), 4, shapes).values()) * steps
+        shapes = one.bucket.shapes
+        wanted += sum(sent_bytes(CODECS[one.name], one.bucket.n, dist.get_world_size(), 4, shapes).values()) * steps
     return losses, digests_of(parallel), sum(sum(one.exchange.sent.values()) for one in made), wanted
 
 
@@ -105,7 +105,7 @@ def train_outer(document: dict[str, Any], steps: int) -> tuple[list[float], list
         model, plan=Plan.from_json(document), example_inputs=args, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
     )
     losses = [float(parallel.train_step(*args)) for _ in range(steps)]
-    made = parallel.session.sums.made
+    made = parallel.session.gradient_all_reduce.made
     between = sum(sum(one.coded.exchange.sent.values()) for one in made)
     return losses, digests_of(parallel), sum(sum(one.inner.sent.values()) for one in made), between
 

@@ -171,15 +171,15 @@ def overflow(document: dict[str, Any], folder: str) -> list[Any]:
     leaf = next(p for p in parallel.session.state.parameters.values() if p.requires_grad)
     found = []
     for step in range(3):
-        before = [value.detach().clone() for value in parallel.session.owned.values()]
+        before = [value.detach().clone() for value in parallel.session.owned_parameters.values()]
         planted = step == 1 and torch.distributed.get_rank() == 1
         handle = leaf.register_hook(lambda grad: grad.clone().fill_(float("inf"))) if planted else None
         parallel.train_step(*args)
         if handle is not None:
             handle.remove()
-        pairs = zip(before, parallel.session.owned.values(), strict=True)
+        pairs = zip(before, parallel.session.owned_parameters.values(), strict=True)
         changed = any(not torch.equal(old, new) for old, new in pairs)
-        finite = all(bool(value.isfinite().all()) for value in parallel.session.owned.values())
+        finite = all(bool(value.isfinite().all()) for value in parallel.session.owned_parameters.values())
         found.append((parallel.loss_scale, parallel.skipped_steps, changed, finite))
     parallel.save_checkpoint(folder)
     other = make()

@@ -20,7 +20,7 @@ from meshwright.costmodel.profiled import op_times_of
 from meshwright.costmodel.profiler import NO_TIME, Engine, ProfileState, Task, TaskRecord, Visit
 from meshwright.runtime.profiling import message_probes, probes
 from meshwright.runtime.profiling import message_probes as paced
-from meshwright.runtime.profiling.probes import forms, send_forms
+from meshwright.runtime.profiling.probes import group_forms, send_forms
 
 from tests.support.ranks import RankPool
 
@@ -211,8 +211,8 @@ def test_every_op_of_the_grid_runs_forward_and_backward() -> None:
 
 @pytest.mark.parametrize("hosts", [["a"] * 4, ["a"] * 2 + ["b"] * 2, ["a"] * 6, ["a"] * 4 + ["b"] * 4])
 def test_every_axis_of_every_mesh_has_its_form(hosts: list[str]) -> None:
-    known = {(form.size, form.members, form.groups) for form in forms(hosts)}
-    assert len(known) == len(forms(hosts))
+    known = {(form.size, form.members, form.groups) for form in group_forms(hosts)}
+    assert len(known) == len(group_forms(hosts))
     cluster = Cluster.local(len(hosts))
     for size in range(2, len(hosts) + 1):
         for offset in range(0, len(hosts) - size + 1, size):
@@ -240,7 +240,12 @@ def profiled(
     import torch.distributed as dist
     from meshwright.runtime.profiling import cluster_profile
 
-    cluster_profile._COARSE, cluster_profile._FINE, cluster_profile._VISITS, cluster_profile._AGAIN = (
+    (
+        cluster_profile._COARSE_SIZES,
+        cluster_profile._FINE_SIZES,
+        cluster_profile._VISITS,
+        cluster_profile._REPEAT_VISITS,
+    ) = (
         (1024, 65536),
         (8192,),
         1,
@@ -291,7 +296,7 @@ def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch, secon
     assert measured == pytest.approx(seconds)
     assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
     calls.clear()
-    (measured, _), samples = message_probes.message(ranks, Pair())
+    (measured, _), samples = message_probes.time_messages(ranks, Pair())
     assert measured == pytest.approx(seconds / 2, abs=1e-6)
     assert (samples == 1, len(calls) <= most) == (seconds > 0, True)
 
@@ -340,14 +345,14 @@ def test_ranks_of_several_hosts_make_a_cluster_with_a_network(ranks: RankPool, t
 def absent(timeout_s: float) -> str:
     """Rank 1 does not come to the roll call."""
     import torch.distributed as dist
-    from meshwright.runtime.errors import AbsentRankError
-    from meshwright.runtime.transport.launch import call_roll
+    from meshwright.runtime.errors import MissingRankError
+    from meshwright.runtime.transport.launch import await_all_ranks
 
     if dist.get_rank() == 1:
         return ""
     try:
-        call_roll("profiling", timeout_s)
-    except AbsentRankError as error:
+        await_all_ranks("profiling", timeout_s)
+    except MissingRankError as error:
         return str(error)
     return "nobody was missed"
 

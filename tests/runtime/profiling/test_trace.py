@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter, sleep
 
 import pytest
-from meshwright.runtime.profiling.trace import Trace, middle, rank_times
+from meshwright.runtime.profiling.trace import Trace, middle_steps, rank_times
 
 
 # ---- tracing
@@ -49,9 +49,13 @@ def test_a_trace_keeps_the_last_steps_and_leaves_out_the_first() -> None:
 
 def test_outliers_are_left_out_on_all_ranks_alike() -> None:
     walls = [[1.0, 1.1, 9.0, 1.2, 0.1, 1.3, 1.1], [1.0, 1.1, 1.2, 1.2, 0.1, 9.0, 1.0]]
-    assert middle(walls) == [1, 3, 6]
-    assert middle([[5.0, *rank] for rank in walls[:1]] + walls[1:]) == [1, 3, 6]  # one has a step more, at the front
-    assert [len(middle([[1.0] * n])) for n in range(9)] == [0, 1, 2, 1, 2, 3, 4, 3, 4]
+    assert middle_steps(walls) == [1, 3, 6]
+    assert middle_steps([[5.0, *rank] for rank in walls[:1]] + walls[1:]) == [
+        1,
+        3,
+        6,
+    ]  # one has a step more, at the front
+    assert [len(middle_steps([[1.0] * n])) for n in range(9)] == [0, 1, 2, 1, 2, 3, 4, 3, 4]
 
 
 def test_the_parts_of_a_step_make_up_its_wall_time() -> None:

@@ -15,7 +15,7 @@ from meshwright.compiler.plan.cross_mesh import Tile
 from meshwright.models import GPT
 from meshwright.runtime.errors import PeerError
 from meshwright.runtime.transport.cross_mesh import Port
-from meshwright.runtime.transport.shared_memory import SharedMemory, SharedMemoryMessages, SharedSum
+from meshwright.runtime.transport.shared_memory import SharedMemory, SharedMemoryAllReduce, SharedMemoryMessages
 
 from tests.support.ranks import RankPool
 
@@ -28,11 +28,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 def sums() -> list[tuple[bool, bool]]:
     """Per length and dtype (whether the sum is that of the ranks, whether all ranks have its bits), in a step and the
     next ones: in the buffer, in a tensor of one's own, and piece by piece; all sums under way at once."""
-    near = SharedMemory.meet()
-    assert near.is_all
+    near = SharedMemory.connect()
+    assert near.spans_group
     cases = [(n, dtype) for n in (1, 63, 64, 65, 1003, 70000) for dtype in DTYPES]
-    made = [SharedSum(near, n, dtype) for n, dtype in cases]
-    passage = SharedSum(near, 400, torch.float32)
+    made = [SharedMemoryAllReduce(near, n, dtype) for n, dtype in cases]
+    passage = SharedMemoryAllReduce(near, 400, torch.float32)
     found = []
     for step in range(3):
         rows = [
@@ -68,18 +68,18 @@ def _ports(near: SharedMemory, shape: tuple[int, ...], dtype: torch.dtype) -> tu
     """A port from rank 0 to rank 1."""
     messages = SharedMemoryMessages(near)
     box = tuple((0, extent) for extent in shape)
-    return Port.make([Tile(0, 1, box, box)], near.rank, 100, shape, dtype, near=messages), messages
+    return Port.make([Tile(0, 1, box, box)], near.rank, 100, shape, dtype, shared_memory=messages), messages
 
 
 def messages(shape: tuple[int, ...], dtype: str, count: int) -> tuple[bool, int, int]:
     """Rank 0 sends ``count`` messages before rank 1 takes the first, twice; rank 1 takes them the other way round.
     Returns whether all arrived, how many messages the backend had, and how many rooms there are."""
     kind: torch.dtype = getattr(torch, dtype)
-    port, near = _ports(SharedMemory.meet(), shape, kind)
+    port, near = _ports(SharedMemory.connect(), shape, kind)
     by_backend, right = 0, True
     for turn in range(2):
         wanted = [torch.full(shape, turn + i + 1, dtype=torch.int64).to(kind) for i in range(count)]
-        if near.near.rank == 0:
+        if near.memory.rank == 0:
             works = []
             for i, x in enumerate(wanted):
                 sent = x.clone()
@@ -117,7 +117,7 @@ def peers(hosts: list[str], allowed: list[str]) -> tuple[tuple[int, ...], bool, 
     rank = dist.get_rank()
     os.environ |= {"MESHWRIGHT_HOST": hosts[rank], "MESHWRIGHT_SHARED_MEMORY": allowed[rank]}
     try:
-        near = SharedMemory.meet()
+        near = SharedMemory.connect()
     finally:
         del os.environ["MESHWRIGHT_HOST"], os.environ["MESHWRIGHT_SHARED_MEMORY"]
     port, _ = _ports(near, (4,), torch.float32)
@@ -126,14 +126,14 @@ def peers(hosts: list[str], allowed: list[str]) -> tuple[tuple[int, ...], bool, 
         started = port.send(x, 0)
         for work, _ in started:
             work.wait()
-        return near.peers, near.is_all, bool(started)
-    return near.peers, near.is_all, rank != 1 or torch.equal(port.receive(0).wait(), x)
+        return near.peers, near.spans_group, bool(started)
+    return near.peers, near.spans_group, rank != 1 or torch.equal(port.receive(0).wait(), x)
 
 
 def test_only_ranks_of_one_host_share(ranks: RankPool) -> None:
     found = ranks.run(4, peers, ["a", "a", "b", "b"], [""] * 4)
     assert [one[0] for one in found] == [(1,), (0,), (3,), (2,)]
-    assert not any(is_all for _, is_all, _ in found)
+    assert not any(spans_group for _, spans_group, _ in found)
     assert not found[0][2]  # through memory
     assert found[1][2]
     found = ranks.run(2, peers, ["a", "b"], [""] * 2)
@@ -148,23 +148,23 @@ def test_it_can_be_turned_off_by_any_rank(ranks: RankPool) -> None:
 
 def gone() -> list[Any]:
     """Rank 0 tells two words and leaves with one unread; rank 1 hears both, then that there is nobody."""
-    near = SharedMemory.meet()
+    near = SharedMemory.connect()
     dist.barrier()
     if near.rank == 0:
-        near.tell(1, 7, 0, 11)
-        near.tell(1, 7, 0, 12)
+        near.send_word(1, 7, 0, 11)
+        near.send_word(1, 7, 0, 12)
         dist.barrier()
         del near
         dist.barrier()
         return []
-    near.tell(0, 8)
+    near.send_word(0, 8)
     dist.barrier()
     dist.barrier()
-    heard: list[Any] = [near.hear(0, 7), near.hear(0, 7)]
+    heard: list[Any] = [near.receive_word(0, 7), near.receive_word(0, 7)]
     with pytest.raises(PeerError, match=r"nothing from or through to rank 0, which may have died .* start all ranks"):
-        near.hear(0, 7)
+        near.receive_word(0, 7)
     with pytest.raises(PeerError, match="rank 0"):
-        near.tell(0, 7)
+        near.send_word(0, 7)
     return heard
 
 
@@ -174,12 +174,12 @@ def test_what_was_told_arrives_after_who_told_it_has_left(ranks: RankPool) -> No
 
 def late() -> float:
     """Rank 1 tells nothing; how long rank 0 waits for it in a group that waits for a second."""
-    near = SharedMemory.meet(dist.new_group(timeout=timedelta(seconds=1)))
+    near = SharedMemory.connect(dist.new_group(timeout=timedelta(seconds=1)))
     waited = 0.0
     if near.rank == 0:
         started = monotonic()
         with pytest.raises(PeerError, match=r"rank 1, which may have died or stand still \(timed out\)"):
-            near.hear(1, 7)
+            near.receive_word(1, 7)
         waited = monotonic() - started
     dist.barrier()
     return waited
@@ -202,8 +202,8 @@ def trained(strategy: str, schedule: str | None, allowed: str) -> tuple[list[flo
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **asked,
         )  # fmt: skip
         losses = [float(parallel.train_step(*tokens)) for _ in range(3)]
-        near = parallel.session.executor.parts[0].inward + parallel.session.executor.parts[0].outward
-        shares = sum(way.forward.near is not None and bool(way.forward.near.peers) for way in near)
+        near = parallel.session.executor.parts[0].incoming + parallel.session.executor.parts[0].outgoing
+        shares = sum(way.forward.shared_memory is not None and bool(way.forward.shared_memory.peers) for way in near)
         assert parallel.session.reducer is not None
         shares += sum(getattr(bucket, "shared", None) is not None for bucket in parallel.session.reducer.buckets)
         return losses, parallel.full_state_dict(), shares

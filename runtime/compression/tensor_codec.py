@@ -1,5 +1,5 @@
-"""Single tensors in a code: activations and their gradients between stages, weights that are gathered, their gradients
-that are scattered.
+"""Codecs of single tensors: activations and their gradients between stages, weights that are gathered, and their
+gradients that are scattered.
 
 Nothing is kept between messages, so only codes of elements serve (``codecs.CARRIERS``). Values are rounded to the
 nearest level, so that who encodes them twice sends the same; gradients at random, without bias. Where an element is not
@@ -13,29 +13,29 @@ from functools import lru_cache
 import torch
 
 from ...costmodel.codecs import CODECS, TILE, QuantizationLevels, carried_bytes
-from .dither import draw
+from .dither import random_key
 from .levels import NearestLevels, StochasticLevels
 from .packing import pack, unpack
 from .two_step import BucketTile, Messages
 
-__all__ = ["Carrier", "carrier"]
+__all__ = ["TensorCodec", "tensor_codec"]
 
 
 @lru_cache(maxsize=1024)
-def carrier(code: str, n: int, dtype: torch.dtype, device: torch.device) -> Carrier | None:
-    """What encodes tensors of n elements; None where they travel as they are: code "none", or one that saves no byte of
+def tensor_codec(code: str, n: int, dtype: torch.dtype, device: torch.device) -> TensorCodec | None:
+    """The codec of tensors of n elements; None where they travel as they are: code "none", or one that saves no byte of
     such elements."""
     if not dtype.is_floating_point or carried_bytes(code, n, dtype.itemsize) == n * dtype.itemsize:
         return None
-    return Carrier(code, n, dtype, device)
+    return TensorCodec(code, n, dtype, device)
 
 
 @lru_cache(maxsize=64)
-def _made(kind: type[StochasticLevels], payload: QuantizationLevels, device: torch.device) -> StochasticLevels:
+def _levels_codec(kind: type[StochasticLevels], payload: QuantizationLevels, device: torch.device) -> StochasticLevels:
     return kind(payload, device)
 
 
-class Carrier:
+class TensorCodec:
     """Turns n elements into a message, uint8 [nbytes], and back."""
 
     def __init__(self, code: str, n: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,14 +56,17 @@ class Carrier:
         if self.levels is None:
             return x.to(self.half).view(torch.uint8)
         codec, kind = self.levels, NearestLevels if key is None else StochasticLevels
-        levels, message = _made(kind, codec, self.device), Messages(codec, self.part, self.blocks, 1, self.device)
-        room = torch.empty(min(TILE, self.part), device=self.device)
+        levels, message = (
+            _levels_codec(kind, codec, self.device),
+            Messages(codec, self.part, self.blocks, 1, self.device),
+        )
+        workspace = torch.empty(min(TILE, self.part), device=self.device)
         for number, tile in enumerate(self.tiles):
-            digits = room[: (tile.last - tile.first) * codec.per_byte]
+            digits = workspace[: (tile.last - tile.first) * codec.per_byte]
             digits[tile.high - tile.low :].zero_()
             for low, high, rows, first in tile.runs:
                 piece = x[tile.low + low : tile.low + high].float().view(rows, -1)
-                scales, drawn = message.scales[0, first : first + rows], draw(key or 0, number, first)
+                scales, drawn = message.scales[0, first : first + rows], random_key(key or 0, number, first)
                 levels.encode(piece, scales, digits[low:high].view(rows, -1), drawn)
             pack(digits.nan_to_num_(), codec.base, message.data[0, tile.first : tile.last])
         return message.bytes[0]
@@ -72,12 +75,12 @@ class Carrier:
         """The tensor [n] that ``message`` carries."""
         if self.levels is None:
             return message.view(self.half).to(self.dtype)
-        codec, made = self.levels, _made(StochasticLevels, self.levels, self.device)
+        codec, made = self.levels, _levels_codec(StochasticLevels, self.levels, self.device)
         read = Messages.over(codec, message[None], self.blocks)
         out = torch.zeros(self.n, device=self.device)
-        room, scratch = (torch.empty(min(TILE, self.part), device=self.device) for _ in range(2))
+        workspace, scratch = (torch.empty(min(TILE, self.part), device=self.device) for _ in range(2))
         for tile in self.tiles:
-            digits = room[: (tile.last - tile.first) * codec.per_byte]
+            digits = workspace[: (tile.last - tile.first) * codec.per_byte]
             unpack(read.data[0, tile.first : tile.last], codec.base, digits, scratch[: len(digits)])
             for low, high, rows, first in tile.runs:
                 piece = out[tile.low + low : tile.low + high].view(rows, -1)

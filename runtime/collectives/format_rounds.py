@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from .rounds import CollectiveSchedule, SegmentMessage
 
-__all__ = ["picture"]
+__all__ = ["format_rounds"]
 
 
-def picture(schedule: CollectiveSchedule) -> str:
+def format_rounds(schedule: CollectiveSchedule) -> str:
     """The rounds of ``schedule``."""
     p = schedule.size
     heads = ["round", *(f"device {i}" for i in range(p))]

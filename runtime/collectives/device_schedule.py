@@ -1,4 +1,4 @@
-"""What one device does in a schedule: its sends and receives in order, and what each has to wait for.
+"""The part of one device in a schedule: its sends and receives in order, each with the messages that it waits for.
 
 Spans are half-open ranges of elements. Large messages travel in chunks, so that one is added while the next arrives,
 and a chunk is passed on as soon as it is there::
@@ -23,14 +23,14 @@ from functools import lru_cache
 
 from .rounds import CollectiveSchedule, spans_of
 
-__all__ = ["ADD", "CLOSE", "GATHER", "KEEP", "PUT", "Departure", "Passage", "ReceivedChunk", "passage_of"]
+__all__ = ["ADD", "CLOSE", "GATHER", "KEEP", "PUT", "DeviceSchedule", "ReceivedChunk", "SentChunk", "device_schedule"]
 
 PUT, ADD, KEEP, GATHER, CLOSE = "put", "add", "keep", "gather", "close"
-_MOST_CHUNKS = 64  # of one message
+_MAX_CHUNKS = 64  # of one message
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class SentChunk:
     """A chunk to send: elements [start, stop) to device ``peer``. tag: its number between two devices."""
 
     peer: int
@@ -52,9 +52,13 @@ class ReceivedChunk:
     tag: int
     round: int
     action: str
+    #: the receive after which its buffer is free again
     freed: int = -1
+    #: the sends that must be out before it is put in its place
     quiet: tuple[int, ...] = ()
+    #: the receive that must be in place before it is posted, if it goes there directly
     clear: int = -1
+    #: those of ``quiet`` that belong to earlier rounds
     early: tuple[int, ...] = ()
 
     @property
@@ -64,12 +68,12 @@ class ReceivedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """All of one device. starts[i]: the sends to issue once receive i − 1 is in place (0: at once). tags: how many
-    numbers its messages take."""
+class DeviceSchedule:
+    """The sends and receives of one device. starts[i]: the sends to issue once receive i − 1 is in place (0: at once).
+    tags: how many numbers its messages take."""
 
     arrivals: tuple[ReceivedChunk, ...]
-    departures: tuple[Departure, ...]
+    departures: tuple[SentChunk, ...]
     starts: tuple[tuple[int, ...], ...]
     tags: int
 
@@ -80,22 +84,22 @@ class Passage:
 
 
 def _chunks(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
-    width = max(chunk, -(-(stop - start) // _MOST_CHUNKS))
+    width = max(chunk, -(-(stop - start) // _MAX_CHUNKS))
     return [(a, min(a + width, stop)) for a in range(start, stop, width)]
 
 
-def _overlap(one: ReceivedChunk | Departure, other: ReceivedChunk | Departure) -> bool:
+def _overlap(one: ReceivedChunk | SentChunk, other: ReceivedChunk | SentChunk) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
 @lru_cache(maxsize=256)
-def passage_of(schedule: CollectiveSchedule, device: int, length: int, chunk: int) -> Passage:
+def device_schedule(schedule: CollectiveSchedule, device: int, length: int, chunk: int) -> DeviceSchedule:
     """The part of ``device`` in a schedule on vectors of ``length`` elements, in chunks of at most ``chunk`` of them
     (more where a message would be more than 64 chunks)."""
     spans = spans_of(length, schedule.segments)
     apart = schedule.kind == "all_to_all"
     coming: list[tuple[int, int, ReceivedChunk]] = []
-    leaving: list[tuple[int, Departure]] = []
+    leaving: list[tuple[int, SentChunk]] = []
     for number, sends in enumerate(schedule.rounds):
         for m in sends:
             if device not in (m.source, m.target):
@@ -103,28 +107,28 @@ def passage_of(schedule: CollectiveSchedule, device: int, length: int, chunk: in
             start, stop = spans[m.first][0], spans[m.last - 1][1]
             shift = spans[m.into][0] - start
             for index, (a, b) in enumerate(_chunks(start, stop, chunk)):
-                tag = number * _MOST_CHUNKS + index
+                tag = number * _MAX_CHUNKS + index
                 if m.source == device:
-                    leaving.append((index, Departure(m.target, a, b, tag, number)))
+                    leaving.append((index, SentChunk(m.target, a, b, tag, number)))
                 else:
                     action = ADD if m.add else PUT
                     coming.append((index, number, ReceivedChunk(m.source, a + shift, b + shift, tag, number, action)))
     coming.sort(key=lambda entry: (entry[1], entry[0], entry[2].peer))
-    arrivals = _in_order([arrival for _, _, arrival in coming], device)
+    arrivals = _with_ordered_actions([arrival for _, _, arrival in coming], device)
     departures = []
     for _, departure in sorted(leaving, key=lambda entry: (entry[1].round, entry[0])):
         earlier = [i for i, a in enumerate(arrivals) if a.round < departure.round and _overlap(a, departure)]
         departures.append(departure if apart else replace(departure, after=max(earlier, default=-1)))
     if not apart:
-        arrivals = [_guarded(i, arrivals, departures) for i in range(len(arrivals))]
+        arrivals = [_with_dependencies(i, arrivals, departures) for i in range(len(arrivals))]
     starts: list[list[int]] = [[] for _ in range(len(arrivals) + 1)]
     for index, departure in enumerate(departures):
         starts[departure.after + 1].append(index)
-    tags = len(schedule.rounds) * _MOST_CHUNKS
-    return Passage(tuple(arrivals), tuple(departures), tuple(map(tuple, starts)), tags)
+    tags = len(schedule.rounds) * _MAX_CHUNKS
+    return DeviceSchedule(tuple(arrivals), tuple(departures), tuple(map(tuple, starts)), tags)
 
 
-def _in_order(arrivals: list[ReceivedChunk], device: int) -> list[ReceivedChunk]:
+def _with_ordered_actions(arrivals: list[ReceivedChunk], device: int) -> list[ReceivedChunk]:
     """With the actions that keep the order of sums."""
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index, arrival in enumerate(arrivals):
@@ -140,7 +144,7 @@ def _in_order(arrivals: list[ReceivedChunk], device: int) -> list[ReceivedChunk]
     return done
 
 
-def _guarded(index: int, arrivals: list[ReceivedChunk], departures: list[Departure]) -> ReceivedChunk:
+def _with_dependencies(index: int, arrivals: list[ReceivedChunk], departures: list[SentChunk]) -> ReceivedChunk:
     """With what it has to wait for."""
     arrival = arrivals[index]
     out = [s for s, d in enumerate(departures) if d.round <= arrival.round and _overlap(d, arrival)]
