@@ -30,7 +30,7 @@ from ...costmodel.codecs import carried_bytes
 from ..ir.graph import Graph
 from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
-from ..pipeline.virtual_stages import fewer
+from ..pipeline.virtual_stages import representative_microbatches
 from ..plan.plan import Plan
 from ..workers import all_of
 from .chunk import Bytes, ChunkKeys, ChunkRoom, worst_of
@@ -123,7 +123,7 @@ class _Together:
     def __init__(self, chunks: Sequence[ChunkRoom], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
         p, v = len(plan.stages), len(chunks)
-        self.row = generate(plan.schedule, p, fewer(p, plan.microbatches), v).actions[stage]
+        self.row = generate(plan.schedule, p, representative_microbatches(p, plan.microbatches), v).actions[stage]
 
     def memory(self) -> Bytes:
         """Bytes by cause at the worst moment."""

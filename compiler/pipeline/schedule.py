@@ -45,7 +45,7 @@ from ..errors import ScheduleError
 
 __all__ = [
     "KINDS", "PLACEMENTS", "Action", "Edge", "Place", "Schedule", "chain", "checked_edges", "in_flight", "parse",
-    "parse_action", "placed", "problems", "run_order", "validate",
+    "parse_action", "placement_order", "problems", "run_order", "validate",
 ]  # fmt: skip
 
 
@@ -261,7 +261,7 @@ class Schedule:
 
     def places(self) -> tuple[Place, ...]:
         """(stage, chunk) of every virtual stage, in the order in which data flow."""
-        return placed(self.placement, self.num_stages, self.chunks)
+        return placement_order(self.placement, self.num_stages, self.chunks)
 
     def text(self) -> str:
         """The schedule as lines of text; ``parse`` reverses it."""
@@ -271,7 +271,7 @@ class Schedule:
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.actions)])
 
 
-def placed(placement: str, num_stages: int, chunks: int) -> tuple[Place, ...]:
+def placement_order(placement: str, num_stages: int, chunks: int) -> tuple[Place, ...]:
     """(stage, chunk) of every virtual stage under a placement; ValueError for an unknown one."""
     if placement not in PLACEMENTS:
         raise ValueError(f"a placement is one of {', '.join(PLACEMENTS)}, but got {placement!r}; choose one of these")
@@ -305,5 +305,5 @@ def parse(text: str) -> Schedule:
         raise ValueError(f"a schedule has one line of actions per stage, but got {len(rows)} lines for {p} stages")
     actions = tuple(tuple(map(parse_action, row.split())) for row in rows)
     chunks, placement = int(match[4] or 1), match[5] or "loop"
-    placed(placement, p, chunks)  # refuses an unknown placement
+    placement_order(placement, p, chunks)  # refuses an unknown placement
     return Schedule(match[1], p, m, actions, chunks, placement)

@@ -22,7 +22,7 @@ from ..errors import ScheduleError
 from .families import PIPEDREAM, generate
 from .schedule import Action, Edge, Schedule, chain, checked_edges
 
-__all__ = ["Simulation", "grid", "legend", "simulate", "steady"]
+__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_steady_state"]
 
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
@@ -188,7 +188,7 @@ def _clock(
     return starts, ends
 
 
-def steady(
+def simulate_steady_state(
     microbatches: int,
     forward_s: Sequence[float],
     backward_s: Sequence[float],

@@ -42,9 +42,9 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .bounds import TRIALS, LowerBound, candidate_makespan
+from .bounds import TRIALS, MakespanBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula
-from .k_best import Mode, Ranking, fastest, gather, minimise, modes, solved
+from .k_best import Mode, Ranking, evaluate, gather_arcs, least_latency, minimise, modes
 from .recurrence import Prices, Rows, StageRecurrence
 from .table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice, StageConstraints
 
@@ -75,12 +75,12 @@ def solve(
     stage per device group and of any family there is but those with chunks (``virtual_stages``).
 
     most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
-    is missing where nothing fits. trials: ``bounds.LowerBound``'s. ValueError on bad arguments.
+    is missing where nothing fits. trials: ``bounds.MakespanBound``'s. ValueError on bad arguments.
     """
     m, constraints = num_microbatches, constraints or StageConstraints()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
-    lower = LowerBound(table, m, schedule, of, constraints)
+    lower = MakespanBound(table, m, schedule, of, constraints)
     draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
     bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
     if bound >= most:
@@ -127,7 +127,7 @@ def _by_estimate(
         if (pipelines := ranking.best(top_k)) or limit >= most:
             return pipelines, least, ranking.complete
         slack = 2.0 * slack + 0.05
-        found = solved(gather(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
+        found = evaluate(gather_arcs(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
     return [], inf, True
 
 
@@ -155,7 +155,7 @@ def _by_path(
     first = ranking.best(top_k)
     first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
     summed = StageRecurrence(rows, prices.latency, flights, allowed, additive=True)
-    passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
+    passed = least_latency(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
     stages = {one.stages for one in first}
     first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
     kept = [one for one in first if one.estimate_s <= most]
@@ -167,7 +167,7 @@ def bound_of(
 ) -> float:
     """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
     of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
-    return LowerBound(table, m, schedule, of, constraints).seconds(most, trials)
+    return MakespanBound(table, m, schedule, of, constraints).seconds(most, trials)
 
 
 def _flights(of: Sequence[Mode]) -> list[int]:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Floors",
     "InfeasiblePipeline",
-    "Lagrange",
+    "LagrangianBound",
+    "LowerBounds",
     "Pipeline",
     "PipelineSolution",
     "PipelineTable",
@@ -67,7 +67,7 @@ class StageOption:
 
 
 @dataclass(frozen=True, eq=False)
-class Lagrange:
+class LagrangianBound:
     """Bytes made seconds: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each choice of option o's
     stage, t its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of weights
     where ``trip``."""
@@ -80,7 +80,7 @@ class Lagrange:
 
 
 @dataclass(frozen=True, eq=False)
-class Floors:
+class LowerBounds:
     """What no choice of a stage undercuts, whatever its sharding; arrays [options, L, L + 1].
 
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
@@ -98,7 +98,7 @@ class Floors:
     entry_s: Floats | None = None
     forward_share: float = 0.0
     input_share: float = 0.0
-    rows: tuple[Lagrange, ...] = ()
+    rows: tuple[LagrangianBound, ...] = ()
 
     def alone(self, num_devices: int) -> PipelineTable:
         """A table that only bounds: these floors, and options that cost nothing."""
@@ -131,7 +131,7 @@ class PipelineTable:
     entry_s: Floats | None = None
     forward_share: Floats | float = _SHARE
     input_share: Floats | float = _SHARE
-    floors: Floors | None = None
+    floors: LowerBounds | None = None
 
     def __post_init__(self) -> None:
         layers = self.num_layers
@@ -151,9 +151,11 @@ class PipelineTable:
                                                    "entry_s"))  # fmt: skip
         if (floors := self.floors) is not None:
             shape = (len(floors.options), layers, layers + 1)
-            self._check("Floors", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
+            self._check(
+                "LowerBounds", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s")
+            )
             for row in floors.rows:
-                self._check("Lagrange", row, shape, ("value",))
+                self._check("LagrangianBound", row, shape, ("value",))
 
     def _check(self, owner: str, value: object, shape: tuple[int, ...], names: Collection[str]) -> None:
         upper = np.triu(np.ones(shape[1:], dtype=bool), 1)

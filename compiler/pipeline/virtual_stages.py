@@ -16,7 +16,7 @@ further: this is a heuristic, and the bound says how good it is. (option, p, v) 
 m · max(c*, Z/p), Z the least sum of S chunks, until nothing left can be among the best.
 
 Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
-chunk is read off the schedule (``held``), as a loss's large saved bytes are held for short.
+chunk is read off the schedule (``in_flight_by_chunk``), as a loss's large saved bytes are held for short.
 
 Bound. Whatever the cuts, max_k T_k ≥ Σ_c t_c / p: so m Z(S)/p on floors, for the best option, p and v. A Lagrangian
 pair (λ, μ) of ``bounds`` adds: at some time each chunk of a group holds h microbatches, so λ Σ r + μ Σ s ≤
@@ -41,8 +41,8 @@ from numpy.typing import NDArray
 from .families import generate, in_flight_formula, virtual_order
 from .table import (
     Floats,
-    Floors,
     InfeasiblePipeline,
+    LowerBounds,
     Pipeline,
     PipelineSolution,
     PipelineTable,
@@ -51,16 +51,25 @@ from .table import (
     StageOption,
 )
 
-__all__ = ["allowed_only", "at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "room_for",
-           "sums_by_count"]  # fmt: skip
+__all__ = [
+    "group_counts",
+    "in_flight_by_chunk",
+    "least_sums",
+    "limit_groups",
+    "mask_forbidden",
+    "quick_bound",
+    "representative_microbatches",
+    "solve_chunked",
+    "sums_by_count",
+]  # fmt: skip
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
 
 @lru_cache(maxsize=256)
-def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
+def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
-    few = fewer(p, m)
+    few = representative_microbatches(p, m)
     split = schedule.startswith("zb")
     out = []
     for row in generate(schedule, p, few, v).actions:
@@ -78,7 +87,7 @@ def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     return tuple(out)
 
 
-def fewer(p: int, m: int) -> int:
+def representative_microbatches(p: int, m: int) -> int:
     """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size."""
     count = max(1, m // p)
     size, larger = divmod(m, count)
@@ -96,7 +105,7 @@ class _Case:
     low_s: float
 
 
-def chunked(
+def solve_chunked(
     table: PipelineTable,
     num_microbatches: int,
     schedule: str = "interleaved",
@@ -113,12 +122,14 @@ def chunked(
         raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
     cases = []
     work = least_sums(table.pace_s, constraints)
-    held = least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
+    in_flight_by_chunk = (
+        least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
+    )
     for index, option in enumerate(table.options):
-        room, counts = max(option.limit_bytes, default=0.0), room_for(table.num_layers, option, chunks, constraints)
-        counts = [(p, v) for p, v in counts if m * work[index] / p < most and held[index] / p <= room]
+        room, counts = max(option.limit_bytes, default=0.0), group_counts(table.num_layers, option, chunks, constraints)
+        counts = [(p, v) for p, v in counts if m * work[index] / p < most and in_flight_by_chunk[index] / p <= room]
         if counts:
-            pace = allowed_only(table.pace_s[index], constraints)
+            pace = mask_forbidden(table.pace_s[index], constraints)
             largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
             caps, sums = largest.tolist(), least.tolist()
             cases += [_Case(index, p, v, caps[p * v], m * max(caps[p * v], sums[p * v] / p)) for p, v in counts]
@@ -129,7 +140,7 @@ def chunked(
         if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
             break
         if (key := (case.option, case.cap_s)) not in divisions:
-            divisions[key] = _Divisions(allowed_only(table.pace_s[case.option], constraints), case.cap_s)
+            divisions[key] = _Divisions(mask_forbidden(table.pace_s[case.option], constraints), case.cap_s)
         one = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
         if one is None:
             continue
@@ -161,20 +172,20 @@ def least_sums(values: Floats, constraints: StageConstraints) -> Floats:
 
 def sums_by_count(values: Floats, most: int, constraints: StageConstraints) -> Floats:
     """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
-    return _tables(allowed_only(values, constraints), most, np.add)
+    return _tables(mask_forbidden(values, constraints), most, np.add)
 
 
-def at_most(groups: int, constraints: StageConstraints) -> StageConstraints:
+def limit_groups(groups: int, constraints: StageConstraints) -> StageConstraints:
     """The constraints with no more device groups than that."""
     least, most = constraints.stages
     return replace(constraints, stages=(least, groups if most is None else min(groups, most)))
 
 
-def quick_bound(floors: Floors, m: int, constraints: StageConstraints) -> float:
+def quick_bound(floors: LowerBounds, m: int, constraints: StageConstraints) -> float:
     """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
     room for none."""
     layers = floors.pace_s.shape[1]
-    counts = [room_for(layers, option, (2,), constraints) for option in floors.options]
+    counts = [group_counts(layers, option, (2,), constraints) for option in floors.options]
     room = [index for index, some in enumerate(counts) if some]
     if not room:
         return inf
@@ -187,13 +198,13 @@ def quick_bound(floors: Floors, m: int, constraints: StageConstraints) -> float:
     return float(m * load.min())
 
 
-def allowed_only(pace: Floats, constraints: StageConstraints) -> Floats:
+def mask_forbidden(pace: Floats, constraints: StageConstraints) -> Floats:
     """[L, L + 1] paces of the runs that may be chunks; the others take for ever."""
     at = np.indices(pace.shape)
     return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
 
 
-def room_for(
+def group_counts(
     num_layers: int, option: StageOption, chunks: Sequence[int], constraints: StageConstraints
 ) -> list[tuple[int, int]]:
     """(p, v) for which there is room; one group alone is no pipeline."""
@@ -277,7 +288,7 @@ def _pipeline(
     if estimate >= most:
         return None
     filled = max(estimate, before + m * max(load) + step[0])
-    worst = [times[(times @ s).argmax()] for s, times in zip(saved, held(schedule, p, m, v))]
+    worst = [times[(times @ s).argmax()] for s, times in zip(saved, in_flight_by_chunk(schedule, p, m, v))]
     peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
     return Pipeline(
         stages=tuple(StageChoice(i, j, case.option, offsets[g]) for (g, _), i, j in zip(places, cuts, cuts[1:])),
@@ -314,13 +325,13 @@ def _lower_bound(
         return 0.0
     bound = inf
     for index, option in enumerate(floors.options):
-        counts = room_for(table.num_layers, option, chunks, constraints)
+        counts = group_counts(table.num_layers, option, chunks, constraints)
         if not counts:
             continue
         most, limit = max(p * v for p, v in counts), max(option.limit_bytes)
         rows = [row for row in floors.rows if not row.whole]
         values = [floors.pace_s[index], *(row.value[index] for row in rows)]
-        sums = [_tables(allowed_only(value, constraints), most, np.add) for value in values]
+        sums = [_tables(mask_forbidden(value, constraints), most, np.add) for value in values]
         for p, v in counts:
             load = float(sums[0][p * v]) / p
             for row, least in zip(rows, sums[1:]):

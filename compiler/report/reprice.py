@@ -27,7 +27,7 @@ from ..memory.stage import with_footprints
 from ..pipeline.families import in_flight_formula
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
-from ..search.predict import predict, together
+from ..search.predict import merge_chunks, predict
 
 __all__ = ["reprice"]
 
@@ -106,7 +106,7 @@ def _stage(
                 stage.wire,
             )
         )
-    priced = together(parts)
+    priced = merge_chunks(parts)
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
 

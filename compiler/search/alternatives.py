@@ -8,11 +8,11 @@ from typing import Any
 
 from ..intra_op.stage_cost import STEP_CAUSES
 from ..plan.plan import Plan
-from .explore import explore, nearest_misses
-from .infeasible import nearest
+from .explore import first_pipelines, nearest_misses
+from .infeasible import nearest_miss
 from .parallel_shape import Strategy
 from .space import microbatch_counts
-from .state import Candidate, PurePlan, Search
+from .state import Candidate, PurePlan, SearchState
 
 __all__ = ["find_alternatives", "pure_plans"]
 
@@ -32,14 +32,14 @@ def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str
     ]
 
 
-def pure_plans(search: Search) -> dict[str, PurePlan]:
+def pure_plans(search: SearchState) -> dict[str, PurePlan]:
     """The best plan of each pure kind."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
     return {name: _pure_plan(search, kind) for name, kind in kinds.items()}
 
 
-def _pure_plan(search: Search, strategy: Strategy) -> PurePlan:
+def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
     if strategy.pp > len(search.layering.layers):
         return PurePlan(why=f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages")
     if broken := search.constraints.excludes(strategy):
@@ -60,16 +60,16 @@ def _pure_plan(search: Search, strategy: Strategy) -> PurePlan:
         tables=None,
         thorough=False,
         workers=1,
-        proof=None,
-        aside=None,
-        beside={},
+        proof_task=None,
+        pure_task=None,
+        memory_corrections={},
     )
     try:
-        found = list(explore(inner))
+        found = list(first_pipelines(inner))
     except ValueError as error:
         return PurePlan(why=str(error))
     if not found:
-        missing = nearest(nearest_misses(inner)).why.missing_bytes
+        missing = nearest_miss(nearest_misses(inner)).why.missing_bytes
         return PurePlan(why=f"does not fit: {missing / 2**30:.2f} GiB per device missing")
     return PurePlan(replace(min(found, key=lambda candidate: candidate.clock_s), rows=()))
 

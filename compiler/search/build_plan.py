@@ -30,19 +30,28 @@ from ..pipeline.families import in_flight_formula, virtual_order
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
 from ..rules import mesh_choices
-from .predict import predict, together
-from .state import SLACK, Candidate, Search, StageRow, batch_bytes
+from .predict import merge_chunks, predict
+from .state import LIMIT_SLACK, Candidate, SearchState, StageRow, batch_bytes
 
 __all__ = [
-    "Known", "excess_bytes", "finish", "held_by_rules", "measured", "names_between", "renamed", "stage_limits",
-    "with_memory",
+    "BuiltStages",
+    "build_plan",
+    "estimated_bytes",
+    "excess_bytes",
+    "match_names",
+    "rename_stage",
+    "stage_limits",
+    "with_measured_memory",
+    "within_memory",
 ]  # fmt: skip
 
 
-Known = dict[tuple[Any, ...], tuple[int, Assembled]]
+BuiltStages = dict[tuple[Any, ...], tuple[int, Assembled]]
 
 
-def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
+def build_plan(
+    search: SearchState, best: Candidate, limits_bytes: Sequence[float] = (), known: BuiltStages | None = None
+) -> Plan:
     """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
     not all that its devices have (inf: all); known: stages assembled for this candidate before, which are added to."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
@@ -80,10 +89,10 @@ def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), 
     )
 
 
-def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
+def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
     """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
-    by_rules = [held_by_rules(one) for one in plan.prediction.stages]
-    plan = measured(search, plan)
+    by_rules = [estimated_bytes(one) for one in plan.prediction.stages]
+    plan = with_measured_memory(search, plan)
     over = excess_bytes(search, plan)
     full = [index for index, size in enumerate(over) if size > 0.0]
     if not full:
@@ -107,36 +116,36 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     )
 
 
-def held_by_rules(stage: StagePrediction) -> float:
+def estimated_bytes(stage: StagePrediction) -> float:
     """Bytes by the rules that a limit counts."""
     return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]
 
 
-def measured(search: Search, plan: Plan) -> Plan:
+def with_measured_memory(search: SearchState, plan: Plan) -> Plan:
     """The plan with the memory that its stages really hold."""
     graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
         return with_footprints(graph, plan, 1 if search.small else search.workers)
 
 
-def stage_limits(search: Search, plan: Plan) -> list[float]:
+def stage_limits(search: SearchState, plan: Plan) -> list[float]:
     """Bytes that each stage's devices have."""
     usable = _usable(search)
     return [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
 
 
-def excess_bytes(search: Search, plan: Plan) -> list[float]:
+def excess_bytes(search: SearchState, plan: Plan) -> list[float]:
     """By how much each stage holds more than it may; not positive where it does not."""
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
-    return [size - limit * SLACK for size, limit in zip(used, stage_limits(search, plan))]
+    return [size - limit * LIMIT_SLACK for size, limit in zip(used, stage_limits(search, plan))]
 
 
-def _usable(search: Search) -> list[float]:
-    return [search.share * size for size in usable_bytes(search.cluster)]
+def _usable(search: SearchState) -> list[float]:
+    return [search.memory_share * size for size in usable_bytes(search.cluster)]
 
 
 def _assembled(
-    search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: Known
+    search: SearchState, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: BuiltStages
 ) -> list[Assembled]:
     """The stages; of several chunks, these are put together."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
@@ -199,10 +208,10 @@ def _assembled(
     grouped: list[list[Assembled]] = [[] for _ in range(num)]
     for group, part in zip(home, parts):
         grouped[group].append(part)
-    return [together(some) for some in grouped]
+    return [merge_chunks(some) for some in grouped]
 
 
-def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
+def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
     """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
     mode."""
     if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
@@ -213,16 +222,16 @@ def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, sche
 
 
 def _twin(
-    search: Search, graph: Graph, twin: tuple[int, Assembled], first: int, offset: int, flight: int, limit: float
+    search: SearchState, graph: Graph, twin: tuple[int, Assembled], first: int, offset: int, flight: int, limit: float
 ) -> Assembled | None:
     """The stage that ``twin`` is under other names; None where it is another one or does not fit here."""
     other, part = twin
     (chunk,) = part.stage.chunks
-    names = names_between(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
-    return None if names is None else renamed(part, graph, names, first, offset)
+    names = match_names(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
+    return None if names is None else rename_stage(part, graph, names, first, offset)
 
 
-def _flops(search: Search, graph: Graph) -> float:
+def _flops(search: SearchState, graph: Graph) -> float:
     """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops."""
     single, layering = MeshPricer(search.cluster, 0, (), search.optimizer), search.layering
     nodes = graph.by_name()
@@ -236,7 +245,7 @@ def _flops(search: Search, graph: Graph) -> float:
     return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
 
 
-def names_between(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
+def match_names(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
     """Node → its counterpart, from layers [first, first + num_layers) to those from ``other`` on; None where some node
     has two counterparts (a weight that layers share in one run only)."""
     nodes, floating = graph.by_name(), set(layering.floating)
@@ -259,7 +268,9 @@ def names_between(graph: Graph, layering: Layering, first: int, other: int, num_
     return names if len(set(names.values())) == len(names) else None
 
 
-def renamed(part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int) -> Assembled:
+def rename_stage(
+    part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int
+) -> Assembled:
     """The stage on other devices and layers."""
     nodes = graph.by_name()
     (chunk,) = part.stage.chunks

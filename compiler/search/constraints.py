@@ -37,7 +37,7 @@ from ..rules import rule_for
 from .parallel_shape import Strategy, divisors_of
 from .space import Space
 
-__all__ = ["Constraints", "Resolved", "by_layer", "distinguished", "parse_constraints", "resolve"]
+__all__ = ["Constraints", "Resolved", "distinguish_layers", "layer_modes_of", "parse_constraints", "resolve"]
 
 MODES = ("none", "selective", "full")
 
@@ -148,7 +148,7 @@ class Constraints:
 class Resolved:
     """Constraints on one model. cuts: positions (layer indices) where a stage must begin; no_cuts: where none may;
     replicated: parameter nodes; split: op node → labels that some axis must carry; modes: class of a layer → the
-    recompute modes that it may take (``distinguished``)."""
+    recompute modes that it may take (``distinguish_layers``)."""
 
     cuts: tuple[int, ...] = ()
     no_cuts: tuple[int, ...] = ()
@@ -303,7 +303,7 @@ def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
     return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
 
 
-def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def layer_modes_of(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """``Constraints.layer_modes`` of a recompute argument: of the patterns that fit a layer the last one counts, "none"
     where none does; nothing if it is one mode for all."""
     if isinstance(recompute, str):
@@ -312,7 +312,7 @@ def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, 
     return (("*", ("none",)), *((pattern, MODES if mode == "auto" else (mode,)) for pattern, mode in named))
 
 
-def distinguished(
+def distinguish_layers(
     layering: Layering, graph: Graph, found: Constraints, resolved: Resolved
 ) -> tuple[Layering, Resolved]:
     """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each

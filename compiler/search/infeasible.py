@@ -28,19 +28,19 @@ from ..errors import InfeasibleError
 from ..ir.spec import parse_pair
 from ..plan.plan import RECOMPUTE_MODES
 from ..text import bytes_text
-from .explore import fits, nearest_misses
+from .explore import anything_fits, nearest_misses
 from .parallel_shape import divisors_of
 from .space import Space, microbatch_counts, submeshes
-from .state import Miss, Search, prepare
+from .state import Miss, SearchState, prepare_search
 
-__all__ = ["infeasible", "nearest"]
+__all__ = ["infeasible_error", "nearest_miss"]
 
 PATIENCE_S = 5.0  # no further relaxation is tried after so many seconds
-COUNTS = 2  # microbatch counts that are tried per question
+COUNTS_PER_QUESTION = 2  # microbatch counts that are tried per question
 CAUSES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
 
 
-def infeasible(search: Search) -> InfeasibleError:
+def infeasible_error(search: SearchState) -> InfeasibleError:
     """The error that says what excludes every plan, or what is missing where, from the nearest miss of the search."""
     guilty = _guilty(search)
     if guilty:
@@ -56,13 +56,13 @@ def infeasible(search: Search) -> InfeasibleError:
             f"no microbatch count of global_batch {search.global_batch} suits this model "
             "(its graph needs batch multiples that none of them gives); use another global_batch"
         )
-    miss = nearest(misses)
+    miss = nearest_miss(misses)
     return InfeasibleError(
         f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_indivisible(search) or _remedies(search, miss)}"
     )
 
 
-def nearest(misses: Sequence[Miss]) -> Miss:
+def nearest_miss(misses: Sequence[Miss]) -> Miss:
     """The miss by least, among real pipelines where there are any."""
     return min(misses, key=lambda miss: (miss.why.choice is None, miss.why.missing_bytes))
 
@@ -70,7 +70,7 @@ def nearest(misses: Sequence[Miss]) -> Miss:
 # ---- constraints
 
 
-def _guilty(search: Search) -> list[str]:
+def _guilty(search: SearchState) -> list[str]:
     """Constraints that together exclude every plan, none of which can be left out; none if they are not to blame."""
     left = search.constraints.texts()
     if not left or not _fits(search, []):
@@ -82,22 +82,22 @@ def _guilty(search: Search) -> list[str]:
     return left
 
 
-def _fits(search: Search, texts: Sequence[str]) -> bool:
+def _fits(search: SearchState, texts: Sequence[str]) -> bool:
     return _possible(search, constraints=tuple(texts))
 
 
-def _possible(search: Search, cluster: Cluster | None = None, **instead: Any) -> bool:
+def _possible(search: SearchState, cluster: Cluster | None = None, **instead: Any) -> bool:
     """Whether something fits on another cluster, or with these words of the request instead."""
     assert search.request is not None
     try:
-        other = prepare(search.graph, cluster or search.cluster, replace(search.request, **instead))
+        other = prepare_search(search.graph, cluster or search.cluster, replace(search.request, **instead))
         counts = microbatch_counts(other.global_batch, other.strategy)
         counts = [m for m in counts if m in other.constraints.microbatches]
-        other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS)][::-1])
-        other.share = search.share
+        other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS_PER_QUESTION)][::-1])
+        other.memory_share = search.memory_share
         if other.resolved == search.resolved:
             other.samples = search.samples  # what rules say of the ops of the same layers
-        return fits(other)
+        return anything_fits(other)
     except ValueError:
         return False
 
@@ -105,7 +105,7 @@ def _possible(search: Search, cluster: Cluster | None = None, **instead: Any) ->
 # ---- what is missing
 
 
-def _short(search: Search, miss: Miss) -> str:
+def _short(search: SearchState, miss: Miss) -> str:
     """Which stage misses how much of what."""
     why, choice = miss.why, miss.why.choice
     if choice is None:
@@ -128,7 +128,7 @@ def _devices(miss: Miss) -> str:
     return f"{number} device{'s' if number > 1 else ''}"
 
 
-def _causes(search: Search, miss: Miss) -> dict[str, float]:
+def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
     """Bytes per device of the stage that misses most, by cause."""
     assert miss.row is not None
     assert miss.why.choice is not None
@@ -151,9 +151,9 @@ def _causes(search: Search, miss: Miss) -> dict[str, float]:
     return bill
 
 
-def _indivisible(search: Search) -> str | None:
+def _indivisible(search: SearchState) -> str | None:
     """What says that some weight, cut as finely as a mesh can, is larger than every device."""
-    most = search.share * max(usable_bytes(search.cluster))
+    most = search.memory_share * max(usable_bytes(search.cluster))
     shapes = {sub.shape for sub in submeshes(search.cluster, search.space)} | {()}
     copies = 2 + state_tensors(search.optimizer)[0]
     worst: tuple[float, str, float] | None = None
@@ -191,7 +191,7 @@ def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
 # ---- what would fit
 
 
-def _remedies(search: Search, miss: Miss) -> str:
+def _remedies(search: SearchState, miss: Miss) -> str:
     stop, found = time.perf_counter() + PATIENCE_S, []
     for text, possible in _relaxations(search):
         found += [text] if possible else []
@@ -207,7 +207,7 @@ def _known(miss: Miss) -> bool:
     return isfinite(miss.why.needed_bytes) and miss.why.choice is not None
 
 
-def _sharding(search: Search, wide: Space, later: str) -> Iterator[tuple[str, bool]]:
+def _sharding(search: SearchState, wide: Space, later: str) -> Iterator[tuple[str, bool]]:
     """The lowest level of parameter sharding that fits; the highest if that does not either."""
     spaces = {level: replace(wide, residencies=PATTERNS[: level + 1]) for level in (3, 1, 2)}
     if not _possible(search, space=spaces.pop(3)):
@@ -217,9 +217,9 @@ def _sharding(search: Search, wide: Space, later: str) -> Iterator[tuple[str, bo
     yield f"zero={fit}{later}", True
 
 
-def _relaxations(search: Search) -> Iterator[tuple[str, bool]]:
+def _relaxations(search: SearchState) -> Iterator[tuple[str, bool]]:
     """What is not open yet, and whether something fits once it is; cheapest first."""
-    space = search.asked or search.space
+    space = search.unconstrained_space or search.space
     later = " (such a plan cannot be run yet)" if space.executable_only else ""
     wide = replace(space, executable_only=False)
     if search.microbatches is not None and search.microbatches < search.global_batch:

@@ -24,7 +24,7 @@ from .predict import simulate_stages
 
 __all__ = ["LEAST_GAIN", "Delay", "chosen_delay", "delay_notes", "delay_taken", "worthwhile_delay"]
 
-MOST = 20  # steps: what has been published without loss of accuracy (Zhu et al. 2021)
+MAX_DELAY_STEPS = 20  # steps: what has been published without loss of accuracy (Zhu et al. 2021)
 LEAST_GAIN = 1.25
 _WOULD, _TAKEN = "delayed averaging would take", "delayed averaging:"
 
@@ -56,7 +56,7 @@ def worthwhile_delay(plan: Plan) -> Delay | None:
     clock = simulate_stages(plan.schedule, plan.microbatches, plan.chunks_asked, plan.stages, alone, plan.transfers)
     step_s = max(clock.makespan_s, sums_s)
     steps = int(sums_s // step_s) + 1
-    if steps > MOST or plan.prediction.step_s < LEAST_GAIN * step_s:
+    if steps > MAX_DELAY_STEPS or plan.prediction.step_s < LEAST_GAIN * step_s:
         return None
     return Delay(steps, step_s)
 

@@ -23,32 +23,32 @@ from ..intra_op.vectorised.layer_tables import Level
 from ..intra_op.vectorised.section import build_batch_section
 from ..ir.graph import rescale, types_of
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import Floors, Lagrange, StageOption
+from ..pipeline.table import LagrangianBound, LowerBounds, StageOption
 from ..pipeline.table import StageConstraints as Cuts
 from .parallel_shape import divide
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes
-from .state import SLACK, Search, batch_bytes
+from .state import LIMIT_SLACK, SearchState, batch_bytes
 
-__all__ = ["FREE", "LEANEST", "LOOSE", "RowGroup", "SearchFloors", "row_groups"]
+__all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "PROOF_GAP", "RowGroup", "SearchBounds", "row_groups"]
 
 
 # prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
-FREE = (0.0, 0.0)
-LEANEST = (1e4, 2.0)
-LEAN = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
-OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
-WIDE_OCTAVES = 8.0  # those as dear as can be more coarsely
-CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
-LOOSE = 0.02  # of the best: bounds that far below are looked at again
-ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
-PACE = Level(step_share=0.0)
-PLAIN = Level()
+NO_MULTIPLIER = (0.0, 0.0)
+LARGEST_MULTIPLIER = (1e4, 2.0)
+LEAN_MULTIPLIERS = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
+MULTIPLIER_OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
+LARGEST_OCTAVES = 8.0  # those as dear as can be more coarsely
+LADDER_GAP = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
+PROOF_GAP = 0.02  # of the best: bounds that far below are looked at again
+SPARE_FULLNESS = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+PACE_LEVEL = Level(step_share=0.0)
+STEP_LEVEL = Level()
 
 
-class SearchFloors:
+class SearchBounds:
     """Rows by (submesh, microbatches, level): floors for all that is asked for, and bounds by microbatch count."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: SearchState) -> None:
         self.search = search
         layering, cluster = search.layering, search.cluster
         bounds = None
@@ -64,7 +64,7 @@ class SearchFloors:
             else search.counts or microbatch_counts(search.global_batch, search.strategy)
         )
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
-        self.levels: list[Level] = [PACE, PLAIN]
+        self.levels: list[Level] = [PACE_LEVEL, STEP_LEVEL]
         self.best = inf  # seconds of the best plan so far: what is slower does not matter
         self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
         self.hidden_s = most_hidden_seconds(
@@ -73,7 +73,7 @@ class SearchFloors:
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
-        self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
+        self.rows_in_use: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -88,32 +88,34 @@ class SearchFloors:
 
     def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
         """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
-        whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
+        whole = [self._least_pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
         unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
-        octaves = WIDE_OCTAVES if factor == LEANEST[0] else OCTAVES
+        octaves = LARGEST_OCTAVES if factor == LARGEST_MULTIPLIER[0] else MULTIPLIER_OCTAVES
         unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
         level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
         if level not in self.levels:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def known_levels(self, m: int) -> list[int]:
+    def bounded_levels(self, m: int) -> list[int]:
         """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch; where
         more than a little hides, without per-step work."""
-        paced = self.hides(m)
+        paced = self.overlaps_reduction(m)
         fit = [
             n for n, one in enumerate(self.levels) if n and one.weight_share == 1.0 and not (paced and one.step_share)
         ]
-        return [n for n in fit if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
+        return [n for n in fit if all(self._lower_bound(sub, m, n) is not None for sub in self.submeshes)]
 
     def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
         """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
         and back where the backward is split; ends: also bytes that cost nothing, and as much as can be."""
-        levels = [self._level(m, *one) for one in (FREE, LEANEST) if ends]
-        levels += [self._level(m, *one, step_share=0.0) for one in LEAN]
+        levels = [self._level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
+        levels += [self._level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
         if split:
-            levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
+            levels += [
+                self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *LEAN_MULTIPLIERS)
+            ]
         self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
 
@@ -126,7 +128,7 @@ class SearchFloors:
 
     def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
         """room: of the memory that plans may fill; beside: bytes of it that tables do not know of."""
-        part = self.search.share * room
+        part = self.search.memory_share * room
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
@@ -142,33 +144,33 @@ class SearchFloors:
             if rows := group.unbounded([case for case in cases if case[0] in group.places]):
                 group.bound(rows, *group.composer.floors(rows))
 
-    def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+    def _lower_bound(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         return self._group(sub).floor(sub, m, level)
 
-    def _pace(self, sub: Submesh, m: int) -> np.ndarray:
+    def _least_pace(self, sub: Submesh, m: int) -> np.ndarray:
         """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
-        found = self._floor(sub, m, 0)
+        found = self._lower_bound(sub, m, 0)
         assert found is not None
         return found
 
     # ---- floors and bounds
 
-    def floors(self) -> None:
+    def compute_lower_bounds(self) -> None:
         """What every microbatch count takes at least."""
         search = self.search
         with search.timed("floors"):
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
             lean = self.submeshes if search.small else self._widest  # proofs of small graphs need all of them
-            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in lean])
+            self._bound([(sub, m, self._level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in lean])
             for m in self.counts:
                 self._share[m] = m * self._least_work(m) / search.cluster.num_devices
-                search.bounds[m, search.space.guide] = self._share[m]
+                search.bounds[m, search.space.base_schedule] = self._share[m]
 
     def _least_work(self, m: int) -> float:
         """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
         each = []
         for sub in self.submeshes:
-            pace = np.diagonal(self._pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            pace = np.diagonal(self._least_pace(sub, m), 1) - self._group(sub).actions(sub, m)
             each.append(sub.num_devices * np.maximum(pace, 0.0))
         return float(np.min(each, axis=0).sum())
 
@@ -179,22 +181,22 @@ class SearchFloors:
 
     def bound(self, m: int) -> float:
         """What nothing with m microbatches undercuts under the schedule that guides the search."""
-        return self.search.bounds[m, self.search.space.guide]
+        return self.search.bounds[m, self.search.space.base_schedule]
 
-    def hides(self, m: int) -> bool:
+    def overlaps_reduction(self, m: int) -> bool:
         """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
         hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
-        return lowered(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
+        return lowered(1.0, m, self.search.cluster, hidden) < 1 - PROOF_GAP
 
-    def roomy(self, m: int) -> bool:
+    def fits_unconstrained(self, m: int) -> bool:
         """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
-        return self.least_full(m) < ROOMY
+        return self.min_memory_fraction(m) < SPARE_FULLNESS
 
-    def least_full(self, m: int) -> float:
+    def min_memory_fraction(self, m: int) -> float:
         """Which part of a device's memory the leanest choices take if all devices are one stage."""
-        level = self._level(m, *LEANEST)
+        level = self._level(m, *LARGEST_MULTIPLIER)
         byte = self.levels[level].byte
-        wide = [self._floor(sub, m, level) for sub in self._widest]
+        wide = [self._lower_bound(sub, m, level) for sub in self._widest]
         least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
         return least / max(float(self.usable.min()), 1.0)
 
@@ -203,39 +205,39 @@ class SearchFloors:
         """Submeshes of all devices."""
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
-    def tight(self, m: int, first_s: float) -> bool:
+    def gains_from_memory(self, m: int, first_s: float) -> bool:
         """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
         saving memory."""
-        return self.bound(m) < min(self.best, first_s / CLOSE)
+        return self.bound(m) < min(self.best, first_s / LADDER_GAP)
 
     def _lift(self, m: int, priced: Sequence[int]) -> float:
         """The bound of a count as its floors at these prices lift it."""
-        search, guide = self.search, self.search.space.guide
+        search, base_schedule = self.search, self.search.space.base_schedule
         most = raised(self.best, m, search.cluster, self.hidden_s)
-        table = self.floors_of(m, priced).alone(search.cluster.num_devices)
-        least_s = bound_of(table, m, guide, self.cuts, most, 0)
+        table = self.lower_bounds_of(m, priced).alone(search.cluster.num_devices)
+        least_s = bound_of(table, m, base_schedule, self.cuts, most, 0)
         bound_s = lowered(least_s, m, search.cluster, self.hidden_s)
-        search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
+        search.bounds[m, base_schedule] = max(search.bounds[m, base_schedule], bound_s)
         return bound_s
 
-    def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
+    def lower_bounds_of(self, m: int, priced: Sequence[int], messages: bool = True) -> LowerBounds:
         """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
         shape = len(self.submeshes), *self._shape
         rows = []
         for number in priced:
             value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
             for o, sub in enumerate(self.submeshes):
-                found = self._floor(sub, m, number)
+                found = self._lower_bound(sub, m, number)
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
             value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
             trip = level.weight_share < 1.0
-            rows.append(Lagrange(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
-        pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
-        options = tuple(self._option(sub, o, 0, SLACK) for o, sub in enumerate(self.submeshes))
+            rows.append(LagrangianBound(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
+        pace = np.stack([self._least_pace(sub, m) for sub in self.submeshes])
+        options = tuple(self._option(sub, o, 0, LIMIT_SLACK) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m) if messages else (None, None)
-        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+        return LowerBounds(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
@@ -259,7 +261,7 @@ class SearchFloors:
         return found
 
 
-def _fits(search: Search, m: int) -> bool:
+def _fits(search: SearchState, m: int) -> bool:
     """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
     graph = search.graph.origin or search.graph
     extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
@@ -271,7 +273,7 @@ def _fits(search: Search, m: int) -> bool:
     return True
 
 
-def _stage_counts(search: Search) -> tuple[int, int | None]:
+def _stage_counts(search: SearchState) -> tuple[int, int | None]:
     if search.strategy is not None:
         return search.strategy.num_stages, search.strategy.num_stages
     return search.constraints.stages.low, search.constraints.stages.high
@@ -284,7 +286,9 @@ def _stage_counts(search: Search) -> tuple[int, int | None]:
 class RowGroup:
     """Submeshes with equally many axes of equal roles: one composer for all their cases."""
 
-    def __init__(self, search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]) -> None:
+    def __init__(
+        self, search: SearchState, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
+    ) -> None:
         self.submeshes = list(subs)
         self.places = {sub: index for index, sub in enumerate(subs)}
         kin = {(sub.shape, sub.roles, sub.site): sub for sub in reversed(self.submeshes)}
@@ -300,7 +304,7 @@ class RowGroup:
         restriction = search.restriction(subs[0].roles)
         self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_batch_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
-        self.composer.kept = search.kept
+        self.composer.kept = search.row_cache
         self._at: dict[Row, tuple[IntervalTables, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 
@@ -364,7 +368,7 @@ class RowGroup:
 
 
 def row_groups(
-    search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
+    search: SearchState, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
 ) -> list[RowGroup]:
     """The groups of these submeshes, for all microbatch counts."""
     by_kind: dict[tuple[int, tuple[str | None, ...]], list[Submesh]] = {}

@@ -14,7 +14,7 @@ What the makespan of no pipeline with several chunks per device group undercuts,
 
 As in ``virtual_stages``: p groups under one option with M bytes per device, group k has v chunks D_k of the p v, and
 the makespan is at least m T_k + σ_k, T_k = Σ_{c ∈ D_k} t_c. At some time group k holds h_c microbatches of each of its
-chunks c, all at once (``at_once``), so that Σ_{c ∈ D_k} (r_c + h_c s_c) ≤ M. A Lagrangian pair (λ, μ) of
+chunks c, all at once (``concurrent_microbatches``), so that Σ_{c ∈ D_k} (r_c + h_c s_c) ≤ M. A Lagrangian pair (λ, μ) of
 ``bounds`` says t_c ≥ value_c − λ r_c − μ s_c, and t_c ≥ pace_c. With θ_c = min(1, λ h_c / μ),
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M,      as  θ_c λ r_c + θ_c μ s_c ≤ λ (r_c + h_c s_c).
@@ -55,43 +55,46 @@ import numpy as np
 from ..cost.gradient_reduction import lowered, raised
 from ..pipeline.families import PIPEDREAM, in_flight_formula, virtual_order
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import Floats, Floors, Lagrange, StageConstraints
-from ..pipeline.virtual_stages import allowed_only, at_most, least_sums, quick_bound, room_for, sums_by_count
+from ..pipeline.table import Floats, LagrangianBound, LowerBounds, StageConstraints
+from ..pipeline.virtual_stages import group_counts, least_sums, limit_groups, mask_forbidden, quick_bound, sums_by_count
 from ..plan.plan import Plan
 from ..workers import ForkedTask
-from .lower_bounds import LOOSE
+from .lower_bounds import PROOF_GAP
 from .other_schedules import chunk_numbers
 from .space import CHUNKED
-from .state import INTERRUPTED, Search
+from .state import INTERRUPTED, SearchState
 from .tables import tables_of
 
-__all__ = ["at_once", "bounded", "chunk_bound", "family_bounds", "prove", "proving"]
+__all__ = ["chunk_bound", "concurrent_microbatches", "family_bounds", "proof_processes", "start_proof", "with_bounds"]
 
 
-LAX, STRICT = "zb-h1", "gpipe"  # what no pipeline of the first undercuts, none of the second does: it holds as much or
+LEAST_MEMORY_SCHEDULE, MOST_MEMORY_SCHEDULE = (
+    "zb-h1",
+    "gpipe",
+)  # what no pipeline of the first undercuts, none of the second does: it holds as much or
 # more, and its backwards are whole
 
 
 @contextmanager
-def proving(search: Search) -> Iterator[None]:
-    """Within it, ``search.proof`` and ``search.aside`` may be of forks; afterwards nobody is left."""
+def proof_processes(search: SearchState) -> Iterator[None]:
+    """Within it, ``search.proof_task`` and ``search.pure_task`` may be of forks; afterwards nobody is left."""
     try:
         yield
     finally:
-        for forked in (search.proof, search.aside):
+        for forked in (search.proof_task, search.pure_task):
             if forked is not None:
                 forked.drop()
-        search.proof = search.aside = None
+        search.proof_task = search.pure_task = None
 
 
-def prove(search: Search, most_s: float) -> None:
+def start_proof(search: SearchState, most_s: float) -> None:
     """Bound all counts under all open families as far as that is less than ``most_s``, if nobody is at it already;
-    ``bounded`` takes what a fork finds."""
-    if search.proof is not None:
-        if search.proven_s >= most_s:
+    ``with_bounds`` takes what a fork finds."""
+    if search.proof_task is not None:
+        if search.proof_limit_s >= most_s:
             return
-        search.proof.drop()
-        search.proof = None
+        search.proof_task.drop()
+        search.proof_task = None
     search.bounds.update({(m, name): 0.0 for m in tables_of(search).counts for name in _others(search)})
 
     def work() -> dict[tuple[int, str], float]:
@@ -101,19 +104,19 @@ def prove(search: Search, most_s: float) -> None:
 
     with search.timed("bounds"):
         try:
-            search.proof, search.proven_s = ForkedTask(work, search.workers > 1, later=True), most_s
+            search.proof_task, search.proof_limit_s = ForkedTask(work, search.workers > 1, later=True), most_s
         except KeyboardInterrupt:
             search.cut_short = INTERRUPTED
 
 
-def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
+def with_bounds(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
     """The plans of a search with what is proven of it by now."""
-    if search.proof is not None:
+    if search.proof_task is not None:
         with search.timed("bounds"):
             try:
-                for case, bound_s in search.proof.result().items():  # others were lifted here meanwhile
+                for case, bound_s in search.proof_task.result().items():  # others were lifted here meanwhile
                     search.bounds[case] = max(search.bounds.get(case, 0.0), bound_s)
-                search.proof = None
+                search.proof_task = None
             except KeyboardInterrupt:  # the plans are there
                 search.cut_short = f"{INTERRUPTED} while bounds were proven"
     return [
@@ -121,11 +124,11 @@ def bounded(search: Search, plans: Sequence[Plan]) -> list[Plan]:
     ]
 
 
-def _others(search: Search) -> list[str]:
-    return [name for name in search.space.schedules if name != search.space.guide]
+def _others(search: SearchState) -> list[str]:
+    return [name for name in search.space.schedules if name != search.space.base_schedule]
 
 
-def _lift_least(search: Search, most_s: float) -> None:
+def _lift_least(search: SearchState, most_s: float) -> None:
     """Lift the least of ``search.bounds``. most_s: what is above does not matter."""
     tables, space, others = tables_of(search), search.space, _others(search)
     tables.best = min(tables.best, most_s)
@@ -135,70 +138,80 @@ def _lift_least(search: Search, most_s: float) -> None:
     chunked = [name for name in others if name in CHUNKED]
     single = [name for name in others if name not in CHUNKED]
     enough = most_s
-    if space.guide in space.schedules and search.cut_short:
+    if space.base_schedule in space.schedules and search.cut_short:
         enough = min([most_s, *(tables.bound(m) for m in tables.counts)])
-    elif space.guide in space.schedules:
-        single.append(space.guide)
+    elif space.base_schedule in space.schedules:
+        single.append(space.base_schedule)
         for m in tables.counts if search.small else ():  # of which all that may be faster will be assembled
-            _lift_closely(search, m, space.guide, most_s)
+            _lift_closely(search, m, space.base_schedule, most_s)
     for names in (chunked, single):
         left = [(m, name) for m in tables.counts for name in names]
-        while left and search.bounds[case := min(left, key=lambda one: (search.bounds[one], one[1] != LAX))] < enough:
+        while (
+            left
+            and search.bounds[case := min(left, key=lambda one: (search.bounds[one], one[1] != LEAST_MEMORY_SCHEDULE))]
+            < enough
+        ):
             left.remove(case)
             _lift_closely(search, *case, enough)
             enough = min(enough, search.bounds[case])
 
 
-def _lift_closely(search: Search, m: int, name: str, most_s: float) -> None:
+def _lift_closely(search: SearchState, m: int, name: str, most_s: float) -> None:
     """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
-    tables, guides = tables_of(search), name == search.space.guide
-    if guides and search.bounds[m, name] >= (1 - LOOSE) * tables.best:
+    tables, guides = tables_of(search), name == search.space.base_schedule
+    if guides and search.bounds[m, name] >= (1 - PROOF_GAP) * tables.best:
         return
     closely = partial(_closely, search, m, name)
     _lift(search, m, closely, name not in CHUNKED, most_s)
     if search.bounds[m, name] < most_s:
-        more = tables.lean_levels(m, split=name == "zb-h1", ends=guides and not tables.hides(m))
+        more = tables.lean_levels(m, split=name == "zb-h1", ends=guides and not tables.overlaps_reduction(m))
         _lift(search, m, closely, name not in CHUNKED, most_s, more)
 
 
 def _lift(
-    search: Search,
+    search: SearchState,
     m: int,
-    of: Callable[[Floors, float], Mapping[str, float]],
+    of: Callable[[LowerBounds, float], Mapping[str, float]],
     messages: bool,
     most_s: float,
     more: Sequence[int] = (),
 ) -> None:
     """Lift bounds of families with m microbatches to what ``of`` (floors, most) says; more: prices of a byte."""
     tables, cluster = tables_of(search), search.cluster
-    paced = tables.hides(m)  # with few microbatches much of a step's other work may hide: then by paces alone
-    levels = list(dict.fromkeys([*more, *tables.known_levels(m)]))
+    paced = tables.overlaps_reduction(
+        m
+    )  # with few microbatches much of a step's other work may hide: then by paces alone
+    levels = list(dict.fromkeys([*more, *tables.bounded_levels(m)]))
     most = most_s if paced else raised(most_s, m, cluster, tables.hidden_s)
-    for name, bound in of(tables.floors_of(m, levels, messages=messages), most).items():
+    for name, bound in of(tables.lower_bounds_of(m, levels, messages=messages), most).items():
         true = bound if paced else lowered(bound, m, cluster, tables.hidden_s)
         search.bounds[m, name] = max(true, search.bounds[m, name], tables.least_share(m))
-    if {LAX, STRICT} <= {*_others(search)}:
-        search.bounds[m, STRICT] = max(search.bounds[m, STRICT], search.bounds[m, LAX])
+    if {LEAST_MEMORY_SCHEDULE, MOST_MEMORY_SCHEDULE} <= {*_others(search)}:
+        search.bounds[m, MOST_MEMORY_SCHEDULE] = max(
+            search.bounds[m, MOST_MEMORY_SCHEDULE], search.bounds[m, LEAST_MEMORY_SCHEDULE]
+        )
 
 
-def _quickly(search: Search, m: int, names: Sequence[str], floors: Floors, most: float) -> Mapping[str, float]:
-    return family_bounds(floors, m, names, tables_of(search).cuts, tables_of(search).usable * search.share, most)
+def _quickly(
+    search: SearchState, m: int, names: Sequence[str], floors: LowerBounds, most: float
+) -> Mapping[str, float]:
+    return family_bounds(floors, m, names, tables_of(search).cuts, tables_of(search).usable * search.memory_share, most)
 
 
-def _closely(search: Search, m: int, name: str, floors: Floors, most: float) -> dict[str, float]:
+def _closely(search: SearchState, m: int, name: str, floors: LowerBounds, most: float) -> dict[str, float]:
     """A bound of one family that takes longer than ``family_bounds``."""
     tables = tables_of(search)
     if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
         return {name: 0.0}
     if name in CHUNKED:
-        return {name: chunk_bound(floors, m, name, chunk_numbers(search, name), at_most(m, tables.cuts), most)}
+        return {name: chunk_bound(floors, m, name, chunk_numbers(search, name), limit_groups(m, tables.cuts), most)}
     return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
 
 
-ROWS = 2  # pairs of prices that a case is looked at with
+MAX_ROWS = 2  # pairs of prices that a case is looked at with
 
 
-def at_once(schedule: str, p: int, m: int, v: int) -> list[int]:
+def concurrent_microbatches(schedule: str, p: int, m: int, v: int) -> list[int]:
     """Per chunk, in the order of the layers, how many microbatches of it its group holds when it holds as many of each
     of its other chunks.
 
@@ -221,7 +234,7 @@ def at_once(schedule: str, p: int, m: int, v: int) -> list[int]:
 
 
 def chunk_bound(
-    floors: Floors, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints, most: float = inf
+    floors: LowerBounds, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints, most: float = inf
 ) -> float:
     """What no pipeline with m microbatches and any of these numbers of chunks undercuts, or ``most`` where that is
     less; inf where there is room for none."""
@@ -231,7 +244,7 @@ def chunk_bound(
     sums = [least_sums(row.value, constraints) for row in floors.rows]
     cases = []
     for o, option in enumerate(floors.options):
-        for p, _ in room_for(layers, option, (min(chunks),), constraints):
+        for p, _ in group_counts(layers, option, (min(chunks),), constraints):
             priced = [one[o] - p * limits[o] * max(row.byte, row.saved_byte) for one, row in zip(sums, floors.rows)]
             cases.append((m * max(float(pace[o]), *map(float, priced), 0.0) / p, o, p))
     if not cases:
@@ -241,7 +254,7 @@ def chunk_bound(
     while cases and cases[0][0] < bound:
         low, o, p = heappop(cases)
         hopeful = [(float(one[o]) - p * limits[o] * row.byte, row) for one, row in zip(sums, floors.rows) if row.byte]
-        rows = [row for value, row in sorted(hopeful, key=lambda one: -one[0])[:ROWS] if m * value / p > low]
+        rows = [row for value, row in sorted(hopeful, key=lambda one: -one[0])[:MAX_ROWS] if m * value / p > low]
         for v in (v for v in chunks if p * v <= layers):
             found = _with_rows(floors, o, (schedule, p, m, v), rows, constraints, most)
             bound = min(bound, max(low, m * found / p))
@@ -249,14 +262,14 @@ def chunk_bound(
 
 
 def _with_rows(
-    floors: Floors, o: int, case: tuple[str, int, int, int], rows: Sequence[Lagrange], constraints: StageConstraints,
+    floors: LowerBounds, o: int, case: tuple[str, int, int, int], rows: Sequence[LagrangianBound], constraints: StageConstraints,
     most: float,
 ) -> float:  # fmt: skip
     """Σ_k T_k at least, by the best of some rows: one option, and (schedule, p, m, v)."""
     _, p, m, _ = case
-    held = np.array(at_once(*case), dtype=float)
+    held = np.array(concurrent_microbatches(*case), dtype=float)
     limit = max(floors.options[o].limit_bytes, default=0.0)
-    pace = allowed_only(floors.pace_s[o], constraints)
+    pace = mask_forbidden(floors.pace_s[o], constraints)
     pace = np.where(m * pace <= most, pace, inf)
     found = 0.0
     for row in rows:
@@ -281,12 +294,12 @@ HALVINGS = 6  # of the range of a bound
 
 
 def family_bounds(
-    floors: Floors, m: int, schedules: Sequence[str], cuts: StageConstraints, usable: Floats, most: float = inf
+    floors: LowerBounds, m: int, schedules: Sequence[str], cuts: StageConstraints, usable: Floats, most: float = inf
 ) -> dict[str, float]:
     """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
     simple to involved; usable [devices]: bytes of each."""
     alone = not any(name in CHUNKED for name in schedules)
-    quick = inf if alone else quick_bound(floors, m, at_most(m, cuts))
+    quick = inf if alone else quick_bound(floors, m, limit_groups(m, cuts))
     found = dict.fromkeys(schedules, quick)
     single = [name for name in schedules if name not in CHUNKED]
     for name in single if alone else single[-1:]:  # zb-h1 holds the least and comes last
@@ -300,7 +313,7 @@ def family_bounds(
     return found
 
 
-def _work(floors: Floors, m: int, schedule: str, cuts: StageConstraints, usable: Floats) -> float:
+def _work(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, usable: Floats) -> float:
     """What all work takes where it lies evenly on the devices."""
     possible = min(floors.pace_s.shape[1], len(usable))
     devices = np.array([option.num_devices for option in floors.options])[:, None, None]
@@ -316,7 +329,7 @@ def _work(floors: Floors, m: int, schedule: str, cuts: StageConstraints, usable:
 
 
 def _slowest(
-    floors: Floors, m: int, schedule: str, cuts: StageConstraints, num_devices: int, low_s: float, high_s: float
+    floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, num_devices: int, low_s: float, high_s: float
 ) -> float:
     """The least that the slowest stage takes, by bisection from ``low_s``, which is proven, to ``high_s``."""
     sizes, heads = _by_size(floors, m, schedule, cuts)
@@ -335,7 +348,7 @@ def _slowest(
     return low_s
 
 
-def _by_size(floors: Floors, m: int, schedule: str, cuts: StageConstraints) -> tuple[list[int], Floats]:
+def _by_size(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints) -> tuple[list[int], Floats]:
     """(numbers of devices, ascending; [numbers, L, L + 1] the least m t + σ of a stage on so many)."""
     layers = floors.pace_s.shape[1]
     allowed = cuts.allowed(*np.indices((layers, layers + 1)))
@@ -352,5 +365,5 @@ def _by_size(floors: Floors, m: int, schedule: str, cuts: StageConstraints) -> t
     return sorted(found), np.stack([found[size] for size in sorted(found)])
 
 
-def _exact(floors: Floors, m: int, schedule: str, cuts: StageConstraints, num_devices: int, most: float) -> float:
+def _exact(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, num_devices: int, most: float) -> float:
     return bound_of(floors.alone(num_devices), m, schedule, cuts, most, 2)

@@ -1,6 +1,6 @@
 """The families of schedules beside the one that the dynamic program runs on: the same tables under other clocks.
 
-Pipelines are searched under one family, 1F1B where it is open (``guide``). When its best ones are known, the other open
+Pipelines are searched under one family, 1F1B where it is open (``base_schedule``). When its best ones are known, the other open
 families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
 whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for these. The less
 there is of a bubble, the fewer microbatches are best: from the best count with chunks on, smaller ones follow, until
@@ -13,7 +13,7 @@ looked at for chunks: the guide may be far from its best there.
                            (``virtual_stages``)
 
 All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
-there than the guide's best by more than ``TIE`` is offered, the best of each family: what is assembled decides.
+there than the guide's best by more than ``TIE_TOLERANCE`` is offered, the best of each family: what is assembled decides.
 
 What is proven of them: ``optimality``.
 """
@@ -31,40 +31,50 @@ from ..errors import InfeasibleError
 from ..pipeline.families import PIPEDREAM, in_flight_formula
 from ..pipeline.stage_dp import describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
-from ..pipeline.virtual_stages import at_most, chunked, least_sums
+from ..pipeline.virtual_stages import least_sums, limit_groups, solve_chunked
 from .space import CHUNKED, SCHEDULES, Submesh
-from .state import INTERRUPTED, Candidate, Search
-from .tables import ENDLESS, GENEROUS, tables_of
+from .state import INTERRUPTED, Candidate, SearchState
+from .tables import ABOVE_LIMIT, NO_LIMIT, tables_of
 
-__all__ = ["TIE", "chunk_numbers", "faster_without_limit", "generous_divisions", "simplest_first", "unfit",
-           "with_other_schedules"]  # fmt: skip
+__all__ = [
+    "TIE_TOLERANCE",
+    "chunk_numbers",
+    "divisions_above_limit",
+    "faster_without_limit",
+    "schedule_error",
+    "simplest_index",
+    "with_other_schedules",
+]  # fmt: skip
 
-TIE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
-COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
-REFITTED = 6  # pipelines of a count
-KEPT = 4  # candidates of a family that was asked for
-SOLVED = 4  # pipelines of a number of stages
-VISITS = 200  # partial pipelines that are looked at
-DIVIDED = 3  # divisions into chunks that are timed, per family and count
+TIE_TOLERANCE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
+MAX_COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
+MAX_REFITTED = 6  # pipelines of a count
+MAX_PER_FAMILY = 4  # candidates of a family that was asked for
+MAX_PER_STAGE_COUNT = 4  # pipelines of a number of stages
+MAX_VISITS = 200  # partial pipelines that are looked at
+MAX_DIVISIONS = 3  # divisions into chunks that are timed, per family and count
 
 Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
 
 def with_other_schedules(
-    search: Search, found: Sequence[Candidate], before: Sequence[Candidate] = (), counts: Collection[int] | None = None
+    search: SearchState,
+    found: Sequence[Candidate],
+    before: Sequence[Candidate] = (),
+    counts: Collection[int] | None = None,
 ) -> list[Candidate]:
     """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first. before:
     what they made of them before; then ``counts`` says which microbatch counts have other tables now."""
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
-    others = [name for name in open_ if name != search.space.guide]
+    others = [name for name in open_ if name != search.space.base_schedule]
     offered = list(before)
     if others and found and (counts is None or counts):
         with search.timed("schedules"):
             try:
-                if not own or not (search.cut_short or time.perf_counter() > search.stop):
+                if not own or not (search.cut_short or time.perf_counter() > search.deadline):
                     best_s = min((one.clock_s for one in own), default=inf)
-                    offered = _offered(search, found, others, best_s * (1 - TIE), before, counts)
+                    offered = _offered(search, found, others, best_s * (1 - TIE_TOLERANCE), before, counts)
             except KeyboardInterrupt:
                 if not own and not before:
                     raise
@@ -72,29 +82,29 @@ def with_other_schedules(
     return sorted([*own, *offered], key=lambda one: one.clock_s)
 
 
-def generous_divisions(search: Search) -> list[Candidate]:
+def divisions_above_limit(search: SearchState) -> list[Candidate]:
     """The best divisions into chunks where nothing fits by tables, should estimates be above what stages really hold:
     of several chunks they add up what only passes."""
     tables, names = tables_of(search), [name for name in search.space.schedules if name in CHUNKED]
     with search.timed("schedules"):
-        found = [one for m in sorted(tables.known) if names
-                 for one in _divided(search, m, tables.known[m], dict.fromkeys(names, inf), GENEROUS)]  # fmt: skip
+        found = [one for m in sorted(tables.rows_in_use) if names
+                 for one in _divided(search, m, tables.rows_in_use[m], dict.fromkeys(names, inf), ABOVE_LIMIT)]  # fmt: skip
     return sorted(found, key=lambda one: one.clock_s)
 
 
-def faster_without_limit(search: Search, m: int, found: Sequence[Candidate], most: float) -> bool:
+def faster_without_limit(search: SearchState, m: int, found: Sequence[Candidate], most: float) -> bool:
     """Whether another open family were faster than ``most`` with m microbatches if memory had no limit: else leaner
     rows than there are do not help it. found: pipelines of the guide."""
     tables = tables_of(search)
-    limits = {name: most for name in search.space.schedules if name != search.space.guide}
+    limits = {name: most for name in search.space.schedules if name != search.space.base_schedule}
     with search.timed("schedules"):
-        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), ENDLESS))
+        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), NO_LIMIT))
 
 
-def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
+def simplest_index(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
     """Which one to take: the fastest, or of those as good the one of the simplest family."""
     least = min(steps_s)
-    near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE)]
+    near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
     ranks = [*SCHEDULES, PIPEDREAM]
     return min(near, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
 
@@ -103,11 +113,11 @@ def simplest_first(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
 
 
 def _offered(
-    search: Search, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
+    search: SearchState, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
     counts: Collection[int] | None,
 ) -> list[Candidate]:  # fmt: skip
     """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
-    tables, competing = tables_of(search), search.space.guide in search.space.schedules
+    tables, competing = tables_of(search), search.space.base_schedule in search.space.schedules
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
     limits = dict.fromkeys(others, most)
 
@@ -120,18 +130,18 @@ def _offered(
     offer(before)
     for m in (m for m in _counts(found, most) if counts is None or m in counts):
         guided = [one for one in found if one.microbatches == m]
-        offer(_with_count(search, m, guided, limits, tables.known[m]))
+        offer(_with_count(search, m, guided, limits, tables.rows_in_use[m]))
     for m in (m for m in _others_known(search, found, most) if counts is None or m in counts):
-        offer(_divided(search, m, tables.known[m], {name: limits[name] for name in others if name in CHUNKED}))
+        offer(_divided(search, m, tables.rows_in_use[m], {name: limits[name] for name in others if name in CHUNKED}))
     divided = [one for name in CHUNKED for one in by_family.get(name, ())]
     best = min(divided, key=lambda one: one.clock_s, default=None)
     for one in _with_fewer(search, best, limits) if best not in before else ():
         by_family[one.schedule].append(one)
-    kept = 1 if competing else KEPT
+    kept = 1 if competing else MAX_PER_FAMILY
     return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
 
 
-def _with_fewer(search: Search, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
+def _with_fewer(search: SearchState, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
     """Divisions into chunks with fewer microbatches than the best one, as long as they get faster."""
     tables = tables_of(search)
     names = [name for name in limits if name in CHUNKED]
@@ -139,8 +149,8 @@ def _with_fewer(search: Search, best: Candidate | None, limits: Mapping[str, flo
         best_s, m = best.clock_s, max((m for m in tables.counts if m < best.microbatches), default=0)
         if not m or search.cut_short or tables.least_share(m) >= best_s:
             return
-        pairs = tables.uniform(m, best_s * (1 - TIE))
-        faster = list(_divided(search, m, pairs, dict.fromkeys(names, best_s * (1 - TIE)))) if pairs else []
+        pairs = tables.uniform_rows(m, best_s * (1 - TIE_TOLERANCE))
+        faster = list(_divided(search, m, pairs, dict.fromkeys(names, best_s * (1 - TIE_TOLERANCE)))) if pairs else []
         yield from faster
         best = min(faster, key=lambda one: one.clock_s, default=None)
 
@@ -150,27 +160,32 @@ def _counts(found: Sequence[Candidate], most: float) -> list[int]:
     least work, if that leaves hope."""
     works = {one: one.microbatches * one.pace_s + one.once_s for one in found}
     hopeful = [one for one in sorted(found, key=lambda one: one.clock_s) if works[one] < most]
-    counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:COUNTS]
+    counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:MAX_COUNTS]
     least = [min(hopeful, key=works.__getitem__).microbatches] if hopeful else []
     return list(dict.fromkeys([*counts, *least]))
 
 
-def _others_known(search: Search, found: Sequence[Candidate], most: float) -> list[int]:
+def _others_known(search: SearchState, found: Sequence[Candidate], most: float) -> list[int]:
     """Of a small graph, all other counts that have tables: its best division into chunks may have one with which the
     guide has nothing."""
     tables = tables_of(search)
     if not search.small or not any(name in CHUNKED for name in search.space.schedules):
         return []
-    return sorted(set(tables.known).difference(_counts(found, most)))
+    return sorted(set(tables.rows_in_use).difference(_counts(found, most)))
 
 
 def _with_count(
-    search: Search, m: int, found: Sequence[Candidate], limits: Mapping[str, float], known: Pairs, room: float = 1.0
+    search: SearchState,
+    m: int,
+    found: Sequence[Candidate],
+    limits: Mapping[str, float],
+    known: Pairs,
+    room: float = 1.0,
 ) -> Iterator[Candidate]:
     """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's; known: the
     rows they are made of; room: of the memory."""
     tables = tables_of(search)
-    best = sorted(found, key=lambda one: one.clock_s)[:REFITTED]
+    best = sorted(found, key=lambda one: one.clock_s)[:MAX_REFITTED]
     used = {row.submesh for one in best for row in one.rows}
     pairs = [pair for pair in known if pair[0] in used]
     single = [name for name in limits if name not in CHUNKED]
@@ -180,7 +195,7 @@ def _with_count(
         tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
         for p in sorted({len(one.rows) for one in best}):
             tried |= {one.stages: one for one in _searched(search, table, m, schedule, p, limits[schedule])}
-        if not tried and search.space.guide not in search.space.schedules:
+        if not tried and search.space.base_schedule not in search.space.schedules:
             tried = {one.stages: one for one in _searched(search, table, m, schedule, None, limits[schedule])}
         candidates = [tables.candidate(m, schedule, one, pairs, table) for one in tried.values()]
         yield from (one for one in candidates if one.clock_s < limits[schedule])
@@ -212,17 +227,17 @@ def _refitted(
 
 
 def _searched(
-    search: Search, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
+    search: SearchState, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
 ) -> Sequence[Pipeline]:
     """The best pipelines of p stages, or of any number."""
     tables = tables_of(search)
     cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
-    found = solve(table, m, schedule, cuts, SOLVED, visits=VISITS, explain=False, most=most, trials=0)
+    found = solve(table, m, schedule, cuts, MAX_PER_STAGE_COUNT, visits=MAX_VISITS, explain=False, most=most, trials=0)
     return found.pipelines if isinstance(found, PipelineSolution) else ()
 
 
 def _divided(
-    search: Search, m: int, known: Pairs, limits: Mapping[str, float], room: float = 1.0
+    search: SearchState, m: int, known: Pairs, limits: Mapping[str, float], room: float = 1.0
 ) -> Iterator[Candidate]:
     """The fastest divisions into chunks."""
     tables = tables_of(search)
@@ -230,19 +245,21 @@ def _divided(
     table = tables.table(m, pairs, room) if pairs else None
     for schedule, most in limits.items() if table is not None else ():
         assert table is not None
-        answer = chunked(table, m, schedule, chunk_numbers(search, schedule), at_most(m, tables.cuts), DIVIDED, most)
+        answer = solve_chunked(
+            table, m, schedule, chunk_numbers(search, schedule), limit_groups(m, tables.cuts), MAX_DIVISIONS, most
+        )
         for one in answer.pipelines if isinstance(answer, PipelineSolution) else ():
             candidate = tables.candidate(m, schedule, one, pairs, table)
             if candidate.clock_s < most:
                 yield candidate
 
 
-def chunk_numbers(search: Search, schedule: str) -> tuple[int, ...]:
+def chunk_numbers(search: SearchState, schedule: str) -> tuple[int, ...]:
     """The numbers of chunks per stage that a family may take."""
     return search.space.chunks if schedule == "interleaved" else (2,)
 
 
-def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
+def _uniform(search: SearchState, m: int, known: Pairs, most: float) -> Pairs:
     """The options that alone may make a pipeline in less than ``most`` seconds."""
     tables, total = tables_of(search), search.cluster.num_devices
     room = [(min(len(pair[0].offsets), total // pair[0].num_devices), pair) for pair in known]
@@ -255,20 +272,22 @@ def _uniform(search: Search, m: int, known: Pairs, most: float) -> Pairs:
     return [pair for (groups, pair), seconds in zip(room, work) if m * seconds / groups < most]
 
 
-def unfit(search: Search, found: Sequence[Candidate]) -> InfeasibleError:
+def schedule_error(search: SearchState, found: Sequence[Candidate]) -> InfeasibleError:
     """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
     tables, others = tables_of(search), search.space.schedules
     names = " or ".join(others)
     m = min(found, key=lambda one: one.clock_s).microbatches
     reason = ""
     for schedule in (name for name in others if name in CHUNKED):
-        pairs = _uniform(search, m, tables.known[m], inf)
+        pairs = _uniform(search, m, tables.rows_in_use[m], inf)
         table = tables.table(m, pairs) if pairs else None
         chunks = chunk_numbers(search, schedule)
-        answer = chunked(table, m, schedule, chunks, at_most(m, tables.cuts), 1) if table is not None else None
+        answer = (
+            solve_chunked(table, m, schedule, chunks, limit_groups(m, tables.cuts), 1) if table is not None else None
+        )
         if isinstance(answer, InfeasiblePipeline):
             reason = f": {answer.reason}"
     return InfeasibleError(
-        f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.guide}{reason}; "
-        f"ask for schedule {search.space.guide} or auto, more microbatches, or more devices"
+        f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.base_schedule}{reason}; "
+        f"ask for schedule {search.space.base_schedule} or auto, more microbatches, or more devices"
     )

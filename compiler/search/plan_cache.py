@@ -3,7 +3,7 @@
 The key is a digest of all that an answer depends on: the graph (with what trains and what is shared), the cluster's
 prices, every argument of the search, PyTorch's version, and the source of the packages that search. A changed
 question has another key, so nothing is ever out of date; what cannot be read is found anew. One file per question
-under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MOST``. Of a graph with
+under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MAX_CACHED_PLANS``. Of a graph with
 ops whose rules the user registered nothing is kept. What a search for another question may share is in ``row_cache``.
 """
 
@@ -30,12 +30,12 @@ from ..plan.plan import Plan
 from ..rules import is_built_in
 from .request import PlanRequest
 
-__all__ = ["known_plans", "question"]
+__all__ = ["cached_plans", "request_key"]
 
-MOST = 500  # files
+MAX_CACHED_PLANS = 500  # files
 
 
-def known_plans(
+def cached_plans(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
@@ -46,7 +46,7 @@ def known_plans(
     begin = time.perf_counter()
     if not all(is_built_in(node) for node in graph.ops()):
         return find(None)
-    path = cache_directory() / "plans" / f"{question(graph, cluster, request)}.json"
+    path = cache_directory() / "plans" / f"{request_key(graph, cluster, request)}.json"
     try:
         found = [Plan.from_json(one) for one in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
@@ -65,7 +65,7 @@ def known_plans(
     ]
 
 
-def question(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
+def request_key(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
     """The key of a question, 32 hex digits. The number of processes changes no answer."""
     facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
     asked = [repr(replace(request, workers=1)), repr(request.space)]
@@ -78,7 +78,7 @@ def _keep(path: Path, plans: Sequence[Plan]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps([plan.to_json() for plan in plans]))
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for file in files[:-MOST]:
+        for file in files[:-MAX_CACHED_PLANS]:
             file.unlink(missing_ok=True)
     except OSError:
         pass  # a full disk or a read-only home costs the next search, not this one

@@ -22,11 +22,11 @@ from ..ir.graph import Graph, TensorType
 from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.schedule import Edge
-from ..pipeline.simulate import Simulation, simulate, steady
+from ..pipeline.simulate import Simulation, simulate, simulate_steady_state
 from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer, parameter_stages
 from ..plan.tensor_codecs import coder_seconds, wire_share
 
-__all__ = ["StepPrediction", "predict", "simulate_plan", "simulate_stages", "together", "weight_seconds"]
+__all__ = ["StepPrediction", "merge_chunks", "predict", "simulate_plan", "simulate_stages", "weight_seconds"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def predict(
     code: str = "none",
 ) -> StepPrediction:
     """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
-    ``together`` makes of them. code: in which activations travel between them."""
+    ``merge_chunks`` makes of them. code: in which activations travel between them."""
     stages = [part.stage for part in parts]
     num_chunks = max(len(stage.chunks) for stage in stages)
     chunks = num_chunks if num_chunks > 1 else None
@@ -94,7 +94,7 @@ def _with_messages(
     )
 
 
-def together(parts: Sequence[Assembled]) -> Assembled:
+def merge_chunks(parts: Sequence[Assembled]) -> Assembled:
     """The chunks of one stage, priced one by one with their own microbatches in flight, as a stage: what they do and
     keep adds up, and what they hold for a moment does not."""
     if len(parts) == 1:
@@ -303,7 +303,9 @@ def simulate_stages(
     each = [seconds[s][c] for s, c in places]
     if schedule == PIPEDREAM:
         forward, backward = [f for f, _, _ in each], [b for _, b, _ in each]
-        return steady(microbatches, forward, backward, ahead, [stage.step_s for stage in predictions], back)
+        return simulate_steady_state(
+            microbatches, forward, backward, ahead, [stage.step_s for stage in predictions], back
+        )
     return simulate(
         made,
         [forward for forward, _, _ in each],

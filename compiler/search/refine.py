@@ -19,45 +19,45 @@ from dataclasses import replace
 from math import inf
 
 from ..plan.plan import Plan
-from .build_plan import Known, excess_bytes, finish, held_by_rules, measured, stage_limits
-from .other_schedules import TIE
+from .build_plan import BuiltStages, build_plan, estimated_bytes, excess_bytes, stage_limits, with_measured_memory
+from .other_schedules import TIE_TOLERANCE
 from .space import CHUNKED
-from .state import INTERRUPTED, SLACK, Candidate, Search, alike
-from .tables import ENDLESS, tables_of
+from .state import INTERRUPTED, LIMIT_SLACK, Candidate, SearchState, same_decisions
+from .tables import NO_LIMIT, tables_of
 
-__all__ = ["least_to_beat", "may_settle", "settled"]
+__all__ = ["can_refine", "refine_plans", "time_to_beat"]
 
-TOP_K = 16  # pipelines per microbatch count and price of a byte
-MOST = 60  # that are assembled,
-MOST_OPS = 1000  # and the ops of these together
-SLOWER = 1.03  # how far the clock may be above what a pipeline takes
-ROUGHLY = 1.3  # and the estimates by which the dynamic program leaves out
-FULLER = 1.5  # how far tables may be above what a stage holds
-NEAR = 0.03  # of the bytes of all stages: limits closer than that are alike
-TIMES = 10  # that a pipeline's stages are made leaner
+PIPELINES_PER_TABLE = 16  # pipelines per microbatch count and price of a byte
+MAX_BUILT_PIPELINES = 60  # that are assembled,
+MAX_BUILT_OPS = 1000  # and the ops of these together
+CLOCK_TOLERANCE = 1.03  # how far the clock may be above what a pipeline takes
+ESTIMATE_TOLERANCE = 1.3  # and the estimates by which the dynamic program leaves out
+MAX_FULLNESS = 1.5  # how far tables may be above what a stage holds
+LIMIT_TOLERANCE = 0.03  # of the bytes of all stages: limits closer than that are alike
+MAX_MEMORY_TRIALS = 10  # that a pipeline's stages are made leaner
 
 
-def may_settle(search: Search) -> bool:
-    """Whether ``settled`` may find anything here."""
+def can_refine(search: SearchState) -> bool:
+    """Whether ``refine_plans`` may find anything here."""
     thorough = search.tables is not None and search.thorough and not search.cut_short
-    return thorough and search.space.guide in search.space.schedules and search.small
+    return thorough and search.space.base_schedule in search.space.schedules and search.small
 
 
-def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
+def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
     """``plans`` (fastest first) and what is better than they are, at most ``top_k``, fastest first."""
     found, seen = list(plans), set[object]()
     try:
-        for floor_s, candidate in _queue(search, least_to_beat(found, top_k)) if _open(search, found) else ():
-            most = least_to_beat(found, top_k)
-            if floor_s >= most * SLOWER or time.perf_counter() > search.stop or not _open(search, found):
+        for floor_s, candidate in _queue(search, time_to_beat(found, top_k)) if _open(search, found) else ():
+            most = time_to_beat(found, top_k)
+            if floor_s >= most * CLOCK_TOLERANCE or time.perf_counter() > search.deadline or not _open(search, found):
                 break
             if (key := _key(candidate)) in seen:
                 continue
-            if len(seen) >= min(MOST, MOST_OPS // max(1, search.num_ops)):
+            if len(seen) >= min(MAX_BUILT_PIPELINES, MAX_BUILT_OPS // max(1, search.num_ops)):
                 break
             seen.add(key)
             for plan in _under_all(search, candidate, most):
-                if not any(alike(plan, other) for other in found):
+                if not any(same_decisions(plan, other) for other in found):
                     found = sorted([*found, plan], key=lambda one: one.prediction.step_s)[:top_k]
     except KeyboardInterrupt:
         if not found:
@@ -66,28 +66,34 @@ def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]
     return found
 
 
-def _open(search: Search, plans: Sequence[Plan]) -> bool:
+def _open(search: SearchState, plans: Sequence[Plan]) -> bool:
     """Whether something may be faster than the best plan."""
-    return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE)
+    return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE_TOLERANCE)
 
 
-def least_to_beat(plans: Sequence[Plan], top_k: int) -> float:
+def time_to_beat(plans: Sequence[Plan], top_k: int) -> float:
     """What a plan must undercut."""
     return plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
 
 
-def _queue(search: Search, most: float) -> list[tuple[float, Candidate]]:
+def _queue(search: SearchState, most: float) -> list[tuple[float, Candidate]]:
     """(the least clock of these cuts and meshes at any price, candidate), the fastest first."""
-    tables, guide = tables_of(search), search.space.guide
-    tables.best = most * ROUGHLY
-    found = list(tables.unlimited([m for m in tables.counts if search.bounds[m, guide] < most], TOP_K))
+    tables, base_schedule = tables_of(search), search.space.base_schedule
+    tables.best = most * ESTIMATE_TOLERANCE
+    found = list(
+        tables.without_memory_limit(
+            [m for m in tables.counts if search.bounds[m, base_schedule] < most], PIPELINES_PER_TABLE
+        )
+    )
     least, lean = dict[object, float](), dict[object, float]()
     for one in found:
         cuts = _cuts(one)
         least[cuts] = min(least.get(cuts, inf), one.clock_s - one.hidden_s)
         lean[cuts] = min(lean.get(cuts, inf), _fullness(one))
     ranked = [
-        (least[_cuts(one)], one.clock_s, number, one) for number, one in enumerate(found) if lean[_cuts(one)] <= FULLER
+        (least[_cuts(one)], one.clock_s, number, one)
+        for number, one in enumerate(found)
+        if lean[_cuts(one)] <= MAX_FULLNESS
     ]
     return [(floor_s, one) for floor_s, _, _, one in sorted(ranked, key=lambda entry: entry[:3])]
 
@@ -95,7 +101,7 @@ def _queue(search: Search, most: float) -> list[tuple[float, Candidate]]:
 def _fullness(candidate: Candidate) -> float:
     """What the fullest stage holds by its tables, in parts of what it may."""
     pipeline = candidate.pipeline
-    return max(size * ENDLESS / limit for size, limit in zip(pipeline.peak_bytes, pipeline.limit_bytes))
+    return max(size * NO_LIMIT / limit for size, limit in zip(pipeline.peak_bytes, pipeline.limit_bytes))
 
 
 def _cuts(candidate: Candidate) -> object:
@@ -113,23 +119,23 @@ def _key(candidate: Candidate) -> object:
     return _cuts(candidate), tuple(made)
 
 
-def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
+def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | None:
     """The plan of a candidate whose stages are as lean as they must be; None where it is not faster than ``most``."""
     best: Plan | None = None
     wide: list[float] = []  # what stages may hold by the rules: too much
     tight: list[float] = []  # little enough, or more little than there is
     limits: list[float] = []
-    known: Known = {}
-    for _ in range(TIMES):
-        plan = finish(search, candidate, limits, known)
-        limits = limits or [limit * SLACK for limit in stage_limits(search, plan)]
-        held = [held_by_rules(one) for one in plan.prediction.stages]
+    known: BuiltStages = {}
+    for _ in range(MAX_MEMORY_TRIALS):
+        plan = build_plan(search, candidate, limits, known)
+        limits = limits or [limit * LIMIT_SLACK for limit in stage_limits(search, plan)]
+        held = [estimated_bytes(one) for one in plan.prediction.stages]
         if plan.prediction.step_s >= most or any(size > limit for size, limit in zip(held, limits)):
             if not wide:
                 return None
             tight = limits  # too slow, or no choice is as lean
         else:
-            real = measured(search, plan)
+            real = with_measured_memory(search, plan)
             over = excess_bytes(search, real)
             if max(over) <= 0.0:
                 best, most, tight = real, plan.prediction.step_s, limits
@@ -138,7 +144,7 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
             else:
                 wide = [min(size, limit) if extra > 0 else limit for size, limit, extra in zip(held, limits, over)]
         if tight:
-            if sum(wide) - sum(tight) <= NEAR * sum(wide):
+            if sum(wide) - sum(tight) <= LIMIT_TOLERANCE * sum(wide):
                 break
             limits = [(one + other) / 2 for one, other in zip(wide, tight)]
         else:
@@ -146,14 +152,14 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
     return best
 
 
-def _under_all(search: Search, candidate: Candidate, most: float) -> Iterator[Plan]:
+def _under_all(search: SearchState, candidate: Candidate, most: float) -> Iterator[Plan]:
     """The plan of a candidate of the guide, and of the same cuts under the other families without chunks where these
     are faster still."""
     plan = _fitted(search, candidate, most)
     if plan is None:
         return
     yield plan
-    most = plan.prediction.step_s * (1 - TIE)
+    most = plan.prediction.step_s * (1 - TIE_TOLERANCE)
     for name in search.space.schedules if len(plan.stages) > 1 else ():
         if name not in (candidate.schedule, *CHUNKED):
             other = _fitted(search, replace(candidate, schedule=name), most)

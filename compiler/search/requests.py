@@ -19,19 +19,19 @@ from ..errors import InfeasibleError
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph
 from ..plan.plan import Plan
-from .driver import best_plans, recorded, search_plans, start_search, without_gc
-from .optimality import bounded, proving
+from .driver import best_plans, search_plans, start_search, with_provenance, without_gc
+from .optimality import proof_processes, with_bounds
 from .request import PlanRequest
-from .state import INTERRUPTED, alike
+from .state import INTERRUPTED, same_decisions
 
-__all__ = ["fastest", "filled", "make_front", "searched", "undominated"]
+__all__ = ["fastest_plans", "make_pareto_front", "memory_share", "pareto_front", "search_all"]
 
 
 Make = Callable[[Graph, PlanRequest], list[Plan]]
 
 
-def searched(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
-    """What ``make`` (``make_plans`` or ``make_front``, with the cluster bound) finds, once for each search; those in
+def search_all(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
+    """What ``make`` (``make_plans`` or ``make_pareto_front``, with the cluster bound) finds, once for each search; those in
     which nothing fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit
     is shared evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
     graphs = list({id(one): one for one in (in_precision(graph, name) for name in request.precisions())}.values())
@@ -60,7 +60,7 @@ def searched(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]
     return found
 
 
-def fastest(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
+def fastest_plans(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
     """The ``count`` fastest distinct plans of several searches, fastest first, with the bound of all of them."""
     if len(found) == 1:
         return list(found[0])[:count]
@@ -70,7 +70,7 @@ def fastest(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
         passes.update(plans[0].provenance["passes"])
     kept: list[Plan] = []
     for plan in sorted((plan for plans in found for plan in plans), key=lambda plan: plan.prediction.step_s):
-        if not any(alike(plan, other) for other in kept):
+        if not any(same_decisions(plan, other) for other in kept):
             prediction = replace(plan.prediction, bound_s=min(bound_s, plan.prediction.step_s))
             provenance = {**plan.provenance, "passes": {name: round(s, 4) for name, s in passes.items()}}
             kept.append(replace(plan, prediction=prediction, provenance=provenance))
@@ -81,10 +81,10 @@ def fastest(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
 # limit
 
 
-SMALLER = 8 / 9  # a plan of the front fills at most this part of what the one before fills
+MEMORY_STEP = 8 / 9  # a plan of the front fills at most this part of what the one before fills
 
 
-def make_front(
+def make_pareto_front(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
@@ -102,10 +102,10 @@ def make_front(
     begin = time.perf_counter()
     search = start_search(graph, cluster, request, capture_s, progress)
     front: list[Plan] = []
-    with without_gc(), proving(search):
-        front += bounded(search, best_plans(search))
+    with without_gc(), proof_processes(search):
+        front += with_bounds(search, best_plans(search))
         while len(front) < request.count and not search.cut_short:
-            search.share = filled(front[-1]) * SMALLER
+            search.memory_share = memory_share(front[-1]) * MEMORY_STEP
             try:
                 smaller, _ = search_plans(search)
             except KeyboardInterrupt:
@@ -113,12 +113,12 @@ def make_front(
                 break
             if not smaller:
                 break
-            front += bounded(search, smaller)
+            front += with_bounds(search, smaller)
     search.passes["total"] = time.perf_counter() - begin
-    return [recorded(search, plan, []) for plan in undominated(front)]
+    return [with_provenance(search, plan, []) for plan in pareto_front(front)]
 
 
-def filled(plan: Plan) -> float:
+def memory_share(plan: Plan) -> float:
     """The largest share that a plan fills of the memory that any of its devices has beside the framework."""
     usable = usable_bytes(Cluster.from_json(json.dumps(plan.cluster)))
     return max(
@@ -127,11 +127,11 @@ def filled(plan: Plan) -> float:
     )
 
 
-def undominated(plans: Sequence[Plan]) -> list[Plan]:
+def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
     """Those that no other one is both faster and smaller than, fastest first."""
-    ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, filled(plan)))
+    ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, memory_share(plan)))
     found: list[Plan] = []
     for plan in ordered:
-        if not found or filled(plan) < filled(found[-1]):
+        if not found or memory_share(plan) < memory_share(found[-1]):
             found.append(plan)
     return found

@@ -34,9 +34,9 @@ __all__ = ["CHUNKED", "SCHEDULES", "Space", "Submesh", "forced_submeshes", "micr
 
 CHUNKED = ("interleaved", "zb-v")  # schedules of several chunks per stage
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # from simple to involved
-POSITIONS = 64  # a submesh is at least this part of the cluster
-EVERY_SIZE = 8  # clusters of up to this many devices are divided in every way
-EVERY_HOSTS = 4  # clusters of up to this many hosts are divided into any number of them
+MAX_POSITIONS = 64  # a submesh is at least this part of the cluster
+MAX_DEVICES_ANY_SIZE = 8  # clusters of up to this many devices are divided in every way
+MAX_HOSTS_ANY_NUMBER = 4  # clusters of up to this many hosts are divided into any number of them
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Space:
     loose: bool = False
 
     @property
-    def guide(self) -> str:
+    def base_schedule(self) -> str:
         """The family under which pipelines are searched: 1F1B, or GPipe where that alone is open."""
         return "gpipe" if self.schedules == ("gpipe",) else "1f1b"
 
@@ -201,18 +201,18 @@ def forced_submeshes(cluster: Cluster, strategy: Strategy, bounds: Sequence[int]
 
 def _sizes(cluster: Cluster) -> list[int]:
     total, counts = cluster.num_devices, sorted({host.num_devices for host in cluster.hosts})
-    if total <= EVERY_SIZE:
+    if total <= MAX_DEVICES_ANY_SIZE:
         return list(range(1, total + 1))
     widest, hosts = counts[-1], len(cluster.hosts)
     sizes = {1 << k for k in range(widest.bit_length()) if 1 << k <= widest} | set(counts) | {total}
     if len(counts) == 1:
-        several = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
+        several = range(1, hosts + 1) if hosts <= MAX_HOSTS_ANY_NUMBER else [1 << k for k in range(hosts.bit_length())]
         sizes |= {widest * k for k in several if k <= hosts}
     else:  # runs of uneven hosts
         starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
-        runs = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
+        runs = range(1, hosts + 1) if hosts <= MAX_HOSTS_ANY_NUMBER else [1 << k for k in range(hosts.bit_length())]
         sizes |= {starts[i + k] - starts[i] for k in runs for i in range(hosts - k + 1)}
-    return sorted(size for size in sizes if size * POSITIONS >= total)
+    return sorted(size for size in sizes if size * MAX_POSITIONS >= total)
 
 
 def _shapes(size: int, per_host: int) -> list[tuple[int, ...]]:
@@ -231,7 +231,7 @@ def _sites(
     """Where ``size`` devices may start (inside one host, or at a host's first device), offsets of equal prices
     together; and ``Submesh.alike`` of each."""
     total, hosts = cluster.num_devices, cluster.hosts
-    step = -(-total // POSITIONS) if coarse else 1
+    step = -(-total // MAX_POSITIONS) if coarse else 1
     kinds = {host: index for index, host in reversed(list(enumerate(dict.fromkeys(hosts))))}
     groups: dict[tuple[tuple[int, int], ...], list[int]] = {}  # (kind, devices) by host, after (front, behind) inside
     for number in range(len(hosts)):

@@ -3,7 +3,13 @@
 from math import inf
 
 import numpy as np
-from meshwright.compiler.pipeline.table import Floors, Lagrange, PipelineTable, StageConstraints, StageOption
+from meshwright.compiler.pipeline.table import (
+    LagrangianBound,
+    LowerBounds,
+    PipelineTable,
+    StageConstraints,
+    StageOption,
+)
 
 
 def random_options(rng: np.random.Generator, devices: int, shapes: int, levels: int) -> list[StageOption]:
@@ -44,8 +50,8 @@ def random_table(
     rows = []
     for byte, saved_byte, whole in ((0.5, 0.5, False), (4.0, 1.0, True), (1.0, 6.0, False)):
         value = pace + (step / m if whole else 0.0) + byte * resident + saved_byte * saved
-        rows.append(Lagrange(byte, saved_byte, least(value), whole))
-    floors = Floors(
+        rows.append(LagrangianBound(byte, saved_byte, least(value), whole))
+    floors = LowerBounds(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
         None if entry is None else least(entry), 1 / 3, 1 / 3, tuple(rows),
     )  # fmt: skip

@@ -10,8 +10,8 @@ from meshwright.compiler.pipeline.families import generate, in_flight_formula
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.stage_dp import bound_of, describe_pipeline, solve
 from meshwright.compiler.pipeline.table import (
-    Floors,
     InfeasiblePipeline,
+    LowerBounds,
     PipelineSolution,
     PipelineTable,
     StageChoice,
@@ -266,7 +266,7 @@ def test_messages_count_as_often_as_microbatches_wait_for_them():
     table = replace(
         table, transfer_s=np.full(table.pace_s.shape, 2.0), pace_s=np.where(end - first == 1, 1.0, inf)[None]
     )
-    floors = Floors(table.options, table.pace_s, transfer_s=table.transfer_s)
+    floors = LowerBounds(table.options, table.pace_s, transfer_s=table.transfer_s)
     found = solve(replace(table, floors=floors), 40)
     assert found.bound_s == found.best.estimate_s == 10 * (4 + 6) + 1 > found.best.path_s
 
