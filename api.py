@@ -196,7 +196,7 @@ def _fastest(question: _Question, progress: Progress = _silent, kept: RowCache |
     graph, cluster, request, capture_s = question
 
     def make(graph: Graph, request: PlanRequest) -> list[Plan]:
-        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, kept=kept)
+        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, row_cache=kept)
 
     return fastest_plans(search_all(make, graph, request), request.count)
 

@@ -167,36 +167,37 @@ class BoundCosts:
 
 
 class MakespanBound:
-    """What the makespan of no pipeline undercuts, by a table's floors; what was looked at is kept."""
+    """A lower bound on the makespan of every pipeline, from lower bounds of stages. Recurrences that were solved are
+    cached by their limit."""
 
     def __init__(
-        self, table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: StageConstraints
+        self, bounds: LowerBounds, rows: Rows, m: int, schedule: str, of: Sequence[Mode], constraints: StageConstraints
     ) -> None:
-        self.of, self.flights = of, sorted({q for mode in of for q in mode.flights})
-        self.floors, self._least = table.floors, dict[float, float]()
-        if table.floors is not None:
-            self.rows = Rows(table.floors.options, table.num_layers, table.num_devices)
-            self.allowed = constraints.allowed(self.rows.first, self.rows.end)
-            self.costs = BoundCosts(table.floors, self.rows, m, schedule)
+        self.of, self.in_flight = of, sorted({q for mode in of for q in mode.flights})
+        self.bounds, self.rows, self._least = bounds, rows, dict[float, float]()
+        self.allowed = constraints.allowed(rows.first, rows.end)
+        self.costs = BoundCosts(bounds, rows, m, schedule)
 
     def seconds(self, most: float = inf, trials: int = TRIALS) -> float:
-        """Seconds; ``most`` where the floors allow none so fast. trials: how many times to look between what is known
-        to be too little and what is not."""
-        if self.floors is None:
-            return 0.0
+        """The bound; ``most`` where the lower bounds of stages allow no pipeline so fast.
+
+        trials: limits to try between the largest that is known to be too low and the least that is not.
+        """
         if not len(self.rows.option):
             return most
         bound = self._narrowed(most, trials)
-        if self.floors.forward_share and bound < most:
-            search = StageRecurrence(self.rows, self.costs.ahead, self.flights, self.allowed)
-            found = minimise(search, self.of, most=most)
-            bound = max(bound, most if found is None else min(found.best, most))
+        if self.bounds.forward_share and bound < most:
+            search = StageRecurrence(self.rows, self.costs.ahead, self.in_flight, self.allowed)
+            solution = minimise(search, self.of, most=most)
+            bound = max(bound, most if solution is None else min(solution.best, most))
         return bound
 
     def _search(self, limit: float) -> StageRecurrence:
         self.costs.cap_s = limit
         costs = self.costs
-        return StageRecurrence(self.rows, costs.back, self.flights, self.allowed, turns=costs.turns, parts=costs.parts)
+        return StageRecurrence(
+            self.rows, costs.back, self.in_flight, self.allowed, turns=costs.turns, parts=costs.parts
+        )
 
     def least(self, limit: float) -> float:
         """The least Z of pipelines whose V and stages are at most ``limit``; inf if there are none."""

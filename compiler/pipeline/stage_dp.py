@@ -37,7 +37,7 @@ Infeasible. The same recurrence on bytes over the limit, as heads, finds the pip
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from math import inf, isfinite
 
 import numpy as np
@@ -46,16 +46,36 @@ from .bounds import TRIALS, MakespanBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula
 from .k_best import Mode, Ranking, evaluate, gather_arcs, least_latency, minimise, modes
 from .recurrence import Prices, Rows, StageRecurrence
-from .table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice, StageConstraints
+from .table import (
+    InfeasiblePipeline,
+    LowerBounds,
+    Pipeline,
+    PipelineSolution,
+    PipelineTable,
+    StageChoice,
+    StageConstraints,
+)
 
-__all__ = ["bound_of", "describe_pipeline", "solve"]
+__all__ = ["RankingLimits", "bound_of", "describe_pipeline", "solve"]
 
 _EPSILON = 1e-3  # of T, where sweeps are enough
 _SWEEPS = 12  # of the bisection
-_VISITS = 4096  # partial pipelines that the ranking looks at
 _ABOVE = 1.05  # how far above the cut-off zb-h1's objectives may be
-_TOO_SLOW = "none takes less than {:.6g} s"
 _Stages = tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True)
+class RankingLimits:
+    """The pipelines that ``solve`` returns, and the effort that it takes to rank them."""
+
+    #: pipelines to return
+    top_k: int = 8
+    #: the fraction by which a pipeline may be above the least value that the recurrence allows
+    slack: float = 0.05
+    #: partial pipelines to expand
+    visits: int = 4096
+    #: seconds; pipelines whose estimate is above do not matter
+    most: float = inf
 
 
 def solve(
@@ -63,54 +83,36 @@ def solve(
     num_microbatches: int,
     schedule: str = "1f1b",
     constraints: StageConstraints | None = None,
-    top_k: int = 8,
-    slack: float = 0.05,
-    visits: int = _VISITS,
+    limits: RankingLimits | None = None,
+    *,
     explain: bool = True,
-    most: float = inf,
-    trials: int = TRIALS,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The ``top_k`` pipelines of least estimate (zb-h1: W, and those of least T), of those within the fraction
-    ``slack`` of the least that the recurrence allows, and a bound on every pipeline's makespan. The schedule is of one
-    stage per device group and of any family there is but those with chunks (``virtual_stages``).
+    """The pipelines of least estimate (zb-h1: of least W, and those of least T), within ``limits``.
 
-    most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
-    is missing where nothing fits. trials: ``bounds.MakespanBound``'s. ValueError on bad arguments.
+    The schedule has one stage per device group; ``virtual_stages`` solves those with several chunks. explain: if
+    nothing fits, find out what is missing. ValueError on bad arguments.
     """
-    m, constraints = num_microbatches, constraints or StageConstraints()
+    m, constraints, limits = num_microbatches, constraints or StageConstraints(), limits or RankingLimits()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
-    lower = MakespanBound(table, m, schedule, of, constraints)
-    draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
-    bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
-    if bound >= most:
-        return InfeasiblePipeline(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
-    if schedule.startswith("zb"):
-        pipelines, least, complete = _by_path(table, prices, of, constraints, (top_k, slack, visits, most))
-    else:
-        pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
-    upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
-    if draining and (trials or not isfinite(most)):
-        bound = max(bound, lower.seconds(upper, trials))
+    ranked = _by_path if schedule.startswith("zb") else _by_estimate
+    pipelines, least, complete = ranked(table, prices, of, constraints, limits)
     if pipelines:
-        return PipelineSolution(tuple(pipelines), least, bound, complete)
-    if explain and not isfinite(most):
-        return replace(_infeasible(table, rows, prices, of, constraints), bound_s=bound)
-    return InfeasiblePipeline(
-        "no pipeline fits" + (f", or {_TOO_SLOW.format(most)}" if isfinite(most) else ""), inf, bound_s=bound
-    )
+        return PipelineSolution(tuple(pipelines), least, complete)
+    if isfinite(limits.most):
+        return InfeasiblePipeline(f"no pipeline fits, or none takes less than {limits.most:.6g} s", inf)
+    return _infeasible(table, rows, prices, of, constraints) if explain else InfeasiblePipeline("no pipeline fits", inf)
 
 
-_Asked = tuple[int, float, int, float]  # top_k, slack, visits, most
 _Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's least value, complete
 
 
 def _by_estimate(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
 ) -> _Answer:
     """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
-    top_k, slack, visits, most = asked
+    top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
     rows = prices.rows
     if not len(rows.option):
         return [], inf, True
@@ -138,10 +140,10 @@ def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[floa
 
 
 def _by_path(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
 ) -> _Answer:
     """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
-    top_k, slack, visits, most = asked
+    top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
     rows, flights, allowed = prices.rows, _flights(of), constraints.allowed(prices.rows.first, prices.rows.end)
     if not len(rows.option):
         return [], inf, True
@@ -163,11 +165,19 @@ def _by_path(
 
 
 def bound_of(
-    table: PipelineTable, m: int, schedule: str, constraints: StageConstraints, most: float = inf, trials: int = TRIALS
+    bounds: LowerBounds,
+    num_devices: int,
+    m: int,
+    schedule: str,
+    constraints: StageConstraints,
+    most: float = inf,
+    trials: int = TRIALS,
 ) -> float:
-    """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
-    of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
-    return MakespanBound(table, m, schedule, of, constraints).seconds(most, trials)
+    """A lower bound on the makespan of every pipeline, from those of its stages; ``most`` if they allow none so
+    fast. trials: as in ``bounds.MakespanBound.seconds``."""
+    rows = Rows(bounds.options, bounds.pace_s.shape[1], num_devices)
+    modes_ = _modes(rows, m, schedule, constraints)
+    return MakespanBound(bounds, rows, m, schedule, modes_, constraints).seconds(most, trials)
 
 
 def _flights(of: Sequence[Mode]) -> list[int]:

@@ -100,12 +100,24 @@ class LowerBounds:
     input_share: float = 0.0
     rows: tuple[LagrangianBound, ...] = ()
 
-    def alone(self, num_devices: int) -> PipelineTable:
-        """A table that only bounds: these floors, and options that cost nothing."""
-        none = np.broadcast_to(0.0, self.pace_s.shape)
-        return PipelineTable(
-            self.pace_s.shape[1], num_devices, self.options, none, none, none, none, none, none, floors=self
-        )
+    def __post_init__(self) -> None:
+        shape = (len(self.options), *self.pace_s.shape[1:])
+        _check_arrays(self, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
+        for row in self.rows:
+            _check_arrays(row, shape, ("value",))
+
+
+def _check_arrays(owner: object, shape: tuple[int, ...], names: Collection[str]) -> None:
+    """Raise ValueError where an array has another shape or a negative entry for layers i < j."""
+    upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
+    for name in names:
+        if (array := getattr(owner, name)) is None:
+            continue
+        where = f"{type(owner).__name__}.{name}"
+        if array.shape != shape:
+            raise ValueError(f"{where} has shape {shape}, but got {array.shape}")
+        if not (np.where(upper, array, 0.0).min() >= 0):  # also true of NaN
+            raise ValueError(f"{where} is not negative for layers i < j, but got {array[:, upper].min()}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +143,6 @@ class PipelineTable:
     entry_s: Floats | None = None
     forward_share: Floats | float = _SHARE
     input_share: Floats | float = _SHARE
-    floors: LowerBounds | None = None
 
     def __post_init__(self) -> None:
         layers = self.num_layers
@@ -147,25 +158,7 @@ class PipelineTable:
                     f"{option.num_devices} devices from device {option.offsets[-1]} on"
                 )
         shape = (len(self.options), layers, layers + 1)
-        self._check("PipelineTable", self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient",
-                                                   "entry_s"))  # fmt: skip
-        if (floors := self.floors) is not None:
-            shape = (len(floors.options), layers, layers + 1)
-            self._check(
-                "LowerBounds", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s")
-            )
-            for row in floors.rows:
-                self._check("LagrangianBound", row, shape, ("value",))
-
-    def _check(self, owner: str, value: object, shape: tuple[int, ...], names: Collection[str]) -> None:
-        upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
-        for name in names:
-            if (array := getattr(value, name)) is None:
-                continue
-            if array.shape != shape:
-                raise ValueError(f"{owner}.{name} has shape {shape}, but got {array.shape}")
-            if not (np.where(upper, array, 0.0).min() >= 0):  # a NaN is not, either
-                raise ValueError(f"{owner}.{name} is not negative for layers i < j, but got {array[:, upper].min()}")
+        _check_arrays(self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient", "entry_s"))
 
     def peak(self, choice: StageChoice, in_flight: int) -> float:
         """Bytes per device of a stage with ``in_flight`` microbatches."""
@@ -231,15 +224,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """``pipelines`` by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes.
-
-    least_s: what no estimate of the table undercuts (zb-h1: no W); bound_s: what the makespan of no pipeline undercuts
-    (0 without floors); complete: whether the pipelines are proven to be the best, and all asked for that there are.
-    """
+    """Pipelines by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes."""
 
     pipelines: tuple[Pipeline, ...]
+    #: seconds that no estimate of the table undercuts (zb-h1: no W)
     least_s: float
-    bound_s: float
+    #: True if the pipelines are proven to be the best, and are all that there are or as many as were asked for
     complete: bool = True
 
     @property
@@ -263,7 +253,6 @@ class InfeasiblePipeline:
     choice: StageChoice | None = None
     needed_bytes: float = inf
     limit_bytes: float = 0.0
-    bound_s: float = 0.0  # what the makespan of no pipeline undercuts, by the floors, as far as was asked
 
     def __str__(self) -> str:
         return self.reason

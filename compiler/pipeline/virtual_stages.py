@@ -114,8 +114,7 @@ def solve_chunked(
     top_k: int = 8,
     most: float = inf,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v, and a bound on all
-    that have one option for all stages. The constraints' cuts are those of chunks, their stages are device groups.
+    """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v. The constraints' cuts are those of chunks, their stages are device groups.
     most: seconds; pipelines whose estimate is at least that do not matter."""
     m, constraints = num_microbatches, constraints or StageConstraints()
     if schedule not in ("interleaved", "zb-v"):
@@ -152,8 +151,7 @@ def solve_chunked(
     if not found:
         return _infeasible(nearest, schedule)
     best = tuple(sorted(found, key=lambda one: one.estimate_s)[:top_k])
-    bound = _lower_bound(table, m, schedule, chunks, constraints)
-    return PipelineSolution(best, min(one.path_s for one in best), min(bound, best[0].estimate_s), False)
+    return PipelineSolution(best, min(one.path_s for one in best), complete=False)
 
 
 def least_sums(values: Floats, constraints: StageConstraints) -> Floats:
@@ -305,40 +303,6 @@ def _pipeline(
             for (group, chunk), one in zip(places, at)
         ),
     )
-
-
-@lru_cache(maxsize=1024)
-def _at_once(schedule: str, p: int, m: int, v: int) -> tuple[int, ...]:
-    """Per device group, how many microbatches each of its chunks holds at some time: one while its last chunk runs the
-    first; interleaved, at the end of the warm-up, a group of them, but the last chunk at most 2(p − k − 1) + 1."""
-    if schedule != "interleaved":
-        return (1,) * p
-    size = min(m, (in_flight_formula(schedule, p - 1, p, m, v) - 1) // (v - 1))
-    return tuple(min(size, 2 * (p - k - 1) + 1) for k in range(p))
-
-
-def _lower_bound(
-    table: PipelineTable, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints
-) -> float:
-    floors = table.floors
-    if floors is None:
-        return 0.0
-    bound = inf
-    for index, option in enumerate(floors.options):
-        counts = group_counts(table.num_layers, option, chunks, constraints)
-        if not counts:
-            continue
-        most, limit = max(p * v for p, v in counts), max(option.limit_bytes)
-        rows = [row for row in floors.rows if not row.whole]
-        values = [floors.pace_s[index], *(row.value[index] for row in rows)]
-        sums = [_tables(mask_forbidden(value, constraints), most, np.add) for value in values]
-        for p, v in counts:
-            load = float(sums[0][p * v]) / p
-            for row, least in zip(rows, sums[1:]):
-                priced = sum(max(row.byte, row.saved_byte / h) for h in _at_once(schedule, p, m, v))
-                load = max(load, (float(least[p * v]) - limit * priced) / p)
-            bound = min(bound, m * load)
-    return bound
 
 
 def _infeasible(nearest: tuple[float, Pipeline] | None, schedule: str) -> InfeasiblePipeline:

@@ -50,14 +50,14 @@ BuiltStages = dict[tuple[Any, ...], tuple[int, Assembled]]
 
 
 def build_plan(
-    search: SearchState, best: Candidate, limits_bytes: Sequence[float] = (), known: BuiltStages | None = None
+    search: SearchState, best: Candidate, limits_bytes: Sequence[float] = (), built: BuiltStages | None = None
 ) -> Plan:
     """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
-    not all that its devices have (inf: all); known: stages assembled for this candidate before, which are added to."""
+    not all that its devices have (inf: all); built: stages of this candidate from before, which is added to."""
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
-        parts = _assembled(search, best, graph, limits_bytes, {} if known is None else known)
+        parts = _assembled(search, best, graph, limits_bytes, {} if built is None else built)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(

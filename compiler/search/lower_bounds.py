@@ -214,8 +214,8 @@ class SearchBounds:
         """The bound of a count as its floors at these prices lift it."""
         search, base_schedule = self.search, self.search.space.base_schedule
         most = raised(self.best, m, search.cluster, self.hidden_s)
-        table = self.lower_bounds_of(m, priced).alone(search.cluster.num_devices)
-        least_s = bound_of(table, m, base_schedule, self.cuts, most, 0)
+        stages = self.lower_bounds_of(m, priced)
+        least_s = bound_of(stages, search.cluster.num_devices, m, base_schedule, self.cuts, most, 0)
         bound_s = lowered(least_s, m, search.cluster, self.hidden_s)
         search.bounds[m, base_schedule] = max(search.bounds[m, base_schedule], bound_s)
         return bound_s

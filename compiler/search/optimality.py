@@ -205,7 +205,7 @@ def _closely(search: SearchState, m: int, name: str, floors: LowerBounds, most: 
         return {name: 0.0}
     if name in CHUNKED:
         return {name: chunk_bound(floors, m, name, chunk_numbers(search, name), limit_groups(m, tables.cuts), most)}
-    return {name: bound_of(floors.alone(len(tables.usable)), m, name, tables.cuts, most, 1)}
+    return {name: bound_of(floors, len(tables.usable), m, name, tables.cuts, most, 1)}
 
 
 MAX_ROWS = 2  # pairs of prices that a case is looked at with
@@ -366,4 +366,4 @@ def _by_size(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints)
 
 
 def _exact(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, num_devices: int, most: float) -> float:
-    return bound_of(floors.alone(num_devices), m, schedule, cuts, most, 2)
+    return bound_of(floors, num_devices, m, schedule, cuts, most, 2)

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..errors import InfeasibleError
 from ..pipeline.families import PIPEDREAM, in_flight_formula
-from ..pipeline.stage_dp import describe_pipeline, solve
+from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
 from ..pipeline.virtual_stages import least_sums, limit_groups, solve_chunked
 from .space import CHUNKED, SCHEDULES, Submesh
@@ -232,7 +232,8 @@ def _searched(
     """The best pipelines of p stages, or of any number."""
     tables = tables_of(search)
     cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
-    found = solve(table, m, schedule, cuts, MAX_PER_STAGE_COUNT, visits=MAX_VISITS, explain=False, most=most, trials=0)
+    limits = RankingLimits(MAX_PER_STAGE_COUNT, visits=MAX_VISITS, most=most)
+    found = solve(table, m, schedule, cuts, limits, explain=False)
     return found.pipelines if isinstance(found, PipelineSolution) else ()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..cost.gradient_reduction import overlap, raised
 from ..pipeline.bounds import clock_seconds
-from ..pipeline.stage_dp import describe_pipeline, solve
+from ..pipeline.stage_dp import RankingLimits, describe_pipeline, solve
 from ..pipeline.table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice
 from ..pipeline.virtual_stages import least_sums
 from ..workers import all_of
@@ -243,7 +243,7 @@ class SearchTables(SearchBounds):
             def solved(exposed: float) -> list[tuple[StageChoice, ...]]:
                 delayed = replace(table, pace_s=table.pace_s + exposed * messages)
                 answer = solve(
-                    delayed, m, schedule, self.cuts, top_k, slack, MAX_VISITS, explain=False, most=most, trials=0
+                    delayed, m, schedule, self.cuts, RankingLimits(top_k, slack, MAX_VISITS, most), explain=False
                 )
                 return [one.stages for one in getattr(answer, "pipelines", ())]
 
@@ -314,7 +314,7 @@ class SearchTables(SearchBounds):
         options = tuple(
             self._option(sub, numbers[sub], n, room, beside.get((sub.shape, m, n), 0.0)) for sub, n in pairs
         )
-        return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, floors=None, **stacked)
+        return PipelineTable(self._shape[0], self.search.cluster.num_devices, options, **stacked)
 
     # ---- where nothing fits
 
@@ -338,7 +338,11 @@ class SearchTables(SearchBounds):
         self._compose([(sub, m, level) for sub in self.submeshes])
         table = self.table(m, pairs)
         base_schedule = self.search.space.base_schedule
-        answer = solve(table, m, base_schedule, self.cuts, top_k=1, explain=explain) if table is not None else None
+        answer = (
+            solve(table, m, base_schedule, self.cuts, RankingLimits(top_k=1), explain=explain)
+            if table is not None
+            else None
+        )
         if not isinstance(answer, InfeasiblePipeline):
             return answer
         if answer.choice is None:

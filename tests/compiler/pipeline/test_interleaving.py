@@ -19,7 +19,6 @@ from meshwright.compiler.pipeline.table import (
     StageConstraints,
 )
 from meshwright.compiler.pipeline.virtual_stages import (
-    _at_once,
     _Divisions,
     _offsets,
     in_flight_by_chunk,
@@ -86,14 +85,11 @@ def test_few_microbatches_show_all_that_many_hold(schedule, v):
             for k, (row, seen) in enumerate(zip(rows, in_flight_by_chunk(schedule, p, m, v))):
                 weights = np.random.default_rng(p + m + k).random((8, v))
                 now, most = np.zeros(v), np.zeros(8)
-                together = 0
                 for action in row:
                     now[action.chunk] += {"F": 1, "I": 0}.get(action.kind, -1)
                     most = np.maximum(most, weights @ now)
-                    together = max(together, int(now.min()))
                 assert (seen @ weights.T).max(axis=0) == pytest.approx(most)
                 assert seen.sum(axis=1).max() == in_flight(generate(schedule, p, m, v))[k]
-                assert 1 <= _at_once(schedule, p, m, v)[k] <= together
                 if p > 1:
                     mine = [q for q, place in enumerate(virtual_order(schedule, p, v)) if place[0] == k]
                     wanted = np.array(
@@ -156,7 +152,6 @@ def test_fits_is_at_most_the_clock_and_above_the_bound(schedule, v):
         if isinstance(found, PipelineSolution):
             for one in found.pipelines:
                 check(table, one, schedule, m)
-            assert found.bound_s <= fastest * (1 + 1e-9)
             quick = quick_bound(table.floors, m, constraints)
             assert quick <= fastest * (1 + 1e-9)
             for most in (inf, 1.5 * fastest, 0.9 * fastest):

@@ -40,9 +40,9 @@ def test_what_tables_think_too_little_of_is_solved_again_within_less(graph, monk
     """The stage fills what its tables left free, and then holds more than there is; what the tables chose fits."""
     tried = []
 
-    def noted(search, candidate, limits_bytes=(), known=None):
+    def noted(search, candidate, limits_bytes=(), built=None):
         tried.append(tuple(limits_bytes))
-        return build_plan.build_plan(search, candidate, limits_bytes, known)
+        return build_plan.build_plan(search, candidate, limits_bytes, built)
 
     monkeypatch.setattr(driver, "build_plan", noted)
     steps = [
@@ -57,10 +57,10 @@ def test_nothing_is_assembled_twice(graph, monkeypatch):
     """Where nothing fits, each candidate is put together once, and once within each limit."""
     tried = Counter()
 
-    def noted(search, candidate, limits_bytes=(), known=None):
+    def noted(search, candidate, limits_bytes=(), built=None):
         held = [round(size) for size in candidate.pipeline.peak_bytes]
         tried[candidate.microbatches, candidate.schedule, f"{candidate.clock_s:.6g}", *held, *limits_bytes] += 1
-        return build_plan.build_plan(search, candidate, limits_bytes, known)
+        return build_plan.build_plan(search, candidate, limits_bytes, built)
 
     monkeypatch.setattr(driver, "build_plan", noted)
     with pytest.raises(InfeasibleError, match="missing"):

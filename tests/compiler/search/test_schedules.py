@@ -181,7 +181,7 @@ def split_bound(table, m, weight):
     floors = LowerBounds(
         floors.options, floors.pace_s, transfer_s=floors.transfer_s, entry_s=floors.entry_s, rows=tuple(rows)
     )
-    return bound_of(floors.alone(table.num_devices), m, "zb-h1", StageConstraints(), 1e6, 2)
+    return bound_of(floors, table.num_devices, m, "zb-h1", StageConstraints(), 1e6, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))
