@@ -1,4 +1,4 @@
-"""What the makespan of a pipeline is at least: of every pipeline of a table, and of one.
+"""Lower bounds on the makespan: of every pipeline of a table, and of one.
 
 A stage k does F and B of m microbatches, t_k = f_k + b_k seconds each (zb-h1: B in two actions, I of inputs and W of
 weights); x_k is a message across the border behind it, forward and back; σ_k its work at the end of the step.
@@ -85,8 +85,8 @@ Bools = NDArray[np.bool_]
 
 
 class BoundCosts:
-    """The floors of a table as [rows, pairs], at any number of microbatches in flight; no stage that alone takes more
-    than ``cap_s`` can be."""
+    """The lower bounds of stages as [rows, pairs], at any number of microbatches in flight. Stages that alone take more
+    than ``cap_s`` are impossible."""
 
     def __init__(self, floors: LowerBounds, rows: Rows, m: int, schedule: str) -> None:
         self.floors, self.rows, self.m, self.schedule, self.cap_s = floors, rows, m, schedule, inf
@@ -155,7 +155,7 @@ class BoundCosts:
         return lines
 
     def parts(self, q: int) -> Sequence[Floats]:
-        """What the constants of ``turns`` grow with, beside head and fill."""
+        """The values that the constants of ``turns`` grow with, beside head and fill."""
         pace, _, trip = self._at_least(q, slice(None), slice(None))
         parts = trip, self.behind if self.schedule == "gpipe" else trip + self.behind
         return (*parts, np.where(np.isfinite(pace), pace, trip)) if self.split else parts

@@ -65,7 +65,7 @@ PIPEDREAM = "pipedream"
 
 
 def delay(stage: int, num_stages: int, num_microbatches: int, microbatch: int) -> int:
-    """By how many updates the weights are old that ``stage`` uses for this microbatch of a batch, d(s, k)."""
+    """The age, in updates, of the weights that ``stage`` uses for this microbatch of a batch: d(s, k)."""
     return -(-max(0, num_stages - 1 - stage - microbatch) // num_microbatches)
 
 

@@ -189,7 +189,7 @@ class Arcs:
         return slice(int(low), int(high))
 
     def choice(self, arc: int) -> StageChoice:
-        """What the arc stands for."""
+        """The stage that the arc stands for."""
         rows, entry = self.rows, self.entry[arc]
         row, pair = self.entry_row[entry], self.entry_pair[entry]
         position = self.source[arc] % len(rows.positions)
@@ -306,7 +306,7 @@ class StageRecurrence:
         return value, behind
 
     def depends(self, arcs: Arcs) -> bool:
-        """Whether any arc's costs change with the microbatches in flight."""
+        """True if any arc's costs change with the microbatches in flight."""
         (head, fill), *other = [self.costs(q, arcs.entry_row, arcs.entry_pair) for q in self.ends]
         return any((more != head).any() or (longer != fill).any() for more, longer in other)
 
@@ -427,7 +427,7 @@ class Prices:
         return turn_lines(self.schedule, self.m, q, left, (trip, rest, once, self._path[0][row, pair]))
 
     def parts(self, q: int) -> Sequence[Floats]:
-        """What the constants of ``turns`` grow with, beside head and fill."""
+        """The values that the constants of ``turns`` grow with, beside head and fill."""
         trip, rest, _ = self._way
         return trip, rest - trip if self.schedule == "gpipe" else rest
 

@@ -79,7 +79,7 @@ def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
 # --- the order in which it runs ---------------------------------------------------------------------------------------
 
 _Key = tuple[bool, int, int]
-"""What makes a message: (forward?, virtual stage, microbatch)"""
+"""The action that makes a message: (forward?, virtual stage, microbatch)"""
 
 
 def _sources(edges: Sequence[Edge], num_virtual: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -95,7 +95,7 @@ def _sources(edges: Sequence[Edge], num_virtual: int) -> tuple[list[list[int]], 
 def _receives(
     action: Action, virtual: Mapping[Place, int], sources: tuple[list[list[int]], list[list[int]]]
 ) -> Iterator[_Key]:
-    """What ``action`` waits for."""
+    """The keys of the messages that ``action`` waits for."""
     if action.kind != "W":
         forward = action.kind == "F"
         for other in sources[not forward][virtual[action.stage, action.chunk]]:
@@ -103,7 +103,7 @@ def _receives(
 
 
 def _key(action: Action, virtual: Mapping[Place, int]) -> _Key | None:
-    """What ``action`` sends."""
+    """The key of the message that ``action`` sends."""
     if action.kind == "W":
         return None
     return action.kind == "F", virtual[action.stage, action.chunk], action.microbatch
@@ -139,8 +139,8 @@ def run_order(schedule: Schedule, edges: Sequence[Edge]) -> tuple[list[Action], 
 
 
 def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[str]:
-    """What keeps ``schedule`` from running over ``edges`` (virtual stages; default: the chain), a sentence each; empty
-    if sound."""
+    """The problems of ``schedule`` over ``edges`` (virtual stages; default: the chain), a sentence each; none if it is
+    sound."""
     p = schedule.num_stages
     edges = chain(schedule.num_virtual) if edges is None else checked_edges(edges, schedule.num_virtual)
     if len(schedule.actions) != p:
@@ -150,7 +150,7 @@ def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[st
 
 
 def _incomplete(schedule: Schedule, stage: int) -> Iterator[str]:
-    """What one stage does wrong by itself."""
+    """The problems of one stage by itself."""
     m, chunks = schedule.num_microbatches, schedule.chunks
     at: dict[Action, int] = {}
     for index, action in enumerate(schedule.actions[stage]):

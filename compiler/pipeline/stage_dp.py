@@ -208,7 +208,7 @@ def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> 
 
 
 def _most_stages(rows: Rows) -> int:
-    """How many stages there is room for: the longest chain of positions."""
+    """The largest number of stages that the devices allow: the longest chain of positions."""
     width = len(rows.positions)
     chain = np.zeros(width + 1, dtype=np.intp)
     chain[width] = -1
@@ -250,7 +250,7 @@ def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Itera
 def _infeasible(
     table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: StageConstraints
 ) -> InfeasiblePipeline:
-    """Why nothing fits, and what would."""
+    """The reason why nothing fits, and the nearest pipeline."""
     if len(rows.option):
         search = StageRecurrence(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
         found = minimise(search, of, scale=float(rows.limit.max()))

@@ -1,4 +1,4 @@
-"""The values of the inter-operator pass: what stages cost, how a pipeline may be cut, what was found, or why nothing.
+"""The values of the pipeline pass: costs of stages, constraints on cuts, and the pipelines or the reason why none fits.
 
 An *option* is a way to use some devices for a stage: how many, in which logical shape, from which devices on, at which
 price of memory. Options of one shape whose devices cost differently (mixed hosts) are different options. Tables are
@@ -68,9 +68,9 @@ class StageOption:
 
 @dataclass(frozen=True, eq=False)
 class LagrangianBound:
-    """Bytes made seconds: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each choice of option o's
-    stage, t its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of weights
-    where ``trip``."""
+    """A Lagrangian lower bound: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each strategy of option
+    o's stage. t: its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of
+    weights where ``trip``."""
 
     byte: float
     saved_byte: float
@@ -81,7 +81,7 @@ class LagrangianBound:
 
 @dataclass(frozen=True, eq=False)
 class LowerBounds:
-    """What no choice of a stage undercuts, whatever its sharding; arrays [options, L, L + 1].
+    """Lower bounds on every strategy of a stage; arrays [options, L, L + 1].
 
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
     transfer_s: messages across the border behind the stage, there and back; entry_s: across the border before it (each
@@ -122,7 +122,8 @@ def _check_arrays(owner: object, shape: tuple[int, ...], names: Collection[str])
 
 @dataclass(frozen=True, eq=False)
 class PipelineTable:
-    """What a stage of layers [i, j) costs under each option, for one microbatch count; entries with j ≤ i are not read.
+    """The costs of a stage of layers [i, j) under each option, for one microbatch count; entries with j ≤ i are not
+    read.
 
     pace_s: seconds per microbatch, forward and backward, without messages; inf where the option cannot run the layers.
     transfer_s: messages across the border behind the stage, there and back; entry_s: those across the border before it
@@ -183,7 +184,7 @@ class StageConstraints:
     stages: tuple[int, int | None] = (1, None)
 
     def allowed(self, first: Ints, end: Ints) -> NDArray[np.bool_]:
-        """Which ranges of layers [first, end) may be stages."""
+        """A mask of the ranges of layers [first, end) that may be stages."""
         ok = np.ones(first.shape, dtype=bool)
         for cut in self.boundaries:
             ok &= (cut <= first) | (end <= cut)

@@ -114,8 +114,11 @@ def solve_chunked(
     top_k: int = 8,
     most: float = inf,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v. The constraints' cuts are those of chunks, their stages are device groups.
-    most: seconds; pipelines whose estimate is at least that do not matter."""
+    """The best pipelines with ``chunks`` chunks per group, each of another option, p or v.
+
+    The constraints' cuts are those of chunks, their stages are device groups. most: seconds; pipelines whose estimate
+    is at least that do not matter.
+    """
     m, constraints = num_microbatches, constraints or StageConstraints()
     if schedule not in ("interleaved", "zb-v"):
         raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
@@ -180,8 +183,8 @@ def limit_groups(groups: int, constraints: StageConstraints) -> StageConstraints
 
 
 def quick_bound(floors: LowerBounds, m: int, constraints: StageConstraints) -> float:
-    """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
-    room for none."""
+    """A lower bound on the makespan of every pipeline with two chunks or more per group, under any schedule; inf where
+    no such pipeline exists."""
     layers = floors.pace_s.shape[1]
     counts = [group_counts(layers, option, (2,), constraints) for option in floors.options]
     room = [index for index, some in enumerate(counts) if some]
@@ -205,7 +208,7 @@ def mask_forbidden(pace: Floats, constraints: StageConstraints) -> Floats:
 def group_counts(
     num_layers: int, option: StageOption, chunks: Sequence[int], constraints: StageConstraints
 ) -> list[tuple[int, int]]:
-    """(p, v) for which there is room; one group alone is no pipeline."""
+    """The (groups, chunks per group) that the devices and layers allow; one group alone is no pipeline."""
     least, most = constraints.stages
     room = len(_offsets(option))
     every = range(max(2, least), min(room, num_layers, room if most is None else most) + 1)
@@ -246,7 +249,7 @@ class _Divisions:
         self._came: list[NDArray[np.intp]] = []
 
     def cuts(self, count: int) -> list[int]:
-        """Where ``count`` chunks begin and end; of equal ones the first in reverse order."""
+        """The positions where ``count`` chunks begin and end; of equal ones the first in reverse order."""
         while len(self._came) < count:
             total = self._value[self._first] + self._square
             best = total.argmin(axis=1)

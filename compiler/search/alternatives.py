@@ -1,4 +1,5 @@
-"""What else there was: the best pure data, tensor and pipeline plans by the tables' seconds, and why they lost."""
+"""The best data-, tensor- and pipeline-parallel plans by the seconds of the cost tables, and the reason why each one
+lost."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
 
 
 def _why(plan: Plan, other: Candidate) -> str:
-    """The part of a step that grew most against the plan's."""
+    """The part of a step that takes longest against the plan, in words."""
     mine, theirs = plan.prediction.step_s, other.clock_s
     if theirs <= mine * 1.02:
         return "as good, as far as tables tell" if theirs > mine * 0.98 else "better by the tables, which count less"

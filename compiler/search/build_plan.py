@@ -1,13 +1,11 @@
-"""From a candidate to a plan: its stages assembled, the schedule simulated, the memory counted.
+"""Build a plan from a candidate: solve its stages, simulate the schedule, count the memory.
 
-Stages that are equal up to names are assembled once (``build_plan``). What a stage really holds is known only here; a
-plan that does not fit raises, and the next candidate is tried.
+The memory that a stage really holds is known only here. A plan that does not fit raises, and the next candidate is
+tried.
 
-Stages that are equal up to the names of their nodes: one is assembled and priced, the others are the same with other
-names.
-
-Two runs of layers are twins if their layers have equal classes one by one: then their ops correspond in order, and so
-do the operands of these, down to floating ops, weights and inputs. A weight that both runs use keeps its name.
+Stages that are equal up to the names of their nodes are solved once; the others are copies with other names. Two runs
+of layers are equal in this sense if their layers have equal classes one by one: then their ops correspond in order, and
+so do the operands of these ops, down to floating ops, weights and inputs. A weight that both runs use keeps its name.
 """
 
 from __future__ import annotations
@@ -52,8 +50,11 @@ BuiltStages = dict[tuple[Any, ...], tuple[int, Assembled]]
 def build_plan(
     search: SearchState, best: Candidate, limits_bytes: Sequence[float] = (), built: BuiltStages | None = None
 ) -> Plan:
-    """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
-    not all that its devices have (inf: all); built: stages of this candidate from before, which is added to."""
+    """The plan of a candidate, with the memory that the cost model estimates.
+
+    limits_bytes: the estimated bytes that each stage may hold; inf, or no limits at all: the memory of its devices.
+    built: stages of this candidate from before, which is added to.
+    """
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
@@ -117,7 +118,7 @@ def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
 
 
 def estimated_bytes(stage: StagePrediction) -> float:
-    """Bytes by the rules that a limit counts."""
+    """The bytes of a stage's estimate that count towards its limit."""
     return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]
 
 
@@ -135,7 +136,7 @@ def stage_limits(search: SearchState, plan: Plan) -> list[float]:
 
 
 def excess_bytes(search: SearchState, plan: Plan) -> list[float]:
-    """By how much each stage holds more than it may; not positive where it does not."""
+    """The bytes by which each stage is above its limit; not positive where it fits."""
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
     return [size - limit * LIMIT_SLACK for size, limit in zip(used, stage_limits(search, plan))]
 
@@ -147,7 +148,7 @@ def _usable(search: SearchState) -> list[float]:
 def _assembled(
     search: SearchState, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: BuiltStages
 ) -> list[Assembled]:
-    """The stages; of several chunks, these are put together."""
+    """The solved stages; the chunks of one stage are merged."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
     asked = chunks if chunks > 1 else None
@@ -212,8 +213,8 @@ def _assembled(
 
 
 def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
-    """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
-    mode."""
+    """The recompute modes of a stage's layers. Tables for 1F1B assume that the layer with the loss is never recomputed,
+    whatever its mode."""
     if row.composer.variants.schedule != "1f1b" or schedule == "1f1b":
         return dict(enumerate(modes, first))
     losses = {result.node for result in search.graph.results if result.kind == "loss"}
@@ -224,7 +225,7 @@ def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int,
 def _twin(
     search: SearchState, graph: Graph, twin: tuple[int, Assembled], first: int, offset: int, flight: int, limit: float
 ) -> Assembled | None:
-    """The stage that ``twin`` is under other names; None where it is another one or does not fit here."""
+    """A copy of the solved stage ``twin`` on other layers; None if these differ or the copy does not fit there."""
     other, part = twin
     (chunk,) = part.stage.chunks
     names = match_names(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
@@ -246,8 +247,8 @@ def _flops(search: SearchState, graph: Graph) -> float:
 
 
 def match_names(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
-    """Node → its counterpart, from layers [first, first + num_layers) to those from ``other`` on; None where some node
-    has two counterparts (a weight that layers share in one run only)."""
+    """A map from each node of layers [first, first + num_layers) to its counterpart in those from ``other`` on. None if
+    some node has two counterparts: a weight that layers share in one run only."""
     nodes, floating = graph.by_name(), set(layering.floating)
     names: dict[str, str] = {}
     for k in range(num_layers):
@@ -271,7 +272,7 @@ def match_names(graph: Graph, layering: Layering, first: int, other: int, num_la
 def rename_stage(
     part: Assembled, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int
 ) -> Assembled:
-    """The stage on other devices and layers."""
+    """Return the stage with other nodes, layers and devices."""
     nodes = graph.by_name()
     (chunk,) = part.stage.chunks
     sources = {

@@ -1,4 +1,4 @@
-"""What a caller pins or forbids, as text, and what it means for one model.
+"""Constraints on plans, as text, and their meaning for one model.
 
 Grammar (case and spaces do not count; NAME may have the wildcards * and ?)::
 
@@ -59,7 +59,7 @@ class Range:
 
     @property
     def empty(self) -> bool:
-        """Whether no number is inside."""
+        """True if no number is inside."""
         return self.high is not None and self.low > self.high
 
 
@@ -86,7 +86,7 @@ class Constraints:
         return bool(self.said)
 
     def narrowed(self, space: Space) -> Space:
-        """``space`` without the kinds of decision that are forbidden. Raises ValueError where none is left."""
+        """Return ``space`` without the kinds of decision that are forbidden. Raises ValueError where none is left."""
         schedules = tuple(s for s in space.schedules if self.schedules is None or s in self.schedules)
         recompute = tuple(mode for mode in space.recompute if mode in self.recompute)
         patterns = tuple(p for p in space.residencies if PATTERNS.index(p) in self.zero)
@@ -278,8 +278,8 @@ def _conflict(texts: Sequence[str], why: str) -> str:
 
 
 def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
-    """What the constraints mean for this model. Raises ValueError where a name matches nothing, and where forced and
-    forbidden boundaries or the number of stages exclude each other."""
+    """The layers, weights and ops of this model that the constraints name. Raises ValueError where a name matches
+    nothing, and where forced and forbidden boundaries or the number of stages exclude each other."""
     names = [layer.name for layer in layering.layers]
     cuts = {names.index(name) for text in found.boundaries for name in _matches(text, names, "a layer")}
     no_cuts = {names.index(name) for text in found.joined for name in _matches(text, names, "a layer")}
@@ -315,9 +315,12 @@ def layer_modes_of(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple
 def distinguish_layers(
     layering: Layering, graph: Graph, found: Constraints, resolved: Resolved
 ) -> tuple[Layering, Resolved]:
-    """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each
-    class: two layers are alike if they are so without constraints, and these concern the same ones of their ops and
-    weights and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left."""
+    """The layering with classes that also tell apart layers under different constraints, and the constraints with the
+    recompute modes of each class.
+
+    Two layers are alike if they are so without constraints, and these concern the same ones of their ops and weights
+    and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left.
+    """
     nodes, layers, modes = graph.by_name(), [], {}
     own = _modes_of([layer.name for layer in layering.layers], found)
     for index, layer in enumerate(layering.layers):
@@ -338,7 +341,7 @@ def distinguish_layers(
 
 
 def _modes_of(names: Sequence[str], found: Constraints) -> dict[int, tuple[str, ...]]:
-    """Layer → the modes that it may take, where that is said layer by layer."""
+    """A map from each layer whose modes are asked for by name to the modes that it may take."""
     out: dict[int, tuple[str, ...]] = {}
     for pattern, modes in found.layer_modes:
         fits = _matches(pattern, names, "a layer")

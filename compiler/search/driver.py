@@ -177,7 +177,8 @@ def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """The search makes millions of small acyclic objects, through which the collector would sweep again and again."""
+    """Disable the garbage collector. The search makes millions of small acyclic objects, and the collector would go
+    through them again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,30 +1,29 @@
-"""The search over microbatch counts, submeshes, shardings, residencies and recompute, best first, under one family of
-schedules (``Space.base_schedule``).
+"""The search for candidates over microbatch counts, submeshes, shardings, parameter shardings and recompute.
 
-1. *Floors* (``lower_bounds``). For every microbatch count and submesh: the least seconds per microbatch of every run
-   of layers, whatever its bytes, and the least where a byte is as dear as can be.
-2. *Looks.* A few counts at a time, the middle of those that may win first, get tables at middling prices of a byte and
-   their first pipeline; then the neighbours of the best, until it has none better.
-What comes after them is in ``first_pipelines``. What was looked at is bounded on the way by its own Lagrangian values
-(``bounds``), the rest afterwards (``optimality``). The bound of the search is the least of all counts'.
+The first part finds the best pipelines of the base schedule, a few microbatch counts at a time:
 
-Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
+1. *Lower bounds* (``lower_bounds``). For every microbatch count and submesh: the least seconds per microbatch of every
+   run of layers, whatever its bytes, and the least at the largest memory multiplier.
+2. *First pipelines.* The counts in the middle of those that may win come first; they get tables at middling memory
+   multipliers and their best pipeline. Then the neighbours of the best count follow, until none is better.
 
-Candidates of all open families of schedules, fastest first: what is assembled of them is the driver's business.
+The second part adds candidates of all open schedules, fastest first:
 
-1. The guide's first pipelines (``first_pipelines``).
-2. What the other families make of their tables (``other_schedules``).
-3. *Closer looks* at the counts whose first pipelines are the fastest: their other good pipelines and, where memory is
-   tight, a ladder of prices of a byte, so that leaner shardings, residencies and recompute modes of the same submeshes
-   stand for choice. That takes most of a search, so it is done only where it may help: where the rows of least seconds
-   were faster than the best candidate of any family if memory had no limit. Where that holds of other families alone,
-   only the submeshes that they may take get the ladder.
-4. What the other families make of what is new.
+3. The other schedules' pipelines on the same tables (``other_schedules``).
+4. *Further multipliers* for the counts whose first pipelines are the fastest: their other good pipelines and, where
+   memory is tight, tables at a ladder of multipliers, which offer leaner shardings and recompute modes of the same
+   submeshes. That takes most of a search. So it is done only where the rows of least seconds, without a memory limit,
+   would be faster than the best candidate of any schedule. Where that holds of other schedules alone, only the
+   submeshes that they may take get the ladder.
+5. The other schedules' pipelines on the new tables.
 
-Where there are workers, a fork proves bounds from 3 on: as far as what is known then, so that what is found later is
-bounded, too.
+Small graphs always get the ladder, and the other schedules once, at the end.
 
-Of small graphs the ladder is looked at in any case, and the other families once, at the end.
+With workers, a fork lifts bounds from 4 on, up to the best candidate of that time. ``bounds`` gets a bound of every
+solved count on the way, by its Lagrangian values; ``optimality`` bounds the rest afterwards. The bound of the search is
+the least of all counts' bounds.
+
+Nothing is built here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ __all__ = ["anything_fits", "corrected_candidates", "find_candidates", "first_pi
 
 
 def first_pipelines(search: SearchState) -> Iterator[Candidate]:
-    """The first pipelines of the counts that are looked at, as they are found; ``search.bounds`` fills meanwhile."""
+    """Yield the best pipeline of every microbatch count that may win, as it is found; fills ``search.bounds``
+    meanwhile."""
     tables = tables_of(search)
     tables.best = inf
     first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
@@ -51,7 +51,7 @@ def first_pipelines(search: SearchState) -> Iterator[Candidate]:
     looked: set[int] = set()
 
     def over() -> bool:
-        """Whether time is up and something fits."""
+        """True if time is up and something fits."""
         return bool(first) and time.perf_counter() > search.deadline
 
     while not over() and (counts := tables.next_counts(looked, first)):
@@ -75,9 +75,11 @@ def first_pipelines(search: SearchState) -> Iterator[Candidate]:
 def corrected_candidates(
     search: SearchState, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], most: float
 ) -> list[Candidate]:
-    """The candidates with m microbatches where stages of these (logical shape, level) hold so many bytes more than
-    tables say; ``search`` remembers it: of all levels of the shape, unless nothing is left then. most: seconds; slower
-    ones do not matter."""
+    """The candidates with m microbatches after a correction of their stages' memory.
+
+    Stages of each (mesh shape, level) in ``beside`` hold so many bytes more than tables say. ``search`` remembers it
+    for all levels of the shape, unless nothing is left then. most: seconds; slower candidates do not matter.
+    """
     tables, before = tables_of(search), search.memory_corrections
     tables.best = most
     for every in (True, False):
@@ -92,12 +94,13 @@ def corrected_candidates(
 
 
 def nearest_misses(search: SearchState) -> list[Miss]:
-    """Why nothing fits, for every microbatch count."""
+    """The reason why nothing fits, for every microbatch count."""
     return tables_of(search).misses() if search.tables is not None else []
 
 
 def anything_fits(search: SearchState) -> bool:
-    """Whether anything fits, by the leanest estimates there are; a fraction of the work of ``first_pipelines``."""
+    """True if anything fits by the estimates at the largest memory multiplier. A fraction of the work of
+    ``first_pipelines``."""
     return tables_of(search).fits()
 
 
@@ -106,7 +109,7 @@ LADDER_TOLERANCE = 1.04  # of the best first pipeline: how far theirs may be
 
 
 def find_candidates(search: SearchState) -> tuple[list[Candidate], list[Candidate]]:
-    """(pipelines of the guide, pipelines of all open families), fastest first each."""
+    """(pipelines of the base schedule, pipelines of all open schedules), fastest first each."""
     guided = _first(search)
     offered: list[Candidate] = []
     if not search.small:
@@ -136,7 +139,7 @@ def _first(search: SearchState) -> list[Candidate]:
 def _closely(
     search: SearchState, guided: Sequence[Candidate], offered: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[int]]:
-    """(``guided`` and more, the microbatch counts that have other rows now)."""
+    """(``guided`` and more pipelines of the base schedule, the microbatch counts that have new rows)."""
     found, counts = list(guided), list[int]()
     try:
         _look(search, found, counts, min((one.clock_s for one in offered), default=inf))
@@ -146,8 +149,8 @@ def _closely(
 
 
 def _look(search: SearchState, found: list[Candidate], counts: list[int], best_s: float) -> None:
-    """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get other rows. best_s: the least clock
-    of the other families."""
+    """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get new rows. best_s: the least clock of
+    the other schedules."""
     tables, space = tables_of(search), search.space
     if not isfinite(tables.best):  # nothing fits but by generous estimates
         return

@@ -1,14 +1,14 @@
-"""When nothing fits: which constraints are to blame, or which stage, how many bytes are missing, and what would fit.
+"""Errors for requests that no plan satisfies: the constraints to blame, or the stage that misses memory and remedies.
 
-1. *Constraints.* If something fits without them, those are named of which none can be left out: one after the other is
-   dropped for good if nothing fits without it (deletion filter, Chinneck and Dravnieks 1991). What is left excludes
-   every plan, and each part of it allows one.
+1. *Constraints.* If something fits without them, the error names a set of which none can be left out: one constraint
+   after the other is dropped for good if nothing fits without it (deletion filter, Chinneck and Dravnieks 1991). The
+   set excludes every plan, and each part of it allows one.
 2. *A tensor.* A weight that no mesh of the cluster cuts finely enough for its devices fits under no plan.
-3. *Memory.* The nearest miss says the stage, and its choices what most of its bytes are.
-4. *Relaxations.* Whatever is not open yet is opened, one thing at a time, and what then fits is said.
+3. *Memory.* The nearest miss says the stage; its strategies say what takes most of its bytes.
+4. *Relaxations.* Every kind of decision that is not open is opened, one at a time; the error lists those that help.
 
-Every "fits" is a run of the floors and the dynamic programme on the leanest tables of a few microbatch counts, so it is
-an estimate as good as the search's own.
+Every "fits" is a run of the lower bounds and the dynamic program on tables at the largest memory multiplier for a few
+microbatch counts: an estimate as good as the search's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CAUSES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optim
 
 
 def infeasible_error(search: SearchState) -> InfeasibleError:
-    """The error that says what excludes every plan, or what is missing where, from the nearest miss of the search."""
+    """The error for a search without a plan: the constraints that exclude every plan, or what is missing at the nearest
+    miss."""
     guilty = _guilty(search)
     if guilty:
         named = " and ".join(map(repr, guilty))
@@ -63,7 +64,7 @@ def infeasible_error(search: SearchState) -> InfeasibleError:
 
 
 def nearest_miss(misses: Sequence[Miss]) -> Miss:
-    """The miss by least, among real pipelines where there are any."""
+    """The miss with the fewest missing bytes, among real pipelines if there are any."""
     return min(misses, key=lambda miss: (miss.why.choice is None, miss.why.missing_bytes))
 
 
@@ -87,7 +88,7 @@ def _fits(search: SearchState, texts: Sequence[str]) -> bool:
 
 
 def _possible(search: SearchState, cluster: Cluster | None = None, **instead: Any) -> bool:
-    """Whether something fits on another cluster, or with these words of the request instead."""
+    """True if something fits on another cluster, or with these fields of the request replaced."""
     assert search.request is not None
     try:
         other = prepare_search(search.graph, cluster or search.cluster, replace(search.request, **instead))
@@ -106,7 +107,7 @@ def _possible(search: SearchState, cluster: Cluster | None = None, **instead: An
 
 
 def _short(search: SearchState, miss: Miss) -> str:
-    """Which stage misses how much of what."""
+    """A sentence about the stage that misses memory: which layers, how much, and the largest cause."""
     why, choice = miss.why, miss.why.choice
     if choice is None:
         return why.reason
@@ -152,7 +153,8 @@ def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
 
 
 def _indivisible(search: SearchState) -> str | None:
-    """What says that some weight, cut as finely as a mesh can, is larger than every device."""
+    """A sentence about a weight that is larger than every device even if a mesh cuts it as finely as it can; None if
+    there is none."""
     most = search.memory_share * max(usable_bytes(search.cluster))
     shapes = {sub.shape for sub in submeshes(search.cluster, search.space)} | {()}
     copies = 2 + state_tensors(search.optimizer)[0]
@@ -176,7 +178,7 @@ def _indivisible(search: SearchState) -> str | None:
 
 
 def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
-    """Into how many even parts a mesh can cut a tensor at most."""
+    """The largest number of even parts into which a mesh can cut a tensor."""
     most = 1
     for dims in product(range(-1, len(extents)), repeat=len(mesh)):
         left, parts = list(extents), 1
@@ -218,7 +220,7 @@ def _sharding(search: SearchState, wide: Space, later: str) -> Iterator[tuple[st
 
 
 def _relaxations(search: SearchState) -> Iterator[tuple[str, bool]]:
-    """What is not open yet, and whether something fits once it is; cheapest first."""
+    """Yield (a relaxation of the request, True if something fits with it), cheapest first."""
     space = search.unconstrained_space or search.space
     later = " (such a plan cannot be run yet)" if space.executable_only else ""
     wide = replace(space, executable_only=False)

@@ -1,4 +1,4 @@
-"""Whether delayed gradient averaging (``runtime/execution/local_sgd.py``) would pay, and with which delay.
+"""Predicted gain of delayed gradient averaging (``runtime/execution/local_sgd.py``), and the best delay.
 
 A plan's step waits for what of its sums of gradients nothing hides. With a delay nothing waits, as long as the network
 takes a step's sum in a step's time. With S the seconds of the sums of the stage that sums longest, and C the step on
@@ -31,7 +31,7 @@ _WOULD, _TAKEN = "delayed averaging would take", "delayed averaging:"
 
 @dataclass(frozen=True)
 class Delay:
-    """steps: for which a mean is on its way; step_s: predicted seconds of a step with it."""
+    """A number of steps for which a mean is on its way, and the predicted seconds of a step with it."""
 
     steps: int
     step_s: float
@@ -62,8 +62,8 @@ def worthwhile_delay(plan: Plan) -> Delay | None:
 
 
 def _alone(stage: Stage, prediction: StagePrediction, told_s: float) -> StagePrediction:
-    """Without sums of gradients; and on a mesh of one axis, over which replicas send nothing else, of the loss.
-    told_s: of every stage's seconds for the loss, those until everyone knows it."""
+    """The stage's prediction without sums of gradients and, on a mesh of one axis, without what its replicas send each
+    other for the loss. told_s: the seconds, of every stage's seconds for the loss, until all ranks know it."""
     found = replace(prediction, step_s=prediction.step_s - prediction.seconds.get("gradient", 0.0))
     if sum(size > 1 for size in stage.mesh_shape) != 1:
         return found

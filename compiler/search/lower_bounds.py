@@ -1,8 +1,8 @@
-"""Floors of what submeshes, microbatch counts and prices of a byte take, made for as many at once as are asked for, and
-what they prove.
+"""Lower bounds per (submesh, microbatch count, memory multiplier), and the bounds on step times that follow from them.
 
-The prices of a byte are those at which a stage's whole time would pay for its whole memory, times a factor; that of a
-saved byte, which counts once per microbatch in flight, is the same times how many there may be.
+A memory multiplier is a price in seconds per byte. Its unit is the price at which a stage's whole memory costs as much
+as its whole time. The multiplier of a byte saved for backward, which counts once per microbatch in flight, is the same
+times the number of these microbatches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEP_LEVEL = Level()
 
 
 class SearchBounds:
-    """Rows by (submesh, microbatches, level): floors for all that is asked for, and bounds by microbatch count."""
+    """Lower bounds and tables by (submesh, microbatches, level), and a bound per microbatch count."""
 
     def __init__(self, search: SearchState) -> None:
         self.search = search
@@ -87,7 +87,8 @@ class SearchBounds:
         return num, num + 1
 
     def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
-        """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
+        """The number of the level with ``factor`` units as multiplier of a byte, and ``flight`` times that of a saved
+        byte."""
         whole = [self._least_pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
         unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
@@ -99,8 +100,8 @@ class SearchBounds:
         return self.levels.index(level)
 
     def bounded_levels(self, m: int) -> list[int]:
-        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch; where
-        more than a little hides, without per-step work."""
+        """The levels at which the lower bounds of all submeshes are known, with all seconds of a microbatch; if more
+        than a little overlaps with compute, those without per-step work."""
         paced = self.overlaps_reduction(m)
         fit = [
             n for n, one in enumerate(self.levels) if n and one.weight_share == 1.0 and not (paced and one.step_share)
@@ -108,8 +109,11 @@ class SearchBounds:
         return [n for n in fit if all(self._lower_bound(sub, m, n) is not None for sub in self.submeshes)]
 
     def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
-        """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
-        and back where the backward is split; ends: also bytes that cost nothing, and as much as can be."""
+        """Levels that bound a microbatch closely, with their lower bounds made.
+
+        split: also bound a microbatch's way there and back where the backward is split. ends: also take the smallest
+        and the largest multiplier.
+        """
         levels = [self._level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
         levels += [self._level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
         if split:
@@ -120,14 +124,15 @@ class SearchBounds:
         return list(dict.fromkeys(levels))
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
-        """One array [L, L + 1] of what is known of a submesh."""
+        """One array [L, L + 1] of a submesh's tables."""
         return self._group(sub).array(name, sub, m, price)
 
     def _group(self, sub: Submesh) -> RowGroup:
         return next(group for group in self.groups if sub in group.places)
 
     def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
-        """room: of the memory that plans may fill; beside: bytes of it that tables do not know of."""
+        """One option of a pipeline table. room: the fraction of the memory that plans may fill; beside: bytes of it
+        that tables do not know of."""
         part = self.search.memory_share * room
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
@@ -139,7 +144,7 @@ class SearchBounds:
                 group.compose(group.composer.intervals(rows))
 
     def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
-        """Make the floors of these (submesh, microbatches, level)."""
+        """Make the lower bounds of these (submesh, microbatches, level)."""
         for group in self.groups:
             if rows := group.unbounded([case for case in cases if case[0] in group.places]):
                 group.bound(rows, *group.composer.floors(rows))
@@ -156,7 +161,7 @@ class SearchBounds:
     # ---- floors and bounds
 
     def compute_lower_bounds(self) -> None:
-        """What every microbatch count takes at least."""
+        """Bound the step of every microbatch count by its least work, evenly on all devices."""
         search = self.search
         with search.timed("floors"):
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
@@ -167,7 +172,7 @@ class SearchBounds:
                 search.bounds[m, search.space.base_schedule] = self._share[m]
 
     def _least_work(self, m: int) -> float:
-        """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
+        """The least device-seconds of a microbatch: the sum over layers, each on its best submesh."""
         each = []
         for sub in self.submeshes:
             pace = np.diagonal(self._least_pace(sub, m), 1) - self._group(sub).actions(sub, m)
@@ -175,25 +180,26 @@ class SearchBounds:
         return float(np.min(each, axis=0).sum())
 
     def least_share(self, m: int) -> float:
-        """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
-        schedule undercuts them."""
+        """Seconds of a step with m microbatches if all devices shared the least work of all layers evenly: a bound
+        under every schedule."""
         return self._share[m]
 
     def bound(self, m: int) -> float:
-        """What nothing with m microbatches undercuts under the schedule that guides the search."""
+        """The lower bound on plans with m microbatches under the base schedule."""
         return self.search.bounds[m, self.search.space.base_schedule]
 
     def overlaps_reduction(self, m: int) -> bool:
-        """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
+        """True if more than a little of a step may overlap with compute, so that the seconds per microbatch alone bound
+        better."""
         hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
         return lowered(1.0, m, self.search.cluster, hidden) < 1 - PROOF_GAP
 
     def fits_unconstrained(self, m: int) -> bool:
-        """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
+        """True if the leanest strategies leave most of the memory free, so that no memory multiplier is needed."""
         return self.min_memory_fraction(m) < SPARE_FULLNESS
 
     def min_memory_fraction(self, m: int) -> float:
-        """Which part of a device's memory the leanest choices take if all devices are one stage."""
+        """The fraction of a device's memory that the leanest strategies take if all devices are one stage."""
         level = self._level(m, *LARGEST_MULTIPLIER)
         byte = self.levels[level].byte
         wide = [self._lower_bound(sub, m, level) for sub in self._widest]
@@ -206,12 +212,12 @@ class SearchBounds:
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
     def gains_from_memory(self, m: int, first_s: float) -> bool:
-        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
+        """True if pipelines with m microbatches may get faster than their first one, and than the best of all, by
         saving memory."""
         return self.bound(m) < min(self.best, first_s / LADDER_GAP)
 
     def _lift(self, m: int, priced: Sequence[int]) -> float:
-        """The bound of a count as its floors at these prices lift it."""
+        """Lift the bound of a count by its lower bounds at these levels, and return it."""
         search, base_schedule = self.search, self.search.space.base_schedule
         most = raised(self.best, m, search.cluster, self.hidden_s)
         stages = self.lower_bounds_of(m, priced)
@@ -221,7 +227,7 @@ class SearchBounds:
         return bound_s
 
     def lower_bounds_of(self, m: int, priced: Sequence[int], messages: bool = True) -> LowerBounds:
-        """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
+        """The lower bounds of all submeshes: seconds per microbatch and, at the levels ``priced``, Lagrangian values."""
         shape = len(self.submeshes), *self._shape
         rows = []
         for number in priced:
@@ -249,7 +255,8 @@ class SearchBounds:
 
     @cached_property
     def _copies(self) -> np.ndarray:
-        """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
+        """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
+        holds one."""
         search, found = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
         first, end = np.indices(self._shape)
@@ -262,7 +269,7 @@ class SearchBounds:
 
 
 def _fits(search: SearchState, m: int) -> bool:
-    """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
+    """True if the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
     graph = search.graph.origin or search.graph
     extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
     try:
@@ -317,25 +324,25 @@ class RowGroup:
         return self.variant(sub, m), price
 
     def uncomposed(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
-        """The rows of these (submesh, microbatches, level) whose intervals are not there."""
+        """The rows of these (submesh, microbatches, level) that have no tables yet."""
         return [row for row in (self.row(*case) for case in cases) if row not in self._at]
 
     def compose(self, made: IntervalTables) -> None:
-        """Take the composer's intervals."""
+        """Store tables of the composer."""
         self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
 
     def unbounded(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
-        """The rows that ``floor`` of these (submesh, microbatches, level) lacks."""
+        """The rows of these (submesh, microbatches, level) that have no lower bound yet."""
         rows = dict.fromkeys((self.variant(self.alike[sub], m), level) for sub, m, level in cases)
         return [row for row in rows if row not in self._floors]
 
     def bound(self, rows: Sequence[Row], values: np.ndarray, run: np.ndarray) -> None:
-        """Take the composer's floors of these rows."""
+        """Store lower bounds of the composer."""
         padded = np.concatenate([values, np.full((1, len(rows)), inf)])
         self._floors |= {row: padded[:, place].take(run, mode="wrap") for place, row in enumerate(rows)}
 
     def floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
-        """[L, L + 1] the least of the objective at a level, messages not counted; None where it was not made."""
+        """[L, L + 1] the least objective at a level without messages; None if it was not made."""
         found = self._floors.get((self.variant(self.alike[sub], m), level))
         return self.array("floor_s", sub, m, level) if found is None and self.knows(sub, m, level) else found
 
@@ -357,7 +364,7 @@ class RowGroup:
         return both
 
     def knows(self, sub: Submesh, m: int, price: int) -> bool:
-        """Whether these intervals were made."""
+        """True if these tables were made."""
         return self.row(sub, m, price) in self._at
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:

@@ -1,36 +1,32 @@
-"""What no plan of the space undercuts: bounds of all microbatch counts and families, proven beside the rest of a search
-where it has workers.
+"""Lower bounds on the step time of every plan in the space, for all microbatch counts and schedules.
 
-The bound of the search is the least of all, so what is least is lifted, until it is one that nothing lifts further. Of
-every count there is a quick bound: for the guide from the search, for the others from ``optimality``. Then, least
-first and each up to what is known to be enough:
+With workers a fork proves them while the search goes on. The bound of the search is the least of all. So the least one
+is lifted again and again, until nothing lifts it further. Every count has a quick bound: the search makes that of the
+base schedule, this module those of the others. Then, least first and each up to what is known to be enough:
 
-    interleaved, zb-v     chunk_bounds: these take little, and the least of them is enough for the others
-    the others            pipeline_bound
+    interleaved, zb-v     ``chunk_bound``: these take little, and the least of them is enough for the others
+    the others            ``stage_dp.bound_of``
 
-each first by the floors that there are, then by those at more prices of a byte.
+first by the lower bounds of stages that exist, then by those at more memory multipliers.
 
-What the makespan of no pipeline with several chunks per device group undercuts, by floors and what chunks hold.
-
-As in ``virtual_stages``: p groups under one option with M bytes per device, group k has v chunks D_k of the p v, and
-the makespan is at least m T_k + σ_k, T_k = Σ_{c ∈ D_k} t_c. At some time group k holds h_c microbatches of each of its
-chunks c, all at once (``concurrent_microbatches``), so that Σ_{c ∈ D_k} (r_c + h_c s_c) ≤ M. A Lagrangian pair (λ, μ) of
-``bounds`` says t_c ≥ value_c − λ r_c − μ s_c, and t_c ≥ pace_c. With θ_c = min(1, λ h_c / μ),
+**Schedules with virtual stages** (``chunk_bound``). As in ``virtual_stages``, p groups run under one option with M
+bytes per device, group k has v chunks D_k of the p v, and the makespan is at least m T_k + σ_k, T_k = Σ_{c ∈ D_k} t_c.
+At some time group k holds h_c microbatches of each of its chunks c at once (``concurrent_microbatches``), so that Σ_{c
+∈ D_k} (r_c + h_c s_c) ≤ M. A Lagrangian pair (λ, μ) of ``bounds`` says t_c ≥ value_c − λ r_c − μ s_c, and t_c ≥ pace_c.
+With θ_c = min(1, λ h_c / μ),
 
     T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M,      as  θ_c λ r_c + θ_c μ s_c ≤ λ (r_c + h_c s_c).
 
 The sum of these over all groups is p max_k T_k at most. Its left side depends on the cuts alone, chunk by chunk: its
-least is a dynamic programme over chunks and layers (``_least``), where no chunk takes longer than the makespan that is
-of interest. Where values count the per-step work, divided by m, it is m T_k + σ_k that is bounded so.
+least is a dynamic program over chunks and layers (``_least``), where no chunk takes longer than the makespan that is of
+interest. Where values count the per-step work, divided by m, it is m T_k + σ_k that is bounded so.
 
-The least over options, p and v is looked for best first: ``quick_bound``'s terms (h = 1, any number of chunks) rank
-them, and where these are no less than what was found, nothing else is.
+Options, p and v are tried best first: the terms of ``quick_bound`` (h = 1, any number of chunks) rank them, and the
+loop ends where these are no less than the bound so far.
 
-What the makespan of no pipeline undercuts under the families that the search does not run on, by floors and fast.
-
-A stage does all its actions one at a time and then its end of step: under every schedule the makespan is at least m t_k
-+ σ_k. With several chunks per stage, and no more stages than microbatches, ``virtual_stages.quick_bound`` counts on
-that; with one:
+**Quick bounds of the other schedules** (``family_bounds``). A stage does all its actions one at a time and then its end
+of step: under every schedule the makespan is at least m t_k + σ_k. With several chunks per stage, and no more stages
+than microbatches, ``virtual_stages.quick_bound`` counts on that; with one:
 
     work       Σ n_k (m t_k + σ_k) / N for stages on n_k of N devices. For p stages, a Lagrangian pair (λ, μ) of
                ``bounds`` and at least q microbatches in flight, n_k t_k ≥ n_k value_k − n_k M_k max(λ, μ/q);
@@ -38,7 +34,7 @@ that; with one:
     slowest    for a limit on every m t_k + σ_k, each run of layers needs so many devices, by the fastest submesh of
                each size; where the shortest path through these needs more than N, no makespan is within the limit
 
-Under GPipe, where no family with chunks is asked for beside it, what ``bounds`` proves is taken as well.
+Under GPipe, if no schedule with chunks is asked for too, the bound of ``bounds`` is taken as well.
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ LEAST_MEMORY_SCHEDULE, MOST_MEMORY_SCHEDULE = (
 
 @contextmanager
 def proof_processes(search: SearchState) -> Iterator[None]:
-    """Within it, ``search.proof_task`` and ``search.pure_task`` may be of forks; afterwards nobody is left."""
+    """A scope in which the search's proof and pure plans may be tasks of forks; at its end all forks are gone."""
     try:
         yield
     finally:
@@ -88,8 +84,8 @@ def proof_processes(search: SearchState) -> Iterator[None]:
 
 
 def start_proof(search: SearchState, most_s: float) -> None:
-    """Bound all counts under all open families as far as that is less than ``most_s``, if nobody is at it already;
-    ``with_bounds`` takes what a fork finds."""
+    """Begin to lift the bounds of all counts under all open schedules, up to ``most_s``, unless a task is at it
+    already. ``with_bounds`` takes the result."""
     if search.proof_task is not None:
         if search.proof_limit_s >= most_s:
             return
@@ -110,7 +106,7 @@ def start_proof(search: SearchState, most_s: float) -> None:
 
 
 def with_bounds(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans of a search with what is proven of it by now."""
+    """The plans with the bound of the search, as far as it is proven by now."""
     if search.proof_task is not None:
         with search.timed("bounds"):
             try:
@@ -157,7 +153,7 @@ def _lift_least(search: SearchState, most_s: float) -> None:
 
 
 def _lift_closely(search: SearchState, m: int, name: str, most_s: float) -> None:
-    """Lift the bound of one family with m microbatches, up to ``most_s``, by all that there is."""
+    """Lift the bound of one schedule with m microbatches, up to ``most_s``, by all means that there are."""
     tables, guides = tables_of(search), name == search.space.base_schedule
     if guides and search.bounds[m, name] >= (1 - PROOF_GAP) * tables.best:
         return
@@ -176,7 +172,8 @@ def _lift(
     most_s: float,
     more: Sequence[int] = (),
 ) -> None:
-    """Lift bounds of families with m microbatches to what ``of`` (floors, most) says; more: prices of a byte."""
+    """Lift the bounds of schedules with m microbatches to the values of ``of`` (lower bounds of stages, most). more:
+    further levels."""
     tables, cluster = tables_of(search), search.cluster
     paced = tables.overlaps_reduction(
         m
@@ -199,7 +196,7 @@ def _quickly(
 
 
 def _closely(search: SearchState, m: int, name: str, floors: LowerBounds, most: float) -> dict[str, float]:
-    """A bound of one family that takes longer than ``family_bounds``."""
+    """A bound of one schedule that takes longer than ``family_bounds``."""
     tables = tables_of(search)
     if name == PIPEDREAM:  # its pipelines have no fill: what is proven of the slowest stage is all
         return {name: 0.0}
@@ -236,8 +233,8 @@ def concurrent_microbatches(schedule: str, p: int, m: int, v: int) -> list[int]:
 def chunk_bound(
     floors: LowerBounds, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints, most: float = inf
 ) -> float:
-    """What no pipeline with m microbatches and any of these numbers of chunks undercuts, or ``most`` where that is
-    less; inf where there is room for none."""
+    """A lower bound on pipelines with m microbatches and any of these numbers of chunks, or ``most`` where that is
+    less; inf where no such pipeline exists."""
     layers = floors.pace_s.shape[1]
     limits = [max(option.limit_bytes, default=0.0) for option in floors.options]
     pace = least_sums(floors.pace_s, constraints)
@@ -296,8 +293,8 @@ HALVINGS = 6  # of the range of a bound
 def family_bounds(
     floors: LowerBounds, m: int, schedules: Sequence[str], cuts: StageConstraints, usable: Floats, most: float = inf
 ) -> dict[str, float]:
-    """Family → seconds that no pipeline with m microbatches undercuts, or that are at least ``most``. schedules: from
-    simple to involved; usable [devices]: bytes of each."""
+    """Schedule → seconds that bound every pipeline with m microbatches from below, or that are at least ``most``.
+    schedules: from simple to involved; usable [devices]: bytes of each."""
     alone = not any(name in CHUNKED for name in schedules)
     quick = inf if alone else quick_bound(floors, m, limit_groups(m, cuts))
     found = dict.fromkeys(schedules, quick)
@@ -314,7 +311,7 @@ def family_bounds(
 
 
 def _work(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, usable: Floats) -> float:
-    """What all work takes where it lies evenly on the devices."""
+    """Seconds of all work, spread evenly over the devices."""
     possible = min(floors.pace_s.shape[1], len(usable))
     devices = np.array([option.num_devices for option in floors.options])[:, None, None]
     values = [floors.pace_s, *(row.value for row in floors.rows)]
@@ -331,7 +328,7 @@ def _work(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, us
 def _slowest(
     floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, num_devices: int, low_s: float, high_s: float
 ) -> float:
-    """The least that the slowest stage takes, by bisection from ``low_s``, which is proven, to ``high_s``."""
+    """The least seconds of the slowest stage, by bisection from ``low_s``, which is proven, to ``high_s``."""
     sizes, heads = _by_size(floors, m, schedule, cuts)
     counts = np.array([*sizes, np.inf])
 

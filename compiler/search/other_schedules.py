@@ -1,21 +1,20 @@
-"""The families of schedules beside the one that the dynamic program runs on: the same tables under other clocks.
+"""The schedules other than the base schedule, on the same cost tables.
 
-Pipelines are searched under one family, 1F1B where it is open (``base_schedule``). When its best ones are known, the other open
-families are tried on the tables of the microbatch counts that matter: those with the fastest pipelines, and the one
-whose slowest stage has the least work, as what the others save is the bubble. Nothing is composed for these. The less
-there is of a bubble, the fewer microbatches are best: from the best count with chunks on, smaller ones follow, until
-one is no faster; tables of the options that may win are made for these. In small graphs every count that has tables is
-looked at for chunks: the guide may be far from its best there.
+Pipelines are searched under one schedule, 1F1B if it is open (``Space.base_schedule``). When its best ones are known,
+the other open schedules are tried on the tables of the microbatch counts that matter: those with the fastest pipelines,
+and the one whose slowest stage has the least work, because the others save idle time alone. Nothing is composed for
+these. The less idle time, the fewer microbatches are best: so smaller counts than the best one with several chunks are
+tried in turn, until one is no faster; tables of the options that may win are made for these. In small graphs every
+count with tables is tried for chunks, since the best count of the base schedule may be far from theirs.
 
     gpipe, zb-h1           the best pipelines as they are cut; every stage takes the row of its submesh that is fastest
-                           among those that fit with the microbatches in flight of the family
+                           among those that fit with the microbatches in flight of the schedule
     interleaved, zb-v      the best divisions into chunks under one option, of no more stages than microbatches
                            (``virtual_stages``)
 
-All are timed on the clock, with a third of a stage's pace each for forward, inputs and weights. Whatever is faster
-there than the guide's best by more than ``TIE_TOLERANCE`` is offered, the best of each family: what is assembled decides.
-
-What is proven of them: ``optimality``.
+The clock counts a third of a stage's pace each for forward, backward of inputs and of weights. The best pipeline of
+each schedule is offered if it is faster than the base schedule's best by more than ``TIE_TOLERANCE``; the built plans
+decide. ``optimality`` has the bounds of these schedules.
 """
 
 from __future__ import annotations
@@ -63,8 +62,11 @@ def with_other_schedules(
     before: Sequence[Candidate] = (),
     counts: Collection[int] | None = None,
 ) -> list[Candidate]:
-    """``found`` (pipelines of the guide) and what the other open families make of its tables, fastest first. before:
-    what they made of them before; then ``counts`` says which microbatch counts have other tables now."""
+    """The pipelines of the base schedule and those that the other open schedules make of its tables, fastest first.
+
+    before: the other schedules' pipelines from an earlier call; then ``counts`` are the microbatch counts with new
+    tables.
+    """
     open_ = search.space.schedules
     own = [one for one in found if one.schedule in open_]
     others = [name for name in open_ if name != search.space.base_schedule]
@@ -93,8 +95,8 @@ def divisions_above_limit(search: SearchState) -> list[Candidate]:
 
 
 def faster_without_limit(search: SearchState, m: int, found: Sequence[Candidate], most: float) -> bool:
-    """Whether another open family were faster than ``most`` with m microbatches if memory had no limit: else leaner
-    rows than there are do not help it. found: pipelines of the guide."""
+    """True if another open schedule would be faster than ``most`` with m microbatches and no memory limit. Otherwise
+    leaner rows do not help it. found: pipelines of the base schedule."""
     tables = tables_of(search)
     limits = {name: most for name in search.space.schedules if name != search.space.base_schedule}
     with search.timed("schedules"):
@@ -102,7 +104,7 @@ def faster_without_limit(search: SearchState, m: int, found: Sequence[Candidate]
 
 
 def simplest_index(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
-    """Which one to take: the fastest, or of those as good the one of the simplest family."""
+    """The index of the plan to take: the fastest, or of those as good the one with the simplest schedule."""
     least = min(steps_s)
     near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
     ranks = [*SCHEDULES, PIPEDREAM]
@@ -116,7 +118,7 @@ def _offered(
     search: SearchState, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
     counts: Collection[int] | None,
 ) -> list[Candidate]:  # fmt: skip
-    """The best candidates of each family: one where they compete with the guide, more where they stand alone."""
+    """The best candidates of each schedule: one if they compete with the base schedule, more if they stand alone."""
     tables, competing = tables_of(search), search.space.base_schedule in search.space.schedules
     by_family: dict[str, list[Candidate]] = {name: [] for name in others}
     limits = dict.fromkeys(others, most)
@@ -166,8 +168,8 @@ def _counts(found: Sequence[Candidate], most: float) -> list[int]:
 
 
 def _others_known(search: SearchState, found: Sequence[Candidate], most: float) -> list[int]:
-    """Of a small graph, all other counts that have tables: its best division into chunks may have one with which the
-    guide has nothing."""
+    """The other counts with tables, if the graph is small: its best division into chunks may have a count for which the
+    base schedule has no pipeline."""
     tables = tables_of(search)
     if not search.small or not any(name in CHUNKED for name in search.space.schedules):
         return []
@@ -182,8 +184,8 @@ def _with_count(
     known: Pairs,
     room: float = 1.0,
 ) -> Iterator[Candidate]:
-    """Pipelines with m microbatches of every family, faster on the clock than its limit. found: the guide's; known: the
-    rows they are made of; room: of the memory."""
+    """Pipelines with m microbatches of every schedule, faster on the clock than its limit. found: the base schedule's;
+    known: the rows they are made of; room: the fraction of the memory that they may fill."""
     tables = tables_of(search)
     best = sorted(found, key=lambda one: one.clock_s)[:MAX_REFITTED]
     used = {row.submesh for one in best for row in one.rows}
@@ -207,7 +209,7 @@ def _with_count(
 def _refitted(
     table: PipelineTable, m: int, schedule: str, pairs: Pairs, found: Iterable[Candidate]
 ) -> Iterable[Pipeline]:
-    """These pipelines with rows that fit under another family."""
+    """These pipelines with rows that fit under another schedule."""
     rows: dict[Submesh, list[int]] = {}
     for index, (sub, _) in enumerate(pairs):
         rows.setdefault(sub, []).append(index)
@@ -256,7 +258,7 @@ def _divided(
 
 
 def chunk_numbers(search: SearchState, schedule: str) -> tuple[int, ...]:
-    """The numbers of chunks per stage that a family may take."""
+    """The numbers of chunks per stage that a schedule may have."""
     return search.space.chunks if schedule == "interleaved" else (2,)
 
 
@@ -274,7 +276,7 @@ def _uniform(search: SearchState, m: int, known: Pairs, most: float) -> Pairs:
 
 
 def schedule_error(search: SearchState, found: Sequence[Candidate]) -> InfeasibleError:
-    """Why nothing fits under the families that were asked for, though pipelines of the guide do."""
+    """The error where pipelines of the base schedule fit but none of the schedules that were asked for."""
     tables, others = tables_of(search), search.space.schedules
     names = " or ".join(others)
     m = min(found, key=lambda one: one.clock_s).microbatches

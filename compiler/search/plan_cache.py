@@ -1,10 +1,10 @@
-"""Plans that were found before for the same question, on disk.
+"""An on-disk cache of plans, keyed by a hash of the request and everything else that the answer depends on.
 
-The key is a digest of all that an answer depends on: the graph (with what trains and what is shared), the cluster's
-prices, every argument of the search, PyTorch's version, and the source of the packages that search. A changed
-question has another key, so nothing is ever out of date; what cannot be read is found anew. One file per question
-under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MAX_CACHED_PLANS``. Of a graph with
-ops whose rules the user registered nothing is kept. What a search for another question may share is in ``row_cache``.
+The hash covers the graph (with the trained and the shared parameters), the cluster's prices, every argument of the
+search, PyTorch's version, and the source of the packages that search. A changed input has another key, so no entry is
+ever out of date; an entry that cannot be read is searched for anew. Each request has one file of plan documents under
+``cache_directory()``. Beyond ``MAX_CACHED_PLANS`` files the oldest go. Graphs with ops whose rules the user registered
+are not cached. ``row_cache`` shares what a search for another request may need.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cached_plans(
     find: Callable[[RowCache | None], list[Plan]],
     capture_s: float,
 ) -> list[Plan]:
-    """What ``find`` finds, or found before for the same question. An early end is not kept."""
+    """The cached plans of a request, or those of ``find``, which are then cached unless the search ended early."""
     begin = time.perf_counter()
     if not all(is_built_in(node) for node in graph.ops()):
         return find(None)
@@ -66,7 +66,7 @@ def cached_plans(
 
 
 def request_key(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
-    """The key of a question, 32 hex digits. The number of processes changes no answer."""
+    """The key of a request, 32 hex digits. It does not depend on the number of processes, which changes no answer."""
     facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
     asked = [repr(replace(request, workers=1)), repr(request.space)]
     text = json.dumps([_code(), torch.__version__, graph.batch, graph.text(), facts, cluster.to_json(), asked])

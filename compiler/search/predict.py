@@ -1,10 +1,9 @@
-"""From the prices of single stages to the prediction of a step: messages between stages, tied weights, the loss, the
-clock.
+"""Predict a step from the prices of single stages: messages between stages, tied weights, the loss, the schedule.
 
-    transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
-    sends      starting a message keeps the sender for a while, in each of its actions; so does a code at both ends
-    loss       broadcast to all ranks where the stage that has it is not everyone, beside its sum over the stage
-    tied       copies send their gradients to the owner and get the new values back
+transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
+sends      starting a message keeps the sender for a while, in each of its actions; so does a codec at both ends
+loss       broadcast to all ranks if its stage is not on all devices, after its sum over the stage
+tied       copies send their gradients to the owner and get the new values back
 """
 
 from __future__ import annotations
@@ -49,8 +48,11 @@ def predict(
     parts: Sequence[Assembled],
     code: str = "none",
 ) -> StepPrediction:
-    """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
-    ``merge_chunks`` makes of them. code: in which activations travel between them."""
+    """The prediction of a step with these stages.
+
+    graph: at the microbatch's extent. parts: a stage of several chunks comes from ``merge_chunks``. code: the tensor
+    codec of activations between stages.
+    """
     stages = [part.stage for part in parts]
     num_chunks = max(len(stage.chunks) for stage in stages)
     chunks = num_chunks if num_chunks > 1 else None
@@ -95,8 +97,8 @@ def _with_messages(
 
 
 def merge_chunks(parts: Sequence[Assembled]) -> Assembled:
-    """The chunks of one stage, priced one by one with their own microbatches in flight, as a stage: what they do and
-    keep adds up, and what they hold for a moment does not."""
+    """One stage from its chunks, which were priced one by one with their own microbatches in flight. Seconds and kept
+    bytes add up; temporary bytes do not."""
     if len(parts) == 1:
         return parts[0]
     first, predictions = parts[0], [part.prediction for part in parts]

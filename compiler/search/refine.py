@@ -1,14 +1,15 @@
-"""Small instances: pipelines tried by what they really take and hold, in place of what tables say.
+"""Exact refinement of small graphs: build many pipelines, and rank them by their simulated seconds and counted memory.
 
-Tables add up: a gradient costs its share of a full bucket, a weight counts once per layer that reads it, an op's
-temporaries are cut evenly over the mesh. In models of a few ops that are most of a step and of the memory, and the
-best pipeline may be one that tables find too slow by a little or too large. So, where the plan at hand is not proven to
-be the best and the graph has few ops, the best pipelines of the tables *without a memory limit* are assembled, those
-with the least clock first, as long as it leaves hope.
+Cost tables add up: a gradient costs its share of a full bucket, a weight counts once per layer that reads it, an op's
+temporaries are cut evenly over the mesh. In models of a few ops that is most of a step and of the memory, and tables
+may find the best pipeline a little too slow or too large. So if the graph has few ops and its best plan is not proven
+to be optimal, the best pipelines of the tables *without a memory limit* are built, those with the least clock first,
+while they may win.
 
-The memory limit is kept by the assembled stages. With e the bytes of a stage by the rules and u those that it really
-holds (``stage``), u − limit too much: it is solved again, exactly, within e − (u − limit), until u fits or no
-choice is that lean; then, as e − u is another one for every choice, between the last that was too much and that.
+The built stages keep the memory limit. Let e be the estimated bytes of a stage and u those that it really holds, u −
+limit too much. The stage is solved again, exactly, within e − (u − limit), until u fits or no strategy is that lean. As
+e − u differs between strategies, a bisection then looks between the last limit that was too much and the first that was
+not.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ MAX_MEMORY_TRIALS = 10  # that a pipeline's stages are made leaner
 
 
 def can_refine(search: SearchState) -> bool:
-    """Whether ``refine_plans`` may find anything here."""
+    """True if ``refine_plans`` may find anything here."""
     thorough = search.tables is not None and search.thorough and not search.cut_short
     return thorough and search.space.base_schedule in search.space.schedules and search.small
 
 
 def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
-    """``plans`` (fastest first) and what is better than they are, at most ``top_k``, fastest first."""
+    """The best ``top_k`` of ``plans`` and of all plans that refinement builds, fastest first."""
     found, seen = list(plans), set[object]()
     try:
         for floor_s, candidate in _queue(search, time_to_beat(found, top_k)) if _open(search, found) else ():
@@ -67,17 +68,17 @@ def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> 
 
 
 def _open(search: SearchState, plans: Sequence[Plan]) -> bool:
-    """Whether something may be faster than the best plan."""
+    """True if something may be faster than the best plan."""
     return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE_TOLERANCE)
 
 
 def time_to_beat(plans: Sequence[Plan], top_k: int) -> float:
-    """What a plan must undercut."""
+    """The seconds that a plan must undercut to be among the best."""
     return plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
 
 
 def _queue(search: SearchState, most: float) -> list[tuple[float, Candidate]]:
-    """(the least clock of these cuts and meshes at any price, candidate), the fastest first."""
+    """(the least clock of the candidate's cuts and meshes at any multiplier, the candidate), fastest first."""
     tables, base_schedule = tables_of(search), search.space.base_schedule
     tables.best = most * ESTIMATE_TOLERANCE
     found = list(
@@ -99,19 +100,19 @@ def _queue(search: SearchState, most: float) -> list[tuple[float, Candidate]]:
 
 
 def _fullness(candidate: Candidate) -> float:
-    """What the fullest stage holds by its tables, in parts of what it may."""
+    """The fraction of its limit that the fullest stage holds by its tables."""
     pipeline = candidate.pipeline
     return max(size * NO_LIMIT / limit for size, limit in zip(pipeline.peak_bytes, pipeline.limit_bytes))
 
 
 def _cuts(candidate: Candidate) -> object:
-    """The microbatches, and which layers are on which devices in which shape."""
+    """The microbatches, and the layers, devices and mesh of each stage."""
     stages = zip(candidate.pipeline.stages, candidate.rows)
     return candidate.microbatches, tuple((one[0], one[1], one.device_offset, row.submesh) for one, row in stages)
 
 
 def _key(candidate: Candidate) -> object:
-    """What assembling depends on."""
+    """Everything that the built plan depends on."""
     made = []
     for stage, row in zip(candidate.pipeline.stages, candidate.rows):
         _, modes, states = row.composer.choices(row.row, stage.first_layer, stage.end_layer)
@@ -120,7 +121,7 @@ def _key(candidate: Candidate) -> object:
 
 
 def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | None:
-    """The plan of a candidate whose stages are as lean as they must be; None where it is not faster than ``most``."""
+    """The plan of a candidate with stages just lean enough to fit; None if it is not faster than ``most``."""
     best: Plan | None = None
     wide: list[float] = []  # what stages may hold by the rules: too much
     tight: list[float] = []  # little enough, or more little than there is
@@ -153,8 +154,8 @@ def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | No
 
 
 def _under_all(search: SearchState, candidate: Candidate, most: float) -> Iterator[Plan]:
-    """The plan of a candidate of the guide, and of the same cuts under the other families without chunks where these
-    are faster still."""
+    """Yield the plan of a candidate, and those of the same cuts under the other schedules without chunks that are
+    faster still."""
     plan = _fitted(search, candidate, most)
     if plan is None:
         return

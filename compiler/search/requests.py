@@ -1,8 +1,8 @@
-"""The fastest of several searches of one request: in each precision that is open, and, where gradients may travel in
-other ways than the backend's own, also without these.
+"""The fastest plans of several searches for one request, and Pareto fronts.
 
-The second is in the space of the first, and a search may miss what a narrower one finds; so more freedom never makes a
-plan slower. The least bound of all searches holds for what is taken.
+A request is searched once in each open precision and, if gradients may travel in other ways than the backend's own,
+also without these. The second search is in the space of the first, but a search may miss what a narrower one finds: so
+more freedom never makes a plan slower. The least bound of all searches holds for the result.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ Make = Callable[[Graph, PlanRequest], list[Plan]]
 
 
 def search_all(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
-    """What ``make`` (``make_plans`` or ``make_pareto_front``, with the cluster bound) finds, once for each search; those in
-    which nothing fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit
-    is shared evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
+    """The plans of ``make`` (``make_plans`` or ``make_pareto_front``, with the cluster bound) for each search of a
+    request.
+
+    Searches in which nothing fits are left out, and so are plans that the runtime cannot run if only others are asked
+    for. A time limit is shared evenly. Raises InfeasibleError if nothing fits in any search, ValueError if nothing that
+    fits can run.
+    """
     graphs = list({id(one): one for one in (in_precision(graph, name) for name in request.precisions())}.values())
     space, limit = request.open_space, request.time_limit_s
     exactly = space.communication.exactly()
@@ -119,7 +123,7 @@ def make_pareto_front(
 
 
 def memory_share(plan: Plan) -> float:
-    """The largest share that a plan fills of the memory that any of its devices has beside the framework."""
+    """The largest fraction of a device's memory, less the framework's, that a plan fills."""
     usable = usable_bytes(Cluster.from_json(json.dumps(plan.cluster)))
     return max(
         (predicted.peak_bytes - predicted.memory_bytes["framework"]) / min(usable[d] for d in stage.devices)
@@ -128,7 +132,7 @@ def memory_share(plan: Plan) -> float:
 
 
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that no other one is both faster and smaller than, fastest first."""
+    """The plans of which none is both slower and larger than another, fastest first."""
     ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, memory_share(plan)))
     found: list[Plan] = []
     for plan in ordered:

@@ -1,4 +1,4 @@
-"""What a search may choose from, before any price is known: submeshes, microbatch counts, and the kinds of decision.
+"""The decisions that are open in a search, before any price is known: submeshes, microbatch counts, kinds of decision.
 
     space    ::= schedules, chunks, residencies, recompute modes, sequence splits, limits on tensor work
     submesh  ::= logical shape, number of devices, roles of its axes, where it may start
@@ -66,12 +66,12 @@ class Space:
 
     @property
     def base_schedule(self) -> str:
-        """The family under which pipelines are searched: 1F1B, or GPipe where that alone is open."""
+        """The schedule under which pipelines are searched first: 1F1B, or GPipe if that alone is open."""
         return "gpipe" if self.schedules == ("gpipe",) else "1f1b"
 
     @classmethod
     def whole(cls) -> Space:
-        """Everything that the search opens by itself, whether the runtime can run it or not."""
+        """The space of all decisions that the search opens by itself, whether the runtime can run them or not."""
         return cls(schedules=SCHEDULES, residencies=PATTERNS, recompute=RECOMPUTE_MODES, sequence=True)
 
     @classmethod
@@ -153,7 +153,7 @@ class Submesh:
 
 
 def site_of(offsets: Sequence[int]) -> int:
-    """Of offsets of equal prices the one to price: one with neighbours in front and behind, if there is one, as their
+    """The offset to price of several with equal prices: one with neighbours on both sides if there is one, since their
     messages are priced there."""
     return offsets[0 if offsets[0] > 0 else min(1, len(offsets) - 1)]
 
@@ -228,8 +228,8 @@ def _shapes(size: int, per_host: int) -> list[tuple[int, ...]]:
 def _sites(
     cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = True
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Where ``size`` devices may start (inside one host, or at a host's first device), offsets of equal prices
-    together; and ``Submesh.alike`` of each."""
+    """The offsets from which ``size`` devices may start (inside one host, or at a host's first device), those of equal
+    prices together; and ``Submesh.alike`` of each."""
     total, hosts = cluster.num_devices, cluster.hosts
     step = -(-total // MAX_POSITIONS) if coarse else 1
     kinds = {host: index for index, host in reversed(list(enumerate(dict.fromkeys(hosts))))}
@@ -261,9 +261,11 @@ def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool
 
 
 def _roles(shape: tuple[int, ...], space: Space, inside: Sequence[bool]) -> list[tuple[str | None, ...]]:
-    """What the axes may be for: () where anything goes. Else every assignment that keeps the limits on tensor
-    parallelism: "data" where an axis may not be for tensors, "tensor" where it must be, None where it is open. Where
-    replicas are to be loose, some axis is "data"."""
+    """The roles that the axes may have: () if there is no limit.
+
+    Otherwise every assignment that keeps the limits on tensor parallelism: "data" where an axis may not be for tensors,
+    "tensor" where it must be, None where it is open. For independent replicas some axis is "data".
+    """
     size, low = prod(shape), space.min_tensor
     high = size if space.max_tensor is None else space.max_tensor
     mays = [not space.tensor_inside_host or near for near in inside]

@@ -1,4 +1,4 @@
-"""What a search is asked, what it has found, and what all its passes share."""
+"""The state of a search, its candidates, and the passes before it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMIT_SLACK = 1.02  # of the limit: how far above it what a stage really holds m
 
 @dataclass(frozen=True, eq=False)
 class StageRow:
-    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
+    """A row (variant, level) of a composer's tables, which has the strategies of a stage."""
 
     composer: IntervalComposer
     row: Row
@@ -73,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True, eq=False)
 class Miss:
-    """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
+    """The reason why nothing fits with so many microbatches, and the table row of the stage that misses most."""
 
     why: InfeasiblePipeline
     microbatches: int
@@ -142,7 +142,7 @@ class SearchState:
 
     @property
     def small(self) -> bool:
-        """Whether the graph is so small that looking at everything takes little."""
+        """True if the graph is so small that an exhaustive search takes little."""
         return self.num_ops <= SMALL_OPS
 
     @contextmanager
@@ -155,11 +155,11 @@ class SearchState:
             self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
 
     def keeping(self) -> AbstractContextManager[object]:
-        """Within it, ``kept`` takes what is made: a fork keeps its own rows."""
+        """A scope in which ``row_cache`` stores what is made: a fork stores its own rows."""
         return nullcontext() if self.row_cache is None else self.row_cache.keeping()
 
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
-        """What a stage may not do whose axes have these roles."""
+        """The restriction of stages with these roles of their axes."""
         return Restriction(
             roles=roles,
             executable_only=self.space.executable_only,
@@ -172,13 +172,13 @@ class SearchState:
 
     @property
     def bound_s(self) -> float:
-        """What no plan of the space undercuts; 0 before the floors are known."""
+        """The lower bound on all plans of the space; 0 before there are any bounds."""
         open_ = self.space.schedules
         return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
 
 
 def batch_bytes(search: SearchState) -> float:
-    """Of a step's whole batch, which every device holds."""
+    """Bytes of a step's whole batch, which every device holds."""
     graph = search.graph
     return float(sum(_whole_bytes(node, graph, search.global_batch) for node in graph.placeholders("input")))
 
@@ -237,13 +237,13 @@ def prepare_search(graph: Graph, cluster: Cluster, request: PlanRequest) -> Sear
 
 @dataclass(frozen=True, eq=False)
 class PurePlan:
-    """The best of a pure kind, its rows left out; or why there is none."""
+    """The best candidate of a pure strategy, without its rows; or the reason why there is none."""
 
     best: Candidate | None = None
     why: str = ""
 
 
 def same_decisions(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of a model make the same decisions."""
+    """True if two plans of a model make the same decisions."""
     names = ("stages", "microbatches", "schedule", "precision")
     return all(getattr(plan, name) == getattr(other, name) for name in names)

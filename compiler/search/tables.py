@@ -1,4 +1,4 @@
-"""What submeshes, microbatch counts and prices of a byte give as stages: tables, and the pipelines that they allow."""
+"""Cost tables of stages per (submesh, microbatch count, memory multiplier), and the best pipelines on them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class SearchTables(SearchBounds):
     # ---- looks
 
     def next_counts(self, looked: Collection[int], first: Mapping[int, float]) -> list[int]:
-        """The microbatch counts to look at next, given the makespans of those that were: a spread of them, then, once
-        some fit, the neighbours of the best until it has none better."""
+        """The microbatch counts to solve next, given the makespans of those that were: a spread of them, then, once
+        some fit, the neighbours of the best until none is better."""
         left = self._unexplored(looked)
         if spread := self._competitive([m for m in self._spread if m in left]):
             return spread if self.search.small else spread[:COUNTS_PER_ROUND]
@@ -60,8 +60,8 @@ class SearchTables(SearchBounds):
 
     @cached_property
     def _spread(self) -> list[int]:
-        """Of every other count: those of the smallest microbatches, and all with which one stage of all devices may
-        well be the best; the middle first, as what is found there rules others out."""
+        """Every other count: those of the smallest microbatches, and all with which one stage of all devices may be the
+        best. The middle comes first, as its makespan rules others out."""
         every = [m for m in self.counts if isfinite(self.bound(m))][::-1][::2]
         found = every[:COUNTS_PER_ROUND] + [
             m for m in every[COUNTS_PER_ROUND:] if self.min_memory_fraction(m) < SINGLE_STAGE_FULLNESS
@@ -70,12 +70,15 @@ class SearchTables(SearchBounds):
         return sorted(found, key=lambda m: abs(found.index(m) - middle))
 
     def _unexplored(self, looked: Collection[int]) -> list[int]:
-        """The counts not looked at that may be faster than the best, by what is proven of them so far."""
+        """The unsolved counts that may be faster than the best, by their bounds so far."""
         return [m for m in self.counts if m not in looked and self.bound(m) < self.best * (1 - BOUND_TOLERANCE)]
 
     def _competitive(self, counts: Sequence[int]) -> list[int]:
-        """Those of the counts that may be faster than the best. Where bytes cost nothing that is looked at once before
-        tables are made; a small graph's other families may need them in any case."""
+        """The counts that may be faster than the best.
+
+        Where memory is plenty, their bounds are lifted before tables are made. A small graph keeps all counts: its
+        other schedules may need them.
+        """
         if self.search.small:
             return list(counts)
         fresh = (
@@ -104,9 +107,12 @@ class SearchTables(SearchBounds):
             self._compose(rows)
 
     def solve_counts(self, prices: Mapping[int, Sequence[tuple[float, float]]]) -> Iterator[list[Candidate]]:
-        """By microbatch count its best pipeline at these prices, which are prepared, if faster than the best so far.
-        A worker for each, and ``stages`` has the seconds until all are done; without workers one after the other, so
-        that what is found makes the next look short."""
+        """Yield the best pipeline of each count at these multipliers, whose rows are prepared, if it is faster than the
+        best so far.
+
+        With workers each count has one, and the pass "stages" has the seconds until all are done. Without workers they
+        follow one another, so that each makes the next search short.
+        """
         if self.search.workers == 1 or len(prices) == 1:
             yield from (self._solve_count(m, some) for m, some in prices.items())
             return
@@ -120,7 +126,7 @@ class SearchTables(SearchBounds):
     def _solve_count_as_data(
         self, m: int, prices: Sequence[tuple[float, float]]
     ) -> tuple[float, Sequence[tuple[Submesh, int]], list[Candidate]]:
-        """What a look finds as data: the bound, the rows and the candidates without theirs."""
+        """A solved count as plain data: its bound, its rows and its candidates without their rows."""
         found = self._solve_count(m, prices)
         return self.bound(m), self.rows_in_use[m], [replace(one, rows=()) for one in found]
 
@@ -134,7 +140,7 @@ class SearchTables(SearchBounds):
     # ---- candidates
 
     def uniform_rows(self, m: int, most: float) -> Sequence[tuple[Submesh, int]]:
-        """Rows, made if need be, of the submeshes that groups of equal ones may take to be faster than ``most``."""
+        """The rows, made if need be, of the submeshes of which equal groups may be faster than ``most``."""
         if m not in self.rows_in_use:
             self._use_rows(
                 m,
@@ -144,7 +150,7 @@ class SearchTables(SearchBounds):
         return self.rows_in_use[m]
 
     def prepare_uniform_ladder(self, m: int, most: float, also: Collection[Submesh]) -> None:
-        """Make the whole ladder for such submeshes and for ``also`` the rows of m."""
+        """Make rows at all multipliers for such submeshes and for ``also`` the rows of m."""
         subs = [sub for sub in self._uniform_submeshes(m, most) if sub not in also]
         self._use_rows(m, [*also, *subs], MULTIPLIER_LADDER)
 
@@ -162,24 +168,24 @@ class SearchTables(SearchBounds):
             self._compose([(sub, m, level) for sub, level in self.rows_in_use[m]])
 
     def prepare_ladder(self, counts: Sequence[int]) -> None:
-        """Make the rows that ``candidates`` looks at where memory is tight."""
+        """Make the rows at all multipliers, for counts where memory is tight."""
         self.prepare(counts, MULTIPLIER_LADDER)
 
     def rows(self, m: int, prices: Sequence[tuple[float, float]] = (NO_MULTIPLIER,)) -> list[tuple[Submesh, int]]:
-        """The rows of m at these prices, by default those of least seconds, of submeshes that may matter."""
+        """The rows of m at these multipliers, by default those of least seconds, of submeshes that may matter."""
         levels = dict.fromkeys(self._level(m, *one) for one in prices)
         return [(sub, level) for level in levels for sub in self._worthwhile(m)]
 
     def faster_without_limit(self, m: int, most: float) -> bool:
-        """Whether pipelines with m microbatches were faster than ``most`` if memory had no limit."""
+        """True if pipelines with m microbatches would be faster than ``most`` without a memory limit."""
         known, best, self.best = self.rows_in_use[m], self.best, most
         found = self._solve(m, self.rows(m), [], 1, NO_LIMIT)
         self.rows_in_use[m], self.best = known, best
         return any(one.clock_s < most for one in found)
 
     def candidates(self, m: int, lean: bool) -> list[Candidate]:
-        """The best pipelines with m microbatches, with the whole ladder of prices where leaner rows may help; what is
-        proven of them goes to ``search.bounds``."""
+        """The best pipelines with m microbatches. lean: at all multipliers, where leaner rows may help. Their bound
+        goes to ``search.bounds``."""
         known = self.rows_in_use[m]
         prices = MULTIPLIER_LADDER if lean else (NO_MULTIPLIER,)
         priced = list(dict.fromkeys(self._level(m, *one) for one in prices))
@@ -189,18 +195,18 @@ class SearchTables(SearchBounds):
         return found
 
     def resolve(self, m: int) -> list[Candidate]:
-        """The best pipelines with m microbatches among the rows that are there, now that more is known of memory."""
+        """The best pipelines with m microbatches on the existing rows, after a correction of memory estimates."""
         return self._solve(m, self.rows_in_use[m], [])
 
     def min_memory_candidates(self) -> Iterator[Candidate]:
-        """The best pipelines where a byte is as dear as can be, should estimates be above what stages really hold."""
+        """The best pipelines at the largest memory multiplier, slightly above the limit: estimates may be too high."""
         for m in self.counts:
             level = self._level(m, *LARGEST_MULTIPLIER)
             self._compose([(sub, m, level) for sub in self.submeshes])
             yield from self._solve(m, [(sub, level) for sub in self.submeshes], [], 1, ABOVE_LIMIT)
 
     def without_memory_limit(self, counts: Sequence[int], top_k: int) -> Iterator[Candidate]:
-        """The best pipelines of these microbatch counts at each price of a byte, whatever their estimates hold."""
+        """The best pipelines of these microbatch counts at each multiplier, without a memory limit."""
         every = (*MULTIPLIER_LADDER, LARGEST_MULTIPLIER)
         prices = {m: (NO_MULTIPLIER,) if self.fits_unconstrained(m) else every for m in counts}
         self.prepare(counts, (NO_MULTIPLIER,))
@@ -273,7 +279,7 @@ class SearchTables(SearchBounds):
         return Candidate(m, schedule, pipeline, self._rows(m, pipeline, pairs), clock_s, pace_s, once_s, hidden_s)
 
     def _rows(self, m: int, pipeline: Pipeline, pairs: Sequence[tuple[Submesh, int]]) -> tuple[StageRow, ...]:
-        """Where the choices of its stages are found."""
+        """The rows of the pipeline's stages."""
         rows = []
         for sub, price in (pairs[stage.option] for stage in pipeline.stages):
             group = self._group(sub)
@@ -283,8 +289,8 @@ class SearchTables(SearchBounds):
     # ---- tables
 
     def table(self, m: int, pairs: Sequence[tuple[Submesh, int]], room: float = 1.0) -> PipelineTable | None:
-        """What stages cost under these options; None if no option can run anything. room: of the memory limit, what
-        their estimates may fill."""
+        """The pipeline table of these options; None if no option can run anything. room: the fraction of the memory
+        limit that estimates may fill."""
         arrays: dict[str, list[np.ndarray]] = {
             name: [] for name in ("pace_s", "transfer_s", "entry_s", "step_s", "resident", "saved", "transient")
         }
@@ -319,12 +325,12 @@ class SearchTables(SearchBounds):
     # ---- where nothing fits
 
     def misses(self) -> list[Miss]:
-        """What is missing where, with the leanest tables there are, for every microbatch count."""
+        """The misses at the largest memory multiplier, for every microbatch count."""
         found = [self._leanest(m, True) for m in self.counts]
         return [answer for answer in found if isinstance(answer, Miss)]
 
     def fits(self) -> bool:
-        """Whether something fits by the leanest tables, the smallest microbatches first."""
+        """True if something fits at the largest memory multiplier, the smallest microbatches first."""
         for m in self.counts[::-1]:
             self._bound([(sub, m, 0) for sub in self.submeshes])
             if isinstance(self._leanest(m, False), PipelineSolution):
@@ -332,7 +338,7 @@ class SearchTables(SearchBounds):
         return False
 
     def _leanest(self, m: int, explain: bool) -> PipelineSolution | Miss | None:
-        """The best with m microbatches where a byte is as dear as can be; None if no option can run anything."""
+        """The best pipelines at the largest memory multiplier; None if no option can run anything."""
         level = self._level(m, *LARGEST_MULTIPLIER)
         pairs = [(sub, level) for sub in self.submeshes]
         self._compose([(sub, m, level) for sub in self.submeshes])
