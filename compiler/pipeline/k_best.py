@@ -1,13 +1,13 @@
-"""Several pipelines of one recurrence: the k best, and those that a bisection for T passes.
+"""The k best pipelines of a recurrence, and those that a bisection for T passes.
 
-The recurrence of ``recurrence`` solved with the microbatches in flight that a schedule holds.
+The recurrence (``recurrence``) is solved with the microbatches in flight that a schedule holds.
 
 Where the in-flight counts depend on the stages left alone (1F1B, GPipe) one pass serves all numbers of stages (a
 ``Mode``); else there is a pass for each number. A pass drops the count of stages where no cost depends on it.
 
-``minimise`` first looks at pipelines near the lower bound of ``StageRecurrence.suffix``, where few arcs survive, and widens
-until it has the optimum: ``StageRecurrence.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
-best.
+``minimise`` first searches pipelines near the lower bound of ``StageRecurrence.suffix``, where few arcs survive, and
+widens the limit until it has the optimum: ``StageRecurrence.arcs(most)`` drops nothing that is worth at most ``most``,
+so an answer within the limit is the best.
 """
 
 from __future__ import annotations
@@ -45,18 +45,24 @@ _Whole = TypeVar("_Whole")
 
 
 class _Part(NamedTuple):
-    """A partial pipeline, in the order of the heap: ``value`` is what no pipeline that begins so undercuts."""
+    """A partial pipeline, in the order of the heap. ``value`` bounds every pipeline that begins so from below."""
 
     value: float
-    left: int  # layers; −1: a whole pipeline whose value is final
+    #: layers that are left; −1: a whole pipeline whose value is final
+    left: int
+    #: a number that orders equal values
     tick: int
-    top: float  # the largest head so far, with the fills before it
-    fill: float  # all fills so far
+    #: the largest head so far, with the fills before it
+    top: float
+    #: the sum of all fills so far
+    fill: float
     state: int
     column: int
     mode: int
-    path: object  # (arc, path) or None
-    lines: tuple[Floats, Floats]  # (offset, slope): worth offset + slope · the fills still to come, at least
+    #: (arc, path) or None
+    path: object
+    #: (offset, slope) each: the pipeline is worth at least offset + slope · the fills still to come
+    lines: tuple[Floats, Floats]
 
 
 class Ranking(Generic[_Whole]):
@@ -227,11 +233,14 @@ LIMIT_STEPS = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound 
 
 @dataclass(frozen=True)
 class Mode:
-    """Numbers of stages that share their in-flight counts: flights[k] with k + 1 stages left."""
+    """Numbers of stages that share their in-flight counts."""
 
+    #: the numbers of stages
     counts: tuple[int, ...]
+    #: flights[k]: microbatches in flight of a stage with k stages behind it
     flights: tuple[int, ...]
-    every: bool  # whether these, together with the other modes, are all the numbers of stages that there can be
+    #: True if all modes together have every possible number of stages
+    every: bool
 
 
 @lru_cache(maxsize=256)

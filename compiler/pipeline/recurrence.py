@@ -20,13 +20,12 @@ or more lines (slope, constant) per arc and s. With S the least sum of fills of 
 is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (The
 best path may be worth more, as Z and S may be attained by two suffixes.)
 
-Costs may depend on s, through the microbatches in flight (memory). ``StageRecurrence.suffix`` solves the recurrence on the least
-costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is
-left, and exact where memory binds nowhere. ``StageRecurrence.arcs(most)`` then walks forwards and makes the arcs alone on which
-(fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in them.
+Costs may depend on s, through the microbatches in flight (memory). ``StageRecurrence.suffix`` solves the recurrence on
+the least costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on
+what is left, and exact where memory binds nowhere. ``StageRecurrence.arcs(most)`` then walks forwards and makes only the arcs
+on which (fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in them.
 
-What the recurrences of ``recurrence`` add up: a table's numbers per (row, pair of layers) as heads and fills.
-
+``Prices`` are the costs of the recurrence: a table's numbers per (row, pair of layers) as heads and fills.
 ``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``stage_dp`` says what these are).
 ``turn_lines`` are what ``bounds`` proves of one pipeline beyond W.
 """

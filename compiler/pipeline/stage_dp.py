@@ -1,8 +1,9 @@
-"""The inter-operator pass: layers × devices → pipeline stages, by dynamic programming. It knows tables, no graph.
+"""The dynamic program over layers and devices that cuts a model into pipeline stages. It knows tables, no graph.
 
 Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
-(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
-d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``StageConstraints``).
+(devices, logical shape, memory multiplier) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
+d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden
+(``StageConstraints``).
 
 Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one
 to the end), GPipe m)::
@@ -58,9 +59,12 @@ from .table import (
 
 __all__ = ["RankingLimits", "bound_of", "describe_pipeline", "solve"]
 
-_EPSILON = 1e-3  # of T, where sweeps are enough
-_SWEEPS = 12  # of the bisection
-_ABOVE = 1.05  # how far above the cut-off zb-h1's objectives may be
+#: the fraction of T to which the bisection is exact, if it has sweeps enough
+_EPSILON = 1e-3
+#: steps of the bisection
+_SWEEPS = 12
+#: how far above the cut-off zb-h1's objectives may be: they bound no makespan
+_ABOVE = 1.05
 _Stages = tuple[StageChoice, ...]
 
 
@@ -188,7 +192,7 @@ def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> 
     if m < 1:
         raise ValueError(f"a step has at least one microbatch, but got {m}")
     if schedule in ("interleaved", "zb-v"):
-        raise ValueError(f"a schedule with chunks is solved by pipeline_chunks.chunked, but got {schedule!r}")
+        raise ValueError(f"a schedule with chunks is solved by virtual_stages.solve_chunked, but got {schedule!r}")
     for cut in sorted(constraints.boundaries | constraints.forbidden):
         if not 0 < cut < rows.num_layers:
             raise ValueError(f"stages may be cut before layers 1 to {rows.num_layers - 1}, but got {cut}")

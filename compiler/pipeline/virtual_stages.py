@@ -1,4 +1,6 @@
-"""Pipelines whose device groups hold several chunks of the model: interleaved and zb-v.
+"""Pipelines with several virtual stages per device group (Megatron's word; PyTorch says stages): interleaved and zb-v.
+
+A virtual stage is called a chunk here.
 
 All p groups run under one option, from its leftmost offsets on, and group k holds v chunks D_k of the S = p v
 consecutive ones: those of ``families.virtual_order``. With t the pace of a chunk, the groups' load is
@@ -16,7 +18,7 @@ further: this is a heuristic, and the bound says how good it is. (option, p, v) 
 m · max(c*, Z/p), Z the least sum of S chunks, until nothing left can be among the best.
 
 Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
-chunk is read off the schedule (``in_flight_by_chunk``), as a loss's large saved bytes are held for short.
+chunk is read off the schedule (``in_flight_by_chunk``), because a loss's large saved bytes are held only briefly.
 
 Bound. Whatever the cuts, max_k T_k ≥ Σ_c t_c / p: so m Z(S)/p on floors, for the best option, p and v. A Lagrangian
 pair (λ, μ) of ``bounds`` adds: at some time each chunk of a group holds h microbatches, so λ Σ r + μ Σ s ≤
@@ -99,9 +101,13 @@ def representative_microbatches(p: int, m: int) -> int:
 @dataclass(frozen=True)
 class _Case:
     option: int
+    #: device groups
     p: int
+    #: chunks per group
     v: int
-    cap_s: float  # the least largest pace of p v chunks
+    #: the least largest pace of p v chunks
+    cap_s: float
+    #: a lower bound on the makespan
     low_s: float
 
 
@@ -121,7 +127,7 @@ def solve_chunked(
     """
     m, constraints = num_microbatches, constraints or StageConstraints()
     if schedule not in ("interleaved", "zb-v"):
-        raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
+        raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use stage_dp.solve")
     cases = []
     work = least_sums(table.pace_s, constraints)
     in_flight_by_chunk = (
@@ -234,8 +240,8 @@ def _tables(pace: Floats, most: int, combine: np.ufunc) -> Floats:
 
 
 class _Divisions:
-    """Of the layers into chunks whose paces are at most ``cap``: the least Σ t², for one number of chunks after the
-    other."""
+    """Divisions of the layers into chunks with paces of at most ``cap`` and the least Σ t², for one number of chunks
+    after the other."""
 
     def __init__(self, pace: Floats, cap: float) -> None:
         layers = len(pace)

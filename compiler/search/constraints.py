@@ -146,14 +146,17 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Constraints on one model. cuts: positions (layer indices) where a stage must begin; no_cuts: where none may;
-    replicated: parameter nodes; split: op node → labels that some axis must carry; modes: class of a layer → the
-    recompute modes that it may take (``distinguish_layers``)."""
+    """Constraints on one model."""
 
+    #: layer indices where a stage must begin
     cuts: tuple[int, ...] = ()
+    #: layer indices where no stage may begin
     no_cuts: tuple[int, ...] = ()
+    #: nodes of parameters that stay whole
     replicated: frozenset[str] = frozenset()
+    #: op node → labels that some mesh axis must carry
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: class of a layer → recompute modes that it may take (``distinguish_layers``)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -1,13 +1,15 @@
-"""The passes of the planner, from a graph to plans. ``make_plans`` is the list of them, ``search_plans`` the loop in its
-middle. ``provenance["passes"]`` has the seconds of every pass by its name.
+"""The passes of the planner, from a graph to plans.
+
+``make_plans`` is the list of them, ``search_plans`` the loop in its middle. ``provenance["passes"]`` has the seconds of
+every pass by its name.
 
     name          what the pass does                                                      modules
     layouts       note the strides of tensors, if a cluster has measured exact ops        frontend/strides
     layers        cluster the ops of the graph into layers and classes of layers          frontend/layers
-    floors        bound the seconds of all runs of layers, per submesh and microbatches   lower_bounds, intra_op/vectorised
+    floors        bound the seconds of all runs of layers, per submesh and microbatches   lower_bounds
     compose       make cost tables at several memory multipliers                          tables, intra_op/vectorised
     stages        cut layers and devices into stages, by dynamic programming              explore, pipeline/stage_dp
-    schedules     try the other schedules on the same tables                              other_schedules, pipeline/virtual_stages
+    schedules     try the other schedules on the same tables                              other_schedules
     bounds        lift the lower bounds of other microbatch counts and schedules          optimality, pipeline/bounds
     refine        solve each chosen stage as one problem under its memory limit           build_plan, intra_op/stage
     simulate      price messages between stages and time the schedule                     predict, pipeline/simulate
@@ -253,7 +255,7 @@ def _build_plans(
 
 
 def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float]]:
-    """(first layer, end layer, mesh shape, estimated bytes) per stage. Equal rows of different levels have one value."""
+    """(first layer, end layer, mesh shape, estimated bytes) per stage; the same for equal rows of different levels."""
     pipeline = candidate.pipeline
     return [
         (stage.first_layer, stage.end_layer, row.submesh.shape, round(used))

@@ -104,8 +104,10 @@ def anything_fits(search: SearchState) -> bool:
     return tables_of(search).fits()
 
 
-MAX_LADDER_COUNTS = 3  # microbatch counts that are looked at closely
-LADDER_TOLERANCE = 1.04  # of the best first pipeline: how far theirs may be
+#: microbatch counts that get further multipliers
+MAX_LADDER_COUNTS = 3
+#: by which their first pipeline may be slower than the best first pipeline
+LADDER_TOLERANCE = 1.04
 
 
 def find_candidates(search: SearchState) -> tuple[list[Candidate], list[Candidate]]:

@@ -32,15 +32,16 @@ from .state import LIMIT_SLACK, SearchState, batch_bytes
 __all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "PROOF_GAP", "RowGroup", "SearchBounds", "row_groups"]
 
 
-# prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
+# Memory multipliers: (factor of the unit, microbatches in flight that a saved byte counts for). The unit is a stage's
+# time per its memory.
 NO_MULTIPLIER = (0.0, 0.0)
 LARGEST_MULTIPLIER = (1e4, 2.0)
 LEAN_MULTIPLIERS = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
-MULTIPLIER_OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
-LARGEST_OCTAVES = 8.0  # those as dear as can be more coarsely
-LADDER_GAP = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
-PROOF_GAP = 0.02  # of the best: bounds that far below are looked at again
-SPARE_FULLNESS = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
+MULTIPLIER_OCTAVES = 0.25  # multipliers are rounded to powers of 2 so far apart, so that similar requests share rows
+LARGEST_OCTAVES = 8.0  # the same for the largest multiplier
+LADDER_GAP = 1.02  # of the bound: first pipelines closer than that need no further multipliers
+PROOF_GAP = 0.02  # of the best plan: bounds that far below it are lifted further
+SPARE_FULLNESS = 0.15  # of the memory: if the leanest strategies take less, no multiplier is needed
 PACE_LEVEL = Level(step_share=0.0)
 STEP_LEVEL = Level()
 
@@ -227,7 +228,7 @@ class SearchBounds:
         return bound_s
 
     def lower_bounds_of(self, m: int, priced: Sequence[int], messages: bool = True) -> LowerBounds:
-        """The lower bounds of all submeshes: seconds per microbatch and, at the levels ``priced``, Lagrangian values."""
+        """Lower bounds of all submeshes: seconds per microbatch and, at the levels ``priced``, Lagrangian values."""
         shape = len(self.submeshes), *self._shape
         rows = []
         for number in priced:

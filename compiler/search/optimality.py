@@ -259,8 +259,8 @@ def chunk_bound(
 
 
 def _with_rows(
-    floors: LowerBounds, o: int, case: tuple[str, int, int, int], rows: Sequence[LagrangianBound], constraints: StageConstraints,
-    most: float,
+    floors: LowerBounds, o: int, case: tuple[str, int, int, int], rows: Sequence[LagrangianBound],
+    constraints: StageConstraints, most: float,
 ) -> float:  # fmt: skip
     """Σ_k T_k at least, by the best of some rows: one option, and (schedule, p, m, v)."""
     _, p, m, _ = case

@@ -45,13 +45,13 @@ __all__ = [
     "with_other_schedules",
 ]  # fmt: skip
 
-TIE_TOLERANCE = 1e-3  # of a step: families within this are as good, and the simpler one is taken
-MAX_COUNTS = 2  # microbatch counts with the fastest pipelines of the guide that are looked at
-MAX_REFITTED = 6  # pipelines of a count
-MAX_PER_FAMILY = 4  # candidates of a family that was asked for
+TIE_TOLERANCE = 1e-3  # of a step: schedules within this are as good, and the simpler one is taken
+MAX_COUNTS = 2  # microbatch counts to try: those with the fastest pipelines of the base schedule
+MAX_REFITTED = 6  # pipelines of a count that get other rows
+MAX_PER_FAMILY = 4  # candidates of a schedule where the base schedule is not open
 MAX_PER_STAGE_COUNT = 4  # pipelines of a number of stages
-MAX_VISITS = 200  # partial pipelines that are looked at
-MAX_DIVISIONS = 3  # divisions into chunks that are timed, per family and count
+MAX_VISITS = 200  # partial pipelines to expand
+MAX_DIVISIONS = 3  # divisions into chunks to time, per schedule and count
 
 Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
@@ -85,13 +85,17 @@ def with_other_schedules(
 
 
 def divisions_above_limit(search: SearchState) -> list[Candidate]:
-    """The best divisions into chunks where nothing fits by tables, should estimates be above what stages really hold:
-    of several chunks they add up what only passes."""
+    """The best divisions into chunks slightly above the memory limit, for searches in which no estimate fits. Estimates
+    of several chunks are too high: they add up temporary bytes that are not held together."""
     tables, names = tables_of(search), [name for name in search.space.schedules if name in CHUNKED]
     with search.timed("schedules"):
-        found = [one for m in sorted(tables.rows_in_use) if names
-                 for one in _divided(search, m, tables.rows_in_use[m], dict.fromkeys(names, inf), ABOVE_LIMIT)]  # fmt: skip
-    return sorted(found, key=lambda one: one.clock_s)
+        limits = dict.fromkeys(names, inf)
+        divisions = [
+            candidate
+            for m, rows in (sorted(tables.rows_in_use.items()) if names else ())
+            for candidate in _divided(search, m, rows, limits, ABOVE_LIMIT)
+        ]
+    return sorted(divisions, key=lambda candidate: candidate.clock_s)
 
 
 def faster_without_limit(search: SearchState, m: int, found: Sequence[Candidate], most: float) -> bool:
@@ -291,6 +295,7 @@ def schedule_error(search: SearchState, found: Sequence[Candidate]) -> Infeasibl
         if isinstance(answer, InfeasiblePipeline):
             reason = f": {answer.reason}"
     return InfeasibleError(
-        f"no plan under schedule {names} fits {search.cluster.name}, but got one under {search.space.base_schedule}{reason}; "
-        f"ask for schedule {search.space.base_schedule} or auto, more microbatches, or more devices"
+        f"no plan under schedule {names} fits {search.cluster.name}, but got one under "
+        f"{search.space.base_schedule}{reason}; ask for schedule {search.space.base_schedule} or auto, more "
+        "microbatches, or more devices"
     )

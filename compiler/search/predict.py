@@ -30,11 +30,12 @@ __all__ = ["StepPrediction", "merge_chunks", "predict", "simulate_plan", "simula
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A step of all stages together. ``sources``: seconds of the busiest stage by where its prices come from."""
+    """A step of all stages together."""
 
     step_s: float
     stages: tuple[StagePrediction, ...]
     transfers: tuple[Transfer, ...]
+    #: source of prices (measured, analytic, …) → seconds of the busiest stage
     sources: Mapping[str, float]
 
 

@@ -28,14 +28,14 @@ from .tables import NO_LIMIT, tables_of
 
 __all__ = ["can_refine", "refine_plans", "time_to_beat"]
 
-PIPELINES_PER_TABLE = 16  # pipelines per microbatch count and price of a byte
-MAX_BUILT_PIPELINES = 60  # that are assembled,
-MAX_BUILT_OPS = 1000  # and the ops of these together
-CLOCK_TOLERANCE = 1.03  # how far the clock may be above what a pipeline takes
-ESTIMATE_TOLERANCE = 1.3  # and the estimates by which the dynamic program leaves out
-MAX_FULLNESS = 1.5  # how far tables may be above what a stage holds
+PIPELINES_PER_TABLE = 16  # per microbatch count and memory multiplier
+MAX_BUILT_PIPELINES = 60
+MAX_BUILT_OPS = 1000  # ops of all built pipelines together
+CLOCK_TOLERANCE = 1.03  # by which the clock may be above the simulated seconds
+ESTIMATE_TOLERANCE = 1.3  # by which the dynamic program's estimates may be above them
+MAX_FULLNESS = 1.5  # by which tables may be above the bytes that a stage holds
 LIMIT_TOLERANCE = 0.03  # of the bytes of all stages: limits closer than that are alike
-MAX_MEMORY_TRIALS = 10  # that a pipeline's stages are made leaner
+MAX_MEMORY_TRIALS = 10  # limits that are tried for one candidate
 
 
 def can_refine(search: SearchState) -> bool:

@@ -41,27 +41,28 @@ MAX_HOSTS_ANY_NUMBER = 4  # clusters of up to this many hosts are divided into a
 
 @dataclass(frozen=True)
 class Space:
-    """The kinds of decision that are open.
+    """The kinds of decision that are open."""
 
-    schedules: families of ``schedule.generate``; chunks: how many a stage may hold where the family has several;
-    residencies: patterns of ``parameter_sharding.PATTERNS`` that a parameter may take (a parameter that can take none
-    of them is replicated); recompute: modes that a layer may take; sequence: whether matmuls and attentions may be cut
-    along the sequence; executable_only: leave out what the runtime cannot run; min_tensor, max_tensor: at least and at
-    most this many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host;
-    communication: by which algorithms and in which codes gradients may travel. loose: replicas of every stage send each
-    other nothing but gradients and the loss.
-    """
-
+    #: names of ``families.generate``
     schedules: tuple[str, ...] = ("1f1b",)
+    #: numbers of virtual stages per device group, for schedules that may have several
     chunks: tuple[int, ...] = (2, 3, 4)
+    #: ``parameter_sharding.PATTERNS`` that a parameter may take; one that can take none of them is replicated
     residencies: tuple[str, ...] = ("replicated",)
+    #: modes that a layer may take
     recompute: tuple[str, ...] = ("none",)
+    #: True: matmuls and attentions may be cut along the sequence
     sequence: bool = False
+    #: True: plans that the runtime cannot run are left out
     executable_only: bool = False
+    #: the least and the largest number of devices of a stage that share the work of one sample's ops
     min_tensor: int = 1
     max_tensor: int | None = None
+    #: True: these devices lie in one host
     tensor_inside_host: bool = False
+    #: algorithms and codecs in which gradients may travel
     communication: Communication = EXACT
+    #: True: independent replicas; those of a stage send each other nothing but gradients and the loss
     loose: bool = False
 
     @property
@@ -130,15 +131,17 @@ def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> st
 
 @dataclass(frozen=True)
 class Submesh:
-    """A way to use some devices for a stage: logical shape, what each axis is for (``Restriction.roles``; () where that
-    is open), and the devices where it may start; ``site`` is the one whose prices stand for all. place: where a forced
-    division wants it, as (first layer, end layer). alike: the site of a submesh of the same shape whose prices are the
-    same but for messages to other stages; −1: its own."""
+    """A way to use some devices for a stage."""
 
+    #: the logical mesh
     shape: tuple[int, ...]
+    #: the role of each axis (``Restriction.roles``); () if they are open
     roles: tuple[str | None, ...]
+    #: devices from which it may start; all have equal prices
     offsets: tuple[int, ...]
+    #: (first layer, end layer) of its stage in a forced division
     place: tuple[int, int] | None = None
+    #: the site of a submesh of the same shape whose prices differ in messages to other stages alone; −1: its own
     alike: int = -1
 
     @property

@@ -44,8 +44,8 @@ __all__ = [
 
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
-SMALL_OPS = 60  # of the largest graph that is small
-LIMIT_SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
+SMALL_OPS = 60  # ops of the largest graph that is small
+LIMIT_SLACK = 1.02  # of the memory limit: the most that a stage may really hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +65,14 @@ class Candidate:
     schedule: str
     pipeline: Pipeline
     rows: tuple[StageRow, ...]
-    clock_s: float  # the makespan on a clock, by the tables' seconds
-    pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
-    once_s: float = 0.0  # and at the end of the step
-    hidden_s: float = 0.0  # what of that may run beside the last backward, at the most
+    #: the makespan on a clock, by the tables' seconds
+    clock_s: float
+    #: seconds per microbatch of the busiest stage
+    pace_s: float = 0.0
+    #: seconds per step of that stage, beside its microbatches
+    once_s: float = 0.0
+    #: the most of ``once_s`` that may overlap with the last backward
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

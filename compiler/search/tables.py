@@ -23,16 +23,17 @@ from .state import Candidate, Miss, SearchState, StageRow
 __all__ = ["ABOVE_LIMIT", "BOUND_TOLERANCE", "MIDDLE_MULTIPLIERS", "NO_LIMIT", "SearchTables", "tables_of"]
 
 BOUND_TOLERANCE = 1e-3  # of the bound: candidates closer than that are as good as proven
-MIDDLE_MULTIPLIERS = (NO_MULTIPLIER, (1.0, 2.0), (3.0, 4.0))  # prices of a byte, as in ``lower_bounds``
+#: (units, microbatches in flight), as ``lower_bounds.NO_MULTIPLIER``
+MIDDLE_MULTIPLIERS = (NO_MULTIPLIER, (1.0, 2.0), (3.0, 4.0))
 MULTIPLIER_LADDER = (*MIDDLE_MULTIPLIERS, (0.1, 6.0), (0.3, 1.0), (1.0, 8.0), (10.0, 1.0), (10.0, 6.0))
 MAX_VISITS = 300  # partial pipelines looked at to rank candidates
-CANDIDATE_SLACK = 0.05  # than the best pipeline of a table: how much the others may be
-ABOVE_LIMIT = 1.15  # of the limit: what estimates of stages may take where nothing is within it
-NO_LIMIT = 1e9  # of the limit: no estimate takes as much
-COUNTS_PER_ROUND = 3  # microbatch counts that are looked at together: what they find makes the next looks short
-SINGLE_STAGE_FULLNESS = 0.5  # of the memory: with that little one stage may well be the best pipeline
-EXPOSED_MESSAGES = (0.8, 0.2)  # of a stage's messages, that delay the next microbatch
-DELAY_ALLOWANCE = 1.15  # of its makespan, what a pipeline that is delayed so may be thought to take
+CANDIDATE_SLACK = 0.05  # by which other pipelines of a table may be slower than its best
+ABOVE_LIMIT = 1.15  # of the limit: the most for estimates of stages where none is within it
+NO_LIMIT = 1e9  # of the limit: no estimate is as large
+COUNTS_PER_ROUND = 3  # microbatch counts to solve together: the best of them makes the next rounds short
+SINGLE_STAGE_FULLNESS = 0.5  # of the memory: below it one stage may well be the best pipeline
+EXPOSED_MESSAGES = (0.8, 0.2)  # fractions of a stage's messages that delay the next microbatch; both are tried
+DELAY_ALLOWANCE = 1.15  # by which the estimate of a pipeline delayed so may be above its makespan
 MIN_FORK_ENTRIES = 200_000  # entries of a table: less takes no longer to solve than a worker's start
 
 
