@@ -375,10 +375,12 @@ def minimise(
         return None
     for wider in (max(keep, LIMIT_STEPS[0]), *(one for one in LIMIT_STEPS if one > keep)):
         limit = min((low + wider * max(low, scale)) * (1 + 1e-12), most) if isfinite(wider) else most
-        found = evaluate(gather_arcs(search, of, limit))
-        if isfinite(best := found.best):
+        solution = evaluate(gather_arcs(search, of, limit))
+        if isfinite(best := solution.best):
             needed = best * (1.0 + keep) if best else 0.0
-            return found if needed <= limit or limit >= most else evaluate(gather_arcs(search, of, min(needed, most)))
+            return (
+                solution if needed <= limit or limit >= most else evaluate(gather_arcs(search, of, min(needed, most)))
+            )
         if limit >= most:
             return None
     return None

@@ -127,11 +127,11 @@ def run_order(schedule: Schedule, edges: Sequence[Edge]) -> tuple[list[Action], 
             if missing is not None:
                 waiting[missing].append(stage)
                 break
-            made = _key(action, virtual)
-            done.add(made)
+            key_made = _key(action, virtual)
+            done.add(key_made)
             order.append(action)
             position[stage] += 1
-            ready.extend(waiting.pop(made, ()))
+            ready.extend(waiting.pop(key_made, ()))
     return order, [row[at] for at, row in zip(position, schedule.actions) if at < len(row)]
 
 
@@ -145,8 +145,8 @@ def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[st
     edges = chain(schedule.num_virtual) if edges is None else checked_edges(edges, schedule.num_virtual)
     if len(schedule.actions) != p:
         return [f"the schedule has {p} stages, but got {len(schedule.actions)} rows of actions"]
-    found = [sentence for stage in range(p) for sentence in _incomplete(schedule, stage)]
-    return found or [*_disorder(schedule, edges), *_deadlock(schedule, edges)]
+    sentences = [sentence for stage in range(p) for sentence in _incomplete(schedule, stage)]
+    return sentences or [*_disorder(schedule, edges), *_deadlock(schedule, edges)]
 
 
 def _incomplete(schedule: Schedule, stage: int) -> Iterator[str]:

@@ -125,15 +125,15 @@ def _by_estimate(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
         turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
-    found = minimise(search, of, keep=slack, most=most)
-    least = inf if found is None else found.best
-    while found is not None:
+    solution = minimise(search, of, keep=slack, most=most)
+    least = inf if solution is None else solution.best
+    while solution is not None:
         limit = min(least * (1.0 + slack) * (1 + 1e-12), most)
-        ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+        ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
         if (pipelines := ranking.best(top_k)) or limit >= most:
             return pipelines, least, ranking.complete
         slack = 2.0 * slack + 0.05
-        found = evaluate(gather_arcs(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
+        solution = evaluate(gather_arcs(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
     return [], inf, True
 
 
@@ -153,19 +153,19 @@ def _by_path(
         return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
     search = StageRecurrence(rows, prices.path, flights, allowed, shapes)
-    found = minimise(search, of, keep=slack, most=most * _ABOVE)
-    if found is None:
+    solution = minimise(search, of, keep=slack, most=most * _ABOVE)
+    if solution is None:
         return [], inf, True
-    limit = min(found.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
-    ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
-    first = ranking.best(top_k)
-    first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
+    limit = min(solution.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
+    ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
+    pipelines = ranking.best(top_k)
+    pipelines = pipelines or [describe_pipeline(table, prices.m, prices.schedule, solution.stages())]
     summed = StageRecurrence(rows, prices.latency, flights, allowed, additive=True)
-    passed = least_latency(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
-    stages = {one.stages for one in first}
-    first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
-    kept = [one for one in first if one.estimate_s <= most]
-    return sorted(kept, key=lambda one: one.estimate_s), found.best, ranking.complete
+    passed = least_latency(summed, of, min(one.latency_s for one in pipelines), _EPSILON, _SWEEPS)[:top_k]
+    stages = {one.stages for one in pipelines}
+    pipelines += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
+    competitive = [one for one in pipelines if one.estimate_s <= most]
+    return sorted(competitive, key=lambda one: one.estimate_s), solution.best, ranking.complete
 
 
 def bound_of(
@@ -257,9 +257,9 @@ def _infeasible(
     """The reason why nothing fits, and the nearest pipeline."""
     if len(rows.option):
         search = StageRecurrence(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
-        found = minimise(search, of, scale=float(rows.limit.max()))
-        if found is not None:
-            return _short_of_memory(table, found.best, found.stages(), of)
+        solution = minimise(search, of, scale=float(rows.limit.max()))
+        if solution is not None:
+            return _short_of_memory(table, solution.best, solution.stages(), of)
     usable = np.zeros(table.num_layers, dtype=bool)
     for pair in np.flatnonzero(np.isfinite(prices.pace).any(axis=0)):
         usable[rows.first[pair] : rows.end[pair]] = True

@@ -138,29 +138,31 @@ def solve_chunked(
         counts = [(p, v) for p, v in counts if m * work[index] / p < most and in_flight_by_chunk[index] / p <= room]
         if counts:
             pace = mask_forbidden(table.pace_s[index], constraints)
-            largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
+            largest, least = (
+                _tables(pace, max(p * v for p, v in counts), pipeline) for pipeline in (np.maximum, np.add)
+            )
             caps, sums = largest.tolist(), least.tolist()
             cases += [_Case(index, p, v, caps[p * v], m * max(caps[p * v], sums[p * v] / p)) for p, v in counts]
-    found: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
     nearest: tuple[float, Pipeline] | None = None
     divisions: dict[tuple[int, float], _Divisions] = {}
-    for case in sorted((one for one in cases if one.low_s < most), key=lambda one: one.low_s):
-        if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
+    for case in sorted((pipeline for pipeline in cases if pipeline.low_s < most), key=lambda pipeline: pipeline.low_s):
+        if len(pipelines) >= top_k and case.low_s >= sorted(pipeline.estimate_s for pipeline in pipelines)[top_k - 1]:
             break
         if (key := (case.option, case.cap_s)) not in divisions:
             divisions[key] = _Divisions(mask_forbidden(table.pace_s[case.option], constraints), case.cap_s)
-        one = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
-        if one is None:
+        pipeline = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
+        if pipeline is None:
             continue
-        missing = max(a - b for a, b in zip(one.peak_bytes, one.limit_bytes))
+        missing = max(a - b for a, b in zip(pipeline.peak_bytes, pipeline.limit_bytes))
         if missing <= 0:
-            found.append(one)
+            pipelines.append(pipeline)
         elif nearest is None or missing < nearest[0]:
-            nearest = missing, one
-    if not found:
+            nearest = missing, pipeline
+    if not pipelines:
         return _infeasible(nearest, schedule)
-    best = tuple(sorted(found, key=lambda one: one.estimate_s)[:top_k])
-    return PipelineSolution(best, min(one.path_s for one in best), complete=False)
+    best = tuple(sorted(pipelines, key=lambda pipeline: pipeline.estimate_s)[:top_k])
+    return PipelineSolution(best, min(pipeline.path_s for pipeline in best), complete=False)
 
 
 def least_sums(values: Floats, constraints: StageConstraints) -> Floats:

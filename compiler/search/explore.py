@@ -46,50 +46,50 @@ def first_pipelines(search: SearchState) -> Iterator[Candidate]:
     meanwhile."""
     tables = tables_of(search)
     tables.best = inf
-    first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
+    first_s: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
     tables.compute_lower_bounds()
-    looked: set[int] = set()
+    solved_counts: set[int] = set()
 
-    def over() -> bool:
+    def out_of_time() -> bool:
         """True if time is up and something fits."""
-        return bool(first) and time.perf_counter() > search.deadline
+        return bool(first_s) and time.perf_counter() > search.deadline
 
-    while not over() and (counts := tables.next_counts(looked, first)):
-        looked.update(counts)
+    while not out_of_time() and (counts := tables.next_counts(solved_counts, first_s)):
+        solved_counts.update(counts)
         fits_unconstrained = [m for m in counts if tables.fits_unconstrained(m)]
         tables.prepare(fits_unconstrained, (NO_MULTIPLIER,))
         tables.prepare([m for m in counts if m not in fits_unconstrained], MIDDLE_MULTIPLIERS)
-        for found in tables.solve_counts(
+        for candidates in tables.solve_counts(
             {m: (NO_MULTIPLIER,) if m in fits_unconstrained else MIDDLE_MULTIPLIERS for m in counts}
         ):
-            for candidate in found:
+            for candidate in candidates:
                 tables.best = min(tables.best, candidate.clock_s)
-                first[candidate.microbatches] = candidate.clock_s
+                first_s[candidate.microbatches] = candidate.clock_s
                 yield candidate
-    if over():
+    if out_of_time():
         search.cut_short = TIMED_OUT
-    elif not first:
+    elif not first_s:
         yield from tables.min_memory_candidates()
 
 
 def corrected_candidates(
-    search: SearchState, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], most: float
+    search: SearchState, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], limit_s: float
 ) -> list[Candidate]:
     """The candidates with m microbatches after a correction of their stages' memory.
 
     Stages of each (mesh shape, level) in ``beside`` hold so many bytes more than tables say. ``search`` remembers it
-    for all levels of the shape, unless nothing is left then. most: seconds; slower candidates do not matter.
+    for all levels of the shape, unless nothing is left then. limit_s: seconds; slower candidates do not matter.
     """
     tables, before = tables_of(search), search.memory_corrections
-    tables.best = most
+    tables.best = limit_s
     for every in (True, False):
         search.memory_corrections = dict(before)
         for shape, level, size in beside:
             for number in range(len(tables.levels)) if every else (level,):
                 key = shape, m, number
                 search.memory_corrections[key] = max(search.memory_corrections.get(key, 0.0), size)
-        if found := tables.resolve(m):
-            return found
+        if candidates := tables.resolve(m):
+            return candidates
     return []
 
 
@@ -112,74 +112,78 @@ LADDER_TOLERANCE = 1.04
 
 def find_candidates(search: SearchState) -> tuple[list[Candidate], list[Candidate]]:
     """(pipelines of the base schedule, pipelines of all open schedules), fastest first each."""
-    guided = _first(search)
+    base = _first(search)
     offered: list[Candidate] = []
     if not search.small:
-        ranked = with_other_schedules(search, guided)
-        offered = [one for one in ranked if one.schedule != search.space.base_schedule]
+        ranked = with_other_schedules(search, base)
+        offered = [candidate for candidate in ranked if candidate.schedule != search.space.base_schedule]
         if ranked and search.workers > 1:
             start_proof(search, ranked[0].clock_s)
     counts: list[int] = []
-    if guided and search.thorough and not search.cut_short:
-        guided, counts = _closely(search, guided, offered)
-    found = with_other_schedules(search, guided, offered, None if search.small else counts)
-    return guided, found or (divisions_above_limit(search) if guided else [])
+    if base and search.thorough and not search.cut_short:
+        base, counts = _closely(search, base, offered)
+    candidates = with_other_schedules(search, base, offered, None if search.small else counts)
+    return base, candidates or (divisions_above_limit(search) if base else [])
 
 
 def _first(search: SearchState) -> list[Candidate]:
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     try:
         for candidate in first_pipelines(search):
-            found.append(candidate)
+            candidates.append(candidate)
     except KeyboardInterrupt:
-        if not found:
+        if not candidates:
             raise
         search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.clock_s)
+    return sorted(candidates, key=lambda candidate: candidate.clock_s)
 
 
 def _closely(
-    search: SearchState, guided: Sequence[Candidate], offered: Sequence[Candidate]
+    search: SearchState, base: Sequence[Candidate], offered: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[int]]:
-    """(``guided`` and more pipelines of the base schedule, the microbatch counts that have new rows)."""
-    found, counts = list(guided), list[int]()
+    """(``base`` and more pipelines of the base schedule, the microbatch counts that have new rows)."""
+    candidates, counts = list(base), list[int]()
     try:
-        _look(search, found, counts, min((one.clock_s for one in offered), default=inf))
+        _look(search, candidates, counts, min((other.clock_s for other in offered), default=inf))
     except KeyboardInterrupt:
         search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.clock_s), counts
+    return sorted(candidates, key=lambda candidate: candidate.clock_s), counts
 
 
-def _look(search: SearchState, found: list[Candidate], counts: list[int], best_s: float) -> None:
-    """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get new rows. best_s: the least clock of
-    the other schedules."""
+def _look(search: SearchState, candidates: list[Candidate], counts: list[int], best_s: float) -> None:
+    """Add pipelines to ``candidates``, and to ``counts`` the microbatch counts that get new rows.
+
+    best_s: the least clock of the other schedules.
+    """
     tables, space = tables_of(search), search.space
     if not isfinite(tables.best):  # nothing fits but by generous estimates
         return
     by_count: dict[int, list[Candidate]] = {}
-    for one in found:
+    for one in candidates:
         by_count.setdefault(one.microbatches, []).append(one)
-    near = [m for m, some in by_count.items() if some[0].clock_s <= LADDER_TOLERANCE * tables.best][:MAX_LADDER_COUNTS]
-    tight = [m for m in near if tables.gains_from_memory(m, by_count[m][0].clock_s)]
-    lean = tight
+    close_counts = [m for m, group in by_count.items() if group[0].clock_s <= LADDER_TOLERANCE * tables.best][
+        :MAX_LADDER_COUNTS
+    ]
+    tight_counts = [m for m in close_counts if tables.gains_from_memory(m, by_count[m][0].clock_s)]
+    ladder_counts = tight_counts
     if not search.small and space.base_schedule in space.schedules:
         best_s = min(best_s, tables.best)
-        lean = [m for m in tight if tables.faster_without_limit(m, best_s * (1 - BOUND_TOLERANCE))]
-        for m in tight:
-            if m not in lean and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE_TOLERANCE)):
+        ladder_counts = [m for m in tight_counts if tables.faster_without_limit(m, best_s * (1 - BOUND_TOLERANCE))]
+        for m in tight_counts:
+            if m not in ladder_counts and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE_TOLERANCE)):
                 used = dict.fromkeys(row.submesh for one in by_count[m] for row in one.rows)
                 tables.prepare_uniform_ladder(m, best_s, used)
                 counts.append(m)
         tables.best = best_s
-    tables.prepare_ladder(lean)
-    for place, m in enumerate(near):
-        search.progress("search", place / len(near))
+    tables.prepare_ladder(ladder_counts)
+    for place, m in enumerate(close_counts):
+        search.progress("search", place / len(close_counts))
         if tables.bound(m) >= tables.best * (1 - BOUND_TOLERANCE):
             continue
         if time.perf_counter() > search.deadline:
             search.cut_short = TIMED_OUT
             return
-        counts += [m] if m in lean else []
-        for candidate in tables.candidates(m, m in lean):
+        counts += [m] if m in ladder_counts else []
+        for candidate in tables.candidates(m, m in ladder_counts):
             tables.best = min(tables.best, candidate.clock_s)
-            found.append(candidate)
+            candidates.append(candidate)

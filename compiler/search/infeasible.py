@@ -73,14 +73,14 @@ def nearest_miss(misses: Sequence[Miss]) -> Miss:
 
 def _guilty(search: SearchState) -> list[str]:
     """Constraints that together exclude every plan, none of which can be left out; none if they are not to blame."""
-    left = search.constraints.texts()
-    if not left or not _fits(search, []):
+    remaining = search.constraints.texts()
+    if not remaining or not _fits(search, []):
         return []
-    for text in list(left):
-        fewer = [other for other in left if other is not text]
+    for text in list(remaining):
+        fewer = [other for other in remaining if other is not text]
         if not _fits(search, fewer):
-            left = fewer
-    return left
+            remaining = fewer
+    return remaining
 
 
 def _fits(search: SearchState, texts: Sequence[str]) -> bool:
@@ -144,8 +144,8 @@ def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
             continue
         pair, _, pattern = text.partition(" ")
         kind, trained = node.meta["type"], name in search.layering.needs_grad
-        found = dict(residencies(kind, parse_pair(pair), pricer.mesh_shape, trained))
-        home = found.get(pattern or "replicated", found["replicated"])
+        offers = dict(residencies(kind, parse_pair(pair), pricer.mesh_shape, trained))
+        home = offers.get(pattern or "replicated", offers["replicated"])
         for cause, size in residency_bytes(pricer, kind, home, node.meta["source"].requires_grad).items():
             bill[CAUSES[cause]] += size
     bill["activations"] = max(0.0, miss.why.needed_bytes - sum(bill.values()))
@@ -155,17 +155,17 @@ def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
 def _indivisible(search: SearchState) -> str | None:
     """A sentence about a weight that is larger than every device even if a mesh cuts it as finely as it can; None if
     there is none."""
-    most = search.memory_share * max(usable_bytes(search.cluster))
+    limit = search.memory_share * max(usable_bytes(search.cluster))
     shapes = {sub.shape for sub in submeshes(search.cluster, search.space)} | {()}
     copies = 2 + state_tensors(search.optimizer)[0]
     worst: tuple[float, str, float] | None = None
     for node in search.graph.placeholders("parameter"):
         kind, source = node.meta["type"], node.meta["source"]
         whole = float(kind.nbytes) * (copies if source.requires_grad else 1)
-        if whole <= most:
+        if whole <= limit:
             continue
         least = whole / max(_cuts(kind.shape, shape) for shape in shapes)
-        if least > most and (worst is None or least > worst[0]):
+        if least > limit and (worst is None or least > worst[0]):
             worst = least, source.name, whole
     if worst is None:
         return None
@@ -179,29 +179,29 @@ def _indivisible(search: SearchState) -> str | None:
 
 def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
     """The largest number of even parts into which a mesh can cut a tensor."""
-    most = 1
+    max_parts = 1
     for dims in product(range(-1, len(extents)), repeat=len(mesh)):
         left, parts = list(extents), 1
         for dim, size in zip(dims, mesh):
             if dim >= 0 and gcd(left[dim], size) == size:
                 left[dim] //= size
                 parts *= size
-        most = max(most, parts)
-    return most
+        max_parts = max(max_parts, parts)
+    return max_parts
 
 
 # ---- what would fit
 
 
 def _remedies(search: SearchState, miss: Miss) -> str:
-    stop, found = time.perf_counter() + PATIENCE_S, []
+    stop, texts = time.perf_counter() + PATIENCE_S, []
     for text, possible in _relaxations(search):
-        found += [text] if possible else []
+        texts += [text] if possible else []
         if time.perf_counter() > stop:
             break
     more = f"{bytes_text(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
-    if found:
-        return f"{more}a plan fits with {', or with '.join(found)}"
+    if texts:
+        return f"{more}a plan fits with {', or with '.join(texts)}"
     return f"{more}use more devices, devices with more memory, more microbatches or a smaller batch"
 
 

@@ -174,11 +174,11 @@ class SearchBounds:
 
     def _least_work(self, m: int) -> float:
         """The least device-seconds of a microbatch: the sum over layers, each on its best submesh."""
-        each = []
+        work = []
         for sub in self.submeshes:
             pace = np.diagonal(self._least_pace(sub, m), 1) - self._group(sub).actions(sub, m)
-            each.append(sub.num_devices * np.maximum(pace, 0.0))
-        return float(np.min(each, axis=0).sum())
+            work.append(sub.num_devices * np.maximum(pace, 0.0))
+        return float(np.min(work, axis=0).sum())
 
     def least_share(self, m: int) -> float:
         """Seconds of a step with m microbatches if all devices shared the least work of all layers evenly: a bound
@@ -258,15 +258,15 @@ class SearchBounds:
     def _copies(self) -> np.ndarray:
         """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
         holds one."""
-        search, found = self.search, np.zeros(self._shape)
+        search, copies = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
         first, end = np.indices(self._shape)
         for node, layers in search.layering.shared_weights(search.graph):
             trained = node.meta["source"].requires_grad
             whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
             uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
-            found += whole * np.maximum(uses - 1, 0)
-        return found
+            copies += whole * np.maximum(uses - 1, 0)
+        return copies
 
 
 def _fits(search: SearchState, m: int) -> bool:
@@ -344,8 +344,8 @@ class RowGroup:
 
     def floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         """[L, L + 1] the least objective at a level without messages; None if it was not made."""
-        found = self._floors.get((self.variant(self.alike[sub], m), level))
-        return self.array("floor_s", sub, m, level) if found is None and self.knows(sub, m, level) else found
+        bound = self._floors.get((self.variant(self.alike[sub], m), level))
+        return self.array("floor_s", sub, m, level) if bound is None and self.knows(sub, m, level) else bound
 
     def actions(self, sub: Submesh, m: int) -> float:
         """Seconds of a stage's two actions."""

@@ -253,8 +253,8 @@ def chunk_bound(
         hopeful = [(float(one[o]) - p * limits[o] * row.byte, row) for one, row in zip(sums, floors.rows) if row.byte]
         rows = [row for value, row in sorted(hopeful, key=lambda one: -one[0])[:MAX_ROWS] if m * value / p > low]
         for v in (v for v in chunks if p * v <= layers):
-            found = _with_rows(floors, o, (schedule, p, m, v), rows, constraints, most)
-            bound = min(bound, max(low, m * found / p))
+            sum_s = _with_rows(floors, o, (schedule, p, m, v), rows, constraints, most)
+            bound = min(bound, max(low, m * sum_s / p))
     return bound
 
 
@@ -264,26 +264,26 @@ def _with_rows(
 ) -> float:  # fmt: skip
     """Σ_k T_k at least, by the best of some rows: one option, and (schedule, p, m, v)."""
     _, p, m, _ = case
-    held = np.array(concurrent_microbatches(*case), dtype=float)
+    in_flight = np.array(concurrent_microbatches(*case), dtype=float)
     limit = max(floors.options[o].limit_bytes, default=0.0)
     pace = mask_forbidden(floors.pace_s[o], constraints)
     pace = np.where(m * pace <= most, pace, inf)
-    found = 0.0
+    best_s = 0.0
     for row in rows:
-        theta = np.minimum(1.0, row.byte * held / row.saved_byte) if row.saved_byte else np.ones(len(held))
-        found = max(found, _least(pace, row.value[o], theta) - p * limit * row.byte)
-    return found
+        theta = np.minimum(1.0, row.byte * in_flight / row.saved_byte) if row.saved_byte else np.ones(len(in_flight))
+        best_s = max(best_s, _least(pace, row.value[o], theta) - p * limit * row.byte)
+    return best_s
 
 
 def _least(pace: Floats, value: Floats, theta: Floats) -> float:
     """The least Σ_c pace + θ_c (value − pace) of as many runs of layers as there are θ; pace: inf where none may be."""
     at = np.isfinite(pace)
     more = np.where(at, value, 0.0) - np.where(at, pace, 0.0)
-    made = {one: pace + one * more for one in set(theta.tolist())}
+    paces = {share: pace + share * more for share in set(theta.tolist())}
     reached = np.full(len(pace) + 1, inf)
     reached[0] = 0.0
-    for one in theta.tolist():
-        reached = (reached[:-1, None] + made[one]).min(axis=0)
+    for share in theta.tolist():
+        reached = (reached[:-1, None] + paces[share]).min(axis=0)
     return float(reached[-1])
 
 
@@ -295,19 +295,19 @@ def family_bounds(
 ) -> dict[str, float]:
     """Schedule → seconds that bound every pipeline with m microbatches from below, or that are at least ``most``.
     schedules: from simple to involved; usable [devices]: bytes of each."""
-    alone = not any(name in CHUNKED for name in schedules)
-    quick = inf if alone else quick_bound(floors, m, limit_groups(m, cuts))
-    found = dict.fromkeys(schedules, quick)
+    single_only = not any(name in CHUNKED for name in schedules)
+    quick = inf if single_only else quick_bound(floors, m, limit_groups(m, cuts))
+    bounds = dict.fromkeys(schedules, quick)
     single = [name for name in schedules if name not in CHUNKED]
-    for name in single if alone else single[-1:]:  # zb-h1 holds the least and comes last
-        found[name] = work = _work(floors, m, name, cuts, usable)
+    for name in single if single_only else single[-1:]:  # zb-h1 holds the least and comes last
+        bounds[name] = work = _work(floors, m, name, cuts, usable)
         if work < quick and isfinite(most):
-            found[name] = _slowest(floors, m, name, cuts, len(usable), work, most)
-        if alone and name == "gpipe" and isfinite(most):
-            found[name] = max(found[name], _exact(floors, m, name, cuts, len(usable), most))
-    if not alone:
-        found |= dict.fromkeys(single, found[single[-1]] if single else 0.0)
-    return found
+            bounds[name] = _slowest(floors, m, name, cuts, len(usable), work, most)
+        if single_only and name == "gpipe" and isfinite(most):
+            bounds[name] = max(bounds[name], _exact(floors, m, name, cuts, len(usable), most))
+    if not single_only:
+        bounds |= dict.fromkeys(single, bounds[single[-1]] if single else 0.0)
+    return bounds
 
 
 def _work(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, usable: Floats) -> float:
@@ -350,16 +350,16 @@ def _by_size(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints)
     layers = floors.pace_s.shape[1]
     allowed = cuts.allowed(*np.indices((layers, layers + 1)))
     alone, others = (min(in_flight_formula(schedule, k, p, m) for k in range(p)) for p in (1, 2))
-    found: dict[int, Floats] = {}
+    by_devices: dict[int, Floats] = {}
     for o, option in enumerate(floors.options):
-        one = floors.pace_s[o]
+        pace = floors.pace_s[o]
         for row in floors.rows:
-            price = np.full(one.shape, max(row.byte, row.saved_byte / others))  # two stages or more
+            price = np.full(pace.shape, max(row.byte, row.saved_byte / others))  # two stages or more
             price[0, layers] = max(row.byte, row.saved_byte / alone)
-            one = np.maximum(one, row.value[o] - max(option.limit_bytes, default=0.0) * price)
-        one = np.where(allowed, m * one, inf)
-        found[option.num_devices] = np.minimum(found.get(option.num_devices, one), one)
-    return sorted(found), np.stack([found[size] for size in sorted(found)])
+            pace = np.maximum(pace, row.value[o] - max(option.limit_bytes, default=0.0) * price)
+        pace = np.where(allowed, m * pace, inf)
+        by_devices[option.num_devices] = np.minimum(by_devices.get(option.num_devices, pace), pace)
+    return sorted(by_devices), np.stack([by_devices[size] for size in sorted(by_devices)])
 
 
 def _exact(floors: LowerBounds, m: int, schedule: str, cuts: StageConstraints, num_devices: int, most: float) -> float:

@@ -58,30 +58,30 @@ Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
 
 def with_other_schedules(
     search: SearchState,
-    found: Sequence[Candidate],
-    before: Sequence[Candidate] = (),
+    base: Sequence[Candidate],
+    earlier: Sequence[Candidate] = (),
     counts: Collection[int] | None = None,
 ) -> list[Candidate]:
     """The pipelines of the base schedule and those that the other open schedules make of its tables, fastest first.
 
-    before: the other schedules' pipelines from an earlier call; then ``counts`` are the microbatch counts with new
+    earlier: the other schedules' pipelines from an earlier call; then ``counts`` are the microbatch counts with new
     tables.
     """
     open_ = search.space.schedules
-    own = [one for one in found if one.schedule in open_]
+    open_base = [candidate for candidate in base if candidate.schedule in open_]
     others = [name for name in open_ if name != search.space.base_schedule]
-    offered = list(before)
-    if others and found and (counts is None or counts):
+    offered = list(earlier)
+    if others and base and (counts is None or counts):
         with search.timed("schedules"):
             try:
-                if not own or not (search.cut_short or time.perf_counter() > search.deadline):
-                    best_s = min((one.clock_s for one in own), default=inf)
-                    offered = _offered(search, found, others, best_s * (1 - TIE_TOLERANCE), before, counts)
+                if not open_base or not (search.cut_short or time.perf_counter() > search.deadline):
+                    best_s = min((candidate.clock_s for candidate in open_base), default=inf)
+                    offered = _offered(search, base, others, best_s * (1 - TIE_TOLERANCE), earlier, counts)
             except KeyboardInterrupt:
-                if not own and not before:
+                if not open_base and not earlier:
                     raise
                 search.cut_short = INTERRUPTED
-    return sorted([*own, *offered], key=lambda one: one.clock_s)
+    return sorted([*open_base, *offered], key=lambda candidate: candidate.clock_s)
 
 
 def divisions_above_limit(search: SearchState) -> list[Candidate]:
@@ -98,28 +98,28 @@ def divisions_above_limit(search: SearchState) -> list[Candidate]:
     return sorted(divisions, key=lambda candidate: candidate.clock_s)
 
 
-def faster_without_limit(search: SearchState, m: int, found: Sequence[Candidate], most: float) -> bool:
-    """True if another open schedule would be faster than ``most`` with m microbatches and no memory limit. Otherwise
-    leaner rows do not help it. found: pipelines of the base schedule."""
+def faster_without_limit(search: SearchState, m: int, base: Sequence[Candidate], limit_s: float) -> bool:
+    """True if another open schedule would be faster than ``limit_s`` with m microbatches and no memory limit. Otherwise
+    leaner rows do not help it. base: pipelines of the base schedule."""
     tables = tables_of(search)
-    limits = {name: most for name in search.space.schedules if name != search.space.base_schedule}
+    limits = {name: limit_s for name in search.space.schedules if name != search.space.base_schedule}
     with search.timed("schedules"):
-        return bool(limits) and any(True for _ in _with_count(search, m, found, limits, tables.rows(m), NO_LIMIT))
+        return bool(limits) and any(True for _ in _with_count(search, m, base, limits, tables.rows(m), NO_LIMIT))
 
 
 def simplest_index(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
     """The index of the plan to take: the fastest, or of those as good the one with the simplest schedule."""
     least = min(steps_s)
-    near = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
+    ties = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
     ranks = [*SCHEDULES, PIPEDREAM]
-    return min(near, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
+    return min(ties, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
 
 
 # ---- candidates
 
 
 def _offered(
-    search: SearchState, found: Sequence[Candidate], others: Sequence[str], most: float, before: Sequence[Candidate],
+    search: SearchState, base: Sequence[Candidate], others: Sequence[str], most: float, earlier: Sequence[Candidate],
     counts: Collection[int] | None,
 ) -> list[Candidate]:  # fmt: skip
     """The best candidates of each schedule: one if they compete with the base schedule, more if they stand alone."""
@@ -128,23 +128,27 @@ def _offered(
     limits = dict.fromkeys(others, most)
 
     def offer(candidates: Iterable[Candidate]) -> None:
-        for one in candidates:
-            by_family[one.schedule].append(one)
+        for candidate in candidates:
+            by_family[candidate.schedule].append(candidate)
             if competing:
-                limits[one.schedule] = min(limits[one.schedule], one.clock_s)
+                limits[candidate.schedule] = min(limits[candidate.schedule], candidate.clock_s)
 
-    offer(before)
-    for m in (m for m in _counts(found, most) if counts is None or m in counts):
-        guided = [one for one in found if one.microbatches == m]
+    offer(earlier)
+    for m in (m for m in _counts(base, most) if counts is None or m in counts):
+        guided = [candidate for candidate in base if candidate.microbatches == m]
         offer(_with_count(search, m, guided, limits, tables.rows_in_use[m]))
-    for m in (m for m in _others_known(search, found, most) if counts is None or m in counts):
+    for m in (m for m in _others_known(search, base, most) if counts is None or m in counts):
         offer(_divided(search, m, tables.rows_in_use[m], {name: limits[name] for name in others if name in CHUNKED}))
-    divided = [one for name in CHUNKED for one in by_family.get(name, ())]
-    best = min(divided, key=lambda one: one.clock_s, default=None)
-    for one in _with_fewer(search, best, limits) if best not in before else ():
-        by_family[one.schedule].append(one)
-    kept = 1 if competing else MAX_PER_FAMILY
-    return [one for some in by_family.values() for one in sorted(some, key=lambda one: one.clock_s)[:kept]]
+    divided = [candidate for name in CHUNKED for candidate in by_family.get(name, ())]
+    best = min(divided, key=lambda candidate: candidate.clock_s, default=None)
+    for candidate in _with_fewer(search, best, limits) if best not in earlier else ():
+        by_family[candidate.schedule].append(candidate)
+    count = 1 if competing else MAX_PER_FAMILY
+    return [
+        candidate
+        for some in by_family.values()
+        for candidate in sorted(some, key=lambda candidate: candidate.clock_s)[:count]
+    ]
 
 
 def _with_fewer(search: SearchState, best: Candidate | None, limits: Mapping[str, float]) -> Iterator[Candidate]:
@@ -161,23 +165,25 @@ def _with_fewer(search: SearchState, best: Candidate | None, limits: Mapping[str
         best = min(faster, key=lambda one: one.clock_s, default=None)
 
 
-def _counts(found: Sequence[Candidate], most: float) -> list[int]:
+def _counts(base: Sequence[Candidate], limit_s: float) -> list[int]:
     """The microbatch counts to look at: those of the fastest pipelines, and of the one whose slowest stage has the
     least work, if that leaves hope."""
-    works = {one: one.microbatches * one.pace_s + one.once_s for one in found}
-    hopeful = [one for one in sorted(found, key=lambda one: one.clock_s) if works[one] < most]
-    counts = list(dict.fromkeys(one.microbatches for one in hopeful))[:MAX_COUNTS]
+    works = {candidate: candidate.microbatches * candidate.pace_s + candidate.once_s for candidate in base}
+    hopeful = [
+        candidate for candidate in sorted(base, key=lambda candidate: candidate.clock_s) if works[candidate] < limit_s
+    ]
+    counts = list(dict.fromkeys(candidate.microbatches for candidate in hopeful))[:MAX_COUNTS]
     least = [min(hopeful, key=works.__getitem__).microbatches] if hopeful else []
     return list(dict.fromkeys([*counts, *least]))
 
 
-def _others_known(search: SearchState, found: Sequence[Candidate], most: float) -> list[int]:
+def _others_known(search: SearchState, base: Sequence[Candidate], limit_s: float) -> list[int]:
     """The other counts with tables, if the graph is small: its best division into chunks may have a count for which the
     base schedule has no pipeline."""
     tables = tables_of(search)
     if not search.small or not any(name in CHUNKED for name in search.space.schedules):
         return []
-    return sorted(set(tables.rows_in_use).difference(_counts(found, most)))
+    return sorted(set(tables.rows_in_use).difference(_counts(base, limit_s)))
 
 
 def _with_count(
@@ -191,56 +197,62 @@ def _with_count(
     """Pipelines with m microbatches of every schedule, faster on the clock than its limit. found: the base schedule's;
     known: the rows they are made of; room: the fraction of the memory that they may fill."""
     tables = tables_of(search)
-    best = sorted(found, key=lambda one: one.clock_s)[:MAX_REFITTED]
-    used = {row.submesh for one in best for row in one.rows}
+    best = sorted(found, key=lambda pipeline: pipeline.clock_s)[:MAX_REFITTED]
+    used = {row.submesh for pipeline in best for row in pipeline.rows}
     pairs = [pair for pair in known if pair[0] in used]
     single = [name for name in limits if name not in CHUNKED]
     table = tables.table(m, pairs, room) if single and pairs else None
     for schedule in single if table is not None else ():
         assert table is not None
-        tried = {one.stages: one for one in _refitted(table, m, schedule, pairs, best)}
-        for p in sorted({len(one.rows) for one in best}):
-            tried |= {one.stages: one for one in _searched(search, table, m, schedule, p, limits[schedule])}
+        tried = {pipeline.stages: pipeline for pipeline in _refitted(table, m, schedule, pairs, best)}
+        for p in sorted({len(pipeline.rows) for pipeline in best}):
+            tried |= {
+                pipeline.stages: pipeline for pipeline in _searched(search, table, m, schedule, p, limits[schedule])
+            }
         if not tried and search.space.base_schedule not in search.space.schedules:
-            tried = {one.stages: one for one in _searched(search, table, m, schedule, None, limits[schedule])}
-        candidates = [tables.candidate(m, schedule, one, pairs, table) for one in tried.values()]
-        yield from (one for one in candidates if one.clock_s < limits[schedule])
+            tried = {
+                pipeline.stages: pipeline for pipeline in _searched(search, table, m, schedule, None, limits[schedule])
+            }
+        candidates = [tables.candidate(m, schedule, pipeline, pairs, table) for pipeline in tried.values()]
+        yield from (pipeline for pipeline in candidates if pipeline.clock_s < limits[schedule])
     chunked_ = {name: limit for name, limit in limits.items() if name in CHUNKED}
     if chunked_:
         yield from _divided(search, m, known, chunked_, room)
 
 
 def _refitted(
-    table: PipelineTable, m: int, schedule: str, pairs: Pairs, found: Iterable[Candidate]
+    table: PipelineTable, m: int, schedule: str, pairs: Pairs, candidates: Iterable[Candidate]
 ) -> Iterable[Pipeline]:
     """These pipelines with rows that fit under another schedule."""
     rows: dict[Submesh, list[int]] = {}
     for index, (sub, _) in enumerate(pairs):
         rows.setdefault(sub, []).append(index)
-    for one in found:
-        p, stages = len(one.rows), []
-        for k, (stage, row) in enumerate(zip(one.pipeline.stages, one.rows)):
-            at = np.array(rows.get(row.submesh, []), dtype=np.intp), stage.first_layer, stage.end_layer
+    for candidate in candidates:
+        p, stages = len(candidate.rows), []
+        for k, (stage, row) in enumerate(zip(candidate.pipeline.stages, candidate.rows)):
+            entries = np.array(rows.get(row.submesh, []), dtype=np.intp), stage.first_layer, stage.end_layer
             q = in_flight_formula(schedule, k, p, m)
-            held = table.resident[at] + table.transient[at] + q * table.saved[at]
-            limit = table.options[at[0][0]].limit(stage.device_offset) if len(at[0]) else 0.0
-            seconds = np.where(held <= limit, m * table.pace_s[at] + table.step_s[at] + table.transfer_s[at], inf)
+            bytes_held = table.resident[entries] + table.transient[entries] + q * table.saved[entries]
+            limit = table.options[entries[0][0]].limit(stage.device_offset) if len(entries[0]) else 0.0
+            seconds = np.where(
+                bytes_held <= limit, m * table.pace_s[entries] + table.step_s[entries] + table.transfer_s[entries], inf
+            )
             if not np.isfinite(seconds).any():
                 break
-            stages.append(StageChoice(*stage[:2], int(at[0][seconds.argmin()]), stage.device_offset))
+            stages.append(StageChoice(*stage[:2], int(entries[0][seconds.argmin()]), stage.device_offset))
         else:
             yield describe_pipeline(table, m, schedule, stages)
 
 
 def _searched(
-    search: SearchState, table: PipelineTable, m: int, schedule: str, p: int | None, most: float
+    search: SearchState, table: PipelineTable, m: int, schedule: str, p: int | None, limit_s: float
 ) -> Sequence[Pipeline]:
     """The best pipelines of p stages, or of any number."""
     tables = tables_of(search)
     cuts = tables.cuts if p is None else replace(tables.cuts, stages=(p, p))
-    limits = RankingLimits(MAX_PER_STAGE_COUNT, visits=MAX_VISITS, most=most)
-    found = solve(table, m, schedule, cuts, limits, explain=False)
-    return found.pipelines if isinstance(found, PipelineSolution) else ()
+    limits = RankingLimits(MAX_PER_STAGE_COUNT, visits=MAX_VISITS, most=limit_s)
+    answer = solve(table, m, schedule, cuts, limits, explain=False)
+    return answer.pipelines if isinstance(answer, PipelineSolution) else ()
 
 
 def _divided(
@@ -250,14 +262,14 @@ def _divided(
     tables = tables_of(search)
     pairs = _uniform(search, m, known, max(limits.values()))
     table = tables.table(m, pairs, room) if pairs else None
-    for schedule, most in limits.items() if table is not None else ():
+    for schedule, limit_s in limits.items() if table is not None else ():
         assert table is not None
         answer = solve_chunked(
-            table, m, schedule, chunk_numbers(search, schedule), limit_groups(m, tables.cuts), MAX_DIVISIONS, most
+            table, m, schedule, chunk_numbers(search, schedule), limit_groups(m, tables.cuts), MAX_DIVISIONS, limit_s
         )
-        for one in answer.pipelines if isinstance(answer, PipelineSolution) else ():
-            candidate = tables.candidate(m, schedule, one, pairs, table)
-            if candidate.clock_s < most:
+        for pipeline in answer.pipelines if isinstance(answer, PipelineSolution) else ():
+            candidate = tables.candidate(m, schedule, pipeline, pairs, table)
+            if candidate.clock_s < limit_s:
                 yield candidate
 
 

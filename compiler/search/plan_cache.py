@@ -48,20 +48,20 @@ def cached_plans(
         return find(None)
     path = cache_directory() / "plans" / f"{request_key(graph, cluster, request)}.json"
     try:
-        found = [Plan.from_json(one) for one in json.loads(path.read_text())]
+        plans = [Plan.from_json(document) for document in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
-        found = []
-    if not found:
-        with RowCache(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
-            found = find(kept)
-        if not any("ended early" in note for plan in found for note in plan.prediction.notes):
-            _keep(path, found)
-        return found
+        plans = []
+    if not plans:
+        with RowCache(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as row_cache:
+            plans = find(row_cache)
+        if not any("ended early" in note for plan in plans for note in plan.prediction.notes):
+            _keep(path, plans)
+        return plans
     seconds = round(time.perf_counter() - begin, 4)
     passes = {"capture": round(capture_s, 4), "found before": seconds, "total": seconds}
     return [
         replace(plan, graph=in_precision(graph, plan.precision), provenance={**plan.provenance, "passes": passes})
-        for plan in found
+        for plan in plans
     ]
 
 

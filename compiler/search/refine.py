@@ -46,11 +46,11 @@ def can_refine(search: SearchState) -> bool:
 
 def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
     """The best ``top_k`` of ``plans`` and of all plans that refinement builds, fastest first."""
-    found, seen = list(plans), set[object]()
+    refined, seen = list(plans), set[object]()
     try:
-        for floor_s, candidate in _queue(search, time_to_beat(found, top_k)) if _open(search, found) else ():
-            most = time_to_beat(found, top_k)
-            if floor_s >= most * CLOCK_TOLERANCE or time.perf_counter() > search.deadline or not _open(search, found):
+        for floor_s, candidate in _queue(search, time_to_beat(refined, top_k)) if _open(search, refined) else ():
+            most = time_to_beat(refined, top_k)
+            if floor_s >= most * CLOCK_TOLERANCE or time.perf_counter() > search.deadline or not _open(search, refined):
                 break
             if (key := _key(candidate)) in seen:
                 continue
@@ -58,13 +58,13 @@ def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> 
                 break
             seen.add(key)
             for plan in _under_all(search, candidate, most):
-                if not any(same_decisions(plan, other) for other in found):
-                    found = sorted([*found, plan], key=lambda one: one.prediction.step_s)[:top_k]
+                if not any(same_decisions(plan, other) for other in refined):
+                    refined = sorted([*refined, plan], key=lambda one: one.prediction.step_s)[:top_k]
     except KeyboardInterrupt:
-        if not found:
+        if not refined:
             raise
         search.cut_short = INTERRUPTED
-    return found
+    return refined
 
 
 def _open(search: SearchState, plans: Sequence[Plan]) -> bool:
@@ -77,26 +77,26 @@ def time_to_beat(plans: Sequence[Plan], top_k: int) -> float:
     return plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
 
 
-def _queue(search: SearchState, most: float) -> list[tuple[float, Candidate]]:
+def _queue(search: SearchState, limit_s: float) -> list[tuple[float, Candidate]]:
     """(the least clock of the candidate's cuts and meshes at any multiplier, the candidate), fastest first."""
     tables, base_schedule = tables_of(search), search.space.base_schedule
-    tables.best = most * ESTIMATE_TOLERANCE
-    found = list(
+    tables.best = limit_s * ESTIMATE_TOLERANCE
+    candidates = list(
         tables.without_memory_limit(
-            [m for m in tables.counts if search.bounds[m, base_schedule] < most], PIPELINES_PER_TABLE
+            [m for m in tables.counts if search.bounds[m, base_schedule] < limit_s], PIPELINES_PER_TABLE
         )
     )
-    least, lean = dict[object, float](), dict[object, float]()
-    for one in found:
-        cuts = _cuts(one)
-        least[cuts] = min(least.get(cuts, inf), one.clock_s - one.hidden_s)
-        lean[cuts] = min(lean.get(cuts, inf), _fullness(one))
+    least_clock_s, least_fullness = dict[object, float](), dict[object, float]()
+    for candidate in candidates:
+        cuts = _cuts(candidate)
+        least_clock_s[cuts] = min(least_clock_s.get(cuts, inf), candidate.clock_s - candidate.hidden_s)
+        least_fullness[cuts] = min(least_fullness.get(cuts, inf), _fullness(candidate))
     ranked = [
-        (least[_cuts(one)], one.clock_s, number, one)
-        for number, one in enumerate(found)
-        if lean[_cuts(one)] <= MAX_FULLNESS
+        (least_clock_s[_cuts(candidate)], candidate.clock_s, number, candidate)
+        for number, candidate in enumerate(candidates)
+        if least_fullness[_cuts(candidate)] <= MAX_FULLNESS
     ]
-    return [(floor_s, one) for floor_s, _, _, one in sorted(ranked, key=lambda entry: entry[:3])]
+    return [(floor_s, candidate) for floor_s, _, _, candidate in sorted(ranked, key=lambda entry: entry[:3])]
 
 
 def _fullness(candidate: Candidate) -> float:
@@ -113,11 +113,11 @@ def _cuts(candidate: Candidate) -> object:
 
 def _key(candidate: Candidate) -> object:
     """Everything that the built plan depends on."""
-    made = []
+    choices = []
     for stage, row in zip(candidate.pipeline.stages, candidate.rows):
         _, modes, states = row.composer.choices(row.row, stage.first_layer, stage.end_layer)
-        made.append((modes, states[0], states[-1]))
-    return _cuts(candidate), tuple(made)
+        choices.append((modes, states[0], states[-1]))
+    return _cuts(candidate), tuple(choices)
 
 
 def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | None:

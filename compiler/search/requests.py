@@ -38,47 +38,52 @@ def search_all(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan
     for. A time limit is shared evenly. Raises InfeasibleError if nothing fits in any search, ValueError if nothing that
     fits can run.
     """
-    graphs = list({id(one): one for one in (in_precision(graph, name) for name in request.precisions())}.values())
+    graphs = list(
+        {
+            id(precise_graph): precise_graph
+            for precise_graph in (in_precision(graph, name) for name in request.precisions())
+        }.values()
+    )
     space, limit = request.open_space, request.time_limit_s
     exactly = space.communication.exactly()
     spaces = [space] if exactly == space.communication else [replace(space, communication=exactly), space]
     share_s = limit / (len(graphs) * len(spaces)) if limit else limit
-    found, error = [], None
+    searches, error = [], None
     refused: Plan | None = None
-    for one in graphs:
+    for precise_graph in graphs:
         for narrow in spaces:
             try:
-                plans = make(one, replace(request, space=narrow, time_limit_s=share_s))
+                plans = make(precise_graph, replace(request, space=narrow, time_limit_s=share_s))
             except InfeasibleError as missed:
                 error = missed
                 continue
             if runs := [plan for plan in plans if not (space.executable_only and plan.not_executable())]:
-                found.append(runs)
+                searches.append(runs)
             else:
                 refused = plans[0]
-    if not found:
+    if not searches:
         if error is not None:
             raise error
         assert refused is not None
         refused.require_executable()
-    return found
+    return searches
 
 
-def fastest_plans(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
+def fastest_plans(searches: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
     """The ``count`` fastest distinct plans of several searches, fastest first, with the bound of all of them."""
-    if len(found) == 1:
-        return list(found[0])[:count]
-    bound_s = min(plan.prediction.bound_s for plans in found for plan in plans)
+    if len(searches) == 1:
+        return list(searches[0])[:count]
+    bound_s = min(plan.prediction.bound_s for plans in searches for plan in plans)
     passes = Counter[str]()
-    for plans in found:
+    for plans in searches:
         passes.update(plans[0].provenance["passes"])
-    kept: list[Plan] = []
-    for plan in sorted((plan for plans in found for plan in plans), key=lambda plan: plan.prediction.step_s):
-        if not any(same_decisions(plan, other) for other in kept):
+    distinct: list[Plan] = []
+    for plan in sorted((plan for plans in searches for plan in plans), key=lambda plan: plan.prediction.step_s):
+        if not any(same_decisions(plan, other) for other in distinct):
             prediction = replace(plan.prediction, bound_s=min(bound_s, plan.prediction.step_s))
             provenance = {**plan.provenance, "passes": {name: round(s, 4) for name, s in passes.items()}}
-            kept.append(replace(plan, prediction=prediction, provenance=provenance))
-    return kept[:count]
+            distinct.append(replace(plan, prediction=prediction, provenance=provenance))
+    return distinct[:count]
 
 
 # ---- The front of step time against peak memory: the same search again and again under a lower memory
@@ -134,8 +139,8 @@ def memory_share(plan: Plan) -> float:
 def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
     """The plans of which none is both slower and larger than another, fastest first."""
     ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, memory_share(plan)))
-    found: list[Plan] = []
+    front: list[Plan] = []
     for plan in ordered:
-        if not found or memory_share(plan) < memory_share(found[-1]):
-            found.append(plan)
-    return found
+        if not front or memory_share(plan) < memory_share(front[-1]):
+            front.append(plan)
+    return front

@@ -177,13 +177,13 @@ def microbatch_counts(global_batch: int, strategy: Strategy | None) -> list[int]
 def submeshes(cluster: Cluster, space: Space, sizes: Sequence[int] | None = None) -> list[Submesh]:
     """Every submesh that a stage may have; sizes: only these numbers of devices."""
     starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
-    found = []
+    subs = []
     for size in sizes if sizes is not None else _sizes(cluster):
         for offsets, alike in _sites(cluster, size, starts):
             for shape in _shapes(size, max(host.num_devices for host in cluster.hosts)):
                 for roles in _roles(shape, space, _inside(cluster, offsets[0], shape)):
-                    found.append(Submesh(shape, roles, offsets, alike=alike))
-    return found
+                    subs.append(Submesh(shape, roles, offsets, alike=alike))
+    return subs
 
 
 def forced_submeshes(cluster: Cluster, strategy: Strategy, bounds: Sequence[int] | None) -> list[Submesh]:
@@ -274,12 +274,12 @@ def _roles(shape: tuple[int, ...], space: Space, inside: Sequence[bool]) -> list
     mays = [not space.tensor_inside_host or near for near in inside]
     if low <= 1 and size <= high and all(mays) and not space.loose:
         return [()]
-    found: list[tuple[str | None, ...]] = []
+    assignments: list[tuple[str | None, ...]] = []
     for roles in product(("data", "tensor", None) if low > 1 else ("data", None), repeat=len(shape)):
         least = prod(extent for extent, role in zip(shape, roles) if role == "tensor")
         most = prod(extent for extent, role in zip(shape, roles) if role != "data")
         if space.loose and not any(role == "data" and extent > 1 for extent, role in zip(shape, roles)):
             continue
         if low <= least and most <= high and all(may or role == "data" for may, role in zip(mays, roles)):
-            found.append(roles)
-    return found
+            assignments.append(roles)
+    return assignments

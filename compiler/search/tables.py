@@ -63,12 +63,12 @@ class SearchTables(SearchBounds):
     def _spread(self) -> list[int]:
         """Every other count: those of the smallest microbatches, and all with which one stage of all devices may be the
         best. The middle comes first, as its makespan rules others out."""
-        every = [m for m in self.counts if isfinite(self.bound(m))][::-1][::2]
-        found = every[:COUNTS_PER_ROUND] + [
-            m for m in every[COUNTS_PER_ROUND:] if self.min_memory_fraction(m) < SINGLE_STAGE_FULLNESS
+        counts = [m for m in self.counts if isfinite(self.bound(m))][::-1][::2]
+        spread = counts[:COUNTS_PER_ROUND] + [
+            m for m in counts[COUNTS_PER_ROUND:] if self.min_memory_fraction(m) < SINGLE_STAGE_FULLNESS
         ]
-        middle = (len(found) - 1) / 2
-        return sorted(found, key=lambda m: abs(found.index(m) - middle))
+        middle = (len(spread) - 1) / 2
+        return sorted(spread, key=lambda m: abs(spread.index(m) - middle))
 
     def _unexplored(self, looked: Collection[int]) -> list[int]:
         """The unsolved counts that may be faster than the best, by their bounds so far."""
@@ -118,18 +118,18 @@ class SearchTables(SearchBounds):
             yield from (self._solve_count(m, some) for m, some in prices.items())
             return
         begin, before = time.perf_counter(), self.search.passes.get("stages", 0.0)
-        every = all_of([partial(self._solve_count_as_data, m, some) for m, some in prices.items()])
+        answers = all_of([partial(self._solve_count_as_data, m, some) for m, some in prices.items()])
         self.search.passes["stages"] = before + time.perf_counter() - begin
-        for m, (bound_s, known, candidates) in zip(prices, every):
+        for m, (bound_s, known, candidates) in zip(prices, answers):
             self.search.bounds[m, self.search.space.base_schedule], self.rows_in_use[m] = bound_s, known
-            yield [replace(one, rows=self._rows(m, one.pipeline, known)) for one in candidates]
+            yield [replace(candidate, rows=self._rows(m, candidate.pipeline, known)) for candidate in candidates]
 
     def _solve_count_as_data(
         self, m: int, prices: Sequence[tuple[float, float]]
     ) -> tuple[float, Sequence[tuple[Submesh, int]], list[Candidate]]:
         """A solved count as plain data: its bound, its rows and its candidates without their rows."""
-        found = self._solve_count(m, prices)
-        return self.bound(m), self.rows_in_use[m], [replace(one, rows=()) for one in found]
+        candidates = self._solve_count(m, prices)
+        return self.bound(m), self.rows_in_use[m], [replace(candidate, rows=()) for candidate in candidates]
 
     def _solve_count(self, m: int, prices: Sequence[tuple[float, float]]) -> list[Candidate]:
         return self._solve(m, self.rows(m, prices), [self._level(m, *one) for one in prices], 1)[:1]
@@ -177,12 +177,12 @@ class SearchTables(SearchBounds):
         levels = dict.fromkeys(self._level(m, *one) for one in prices)
         return [(sub, level) for level in levels for sub in self._worthwhile(m)]
 
-    def faster_without_limit(self, m: int, most: float) -> bool:
-        """True if pipelines with m microbatches would be faster than ``most`` without a memory limit."""
-        known, best, self.best = self.rows_in_use[m], self.best, most
-        found = self._solve(m, self.rows(m), [], 1, NO_LIMIT)
+    def faster_without_limit(self, m: int, limit_s: float) -> bool:
+        """True if pipelines with m microbatches would be faster than ``limit_s`` without a memory limit."""
+        known, best, self.best = self.rows_in_use[m], self.best, limit_s
+        candidates = self._solve(m, self.rows(m), [], 1, NO_LIMIT)
         self.rows_in_use[m], self.best = known, best
-        return any(one.clock_s < most for one in found)
+        return any(candidate.clock_s < limit_s for candidate in candidates)
 
     def candidates(self, m: int, lean: bool) -> list[Candidate]:
         """The best pipelines with m microbatches. lean: at all multipliers, where leaner rows may help. Their bound
@@ -190,10 +190,10 @@ class SearchTables(SearchBounds):
         known = self.rows_in_use[m]
         prices = MULTIPLIER_LADDER if lean else (NO_MULTIPLIER,)
         priced = list(dict.fromkeys(self._level(m, *one) for one in prices))
-        found = self._solve(m, self.rows(m, prices), priced)
+        pipelines = self._solve(m, self.rows(m, prices), priced)
         if not lean:
             self.rows_in_use[m] = known
-        return found
+        return pipelines
 
     def resolve(self, m: int) -> list[Candidate]:
         """The best pipelines with m microbatches on the existing rows, after a correction of memory estimates."""
@@ -327,8 +327,8 @@ class SearchTables(SearchBounds):
 
     def misses(self) -> list[Miss]:
         """The misses at the largest memory multiplier, for every microbatch count."""
-        found = [self._leanest(m, True) for m in self.counts]
-        return [answer for answer in found if isinstance(answer, Miss)]
+        answers = [self._leanest(m, True) for m in self.counts]
+        return [answer for answer in answers if isinstance(answer, Miss)]
 
     def fits(self) -> bool:
         """True if something fits at the largest memory multiplier, the smallest microbatches first."""
