@@ -159,7 +159,7 @@ class SearchBounds:
         assert found is not None
         return found
 
-    # ---- floors and bounds
+    # ---- lower bounds
 
     def compute_lower_bounds(self) -> None:
         """Bound the step of every microbatch count by its least work, evenly on all devices."""
@@ -287,7 +287,7 @@ def _stage_counts(search: SearchState) -> tuple[int, int | None]:
     return search.constraints.stages.low, search.constraints.stages.high
 
 
-# ---- Submeshes of equally many axes, whose rows (case, price of a byte) one composer makes: floors and
+# ---- Submeshes of equally many axes, whose rows (case, memory multiplier) one composer makes: lower bounds and
 # intervals by (submesh, microbatches, level)
 
 

@@ -53,7 +53,7 @@ MAX_PER_STAGE_COUNT = 4  # pipelines of a number of stages
 MAX_VISITS = 200  # partial pipelines to expand
 MAX_DIVISIONS = 3  # divisions into chunks to time, per schedule and count
 
-Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a price of a byte)
+Pairs = Sequence[tuple[Submesh, int]]  # (submesh, number of a level)
 
 
 def with_other_schedules(
