@@ -226,7 +226,7 @@ class SearchTables(SearchBounds):
         room: float = 1.0,
         slack: float = CANDIDATE_SLACK,
     ) -> list[Candidate]:
-        """Pipelines of these (submesh, level) options, best first; priced: levels whose lower bounds hold for all pipelines;
+        """Pipelines of these (submesh, level) options, best first; priced: levels with lower bounds of all pipelines;
         room: as in ``table``; slack: as in ``stage_dp.solve``.
 
         Messages delay 1F1B even where they overlap with work: a round trip over n stages, each of which waits for the
