@@ -25,9 +25,9 @@ from .compiler.plan.validation import require
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
-from .compiler.search.plan_cache import known_plans
+from .compiler.search.plan_cache import cached_plans
 from .compiler.search.request import PlanRequest
-from .compiler.search.requests import fastest, make_front, searched, undominated
+from .compiler.search.requests import fastest_plans, make_pareto_front, pareto_front, search_all
 from .costmodel.cluster import Cluster, Mesh
 
 if TYPE_CHECKING:  # planning starts a second sooner without the runtime and torch.distributed.tensor
@@ -115,7 +115,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
         return _fastest(question, progress or _silent, kept)
 
     graph, where, request, capture_s = question
-    found = known_plans(graph, where, request, find, capture_s) if cache else find()
+    found = cached_plans(graph, where, request, find, capture_s) if cache else find()
     return found[0] if top_k is None else found
 
 
@@ -155,10 +155,10 @@ def pareto(
     graph, where, request, capture_s = _captured(example, model, cluster, request)
 
     def make(graph: Graph, request: PlanRequest) -> list[Plan]:
-        return make_front(graph, where, request, capture_s=capture_s, progress=progress or _silent)
+        return make_pareto_front(graph, where, request, capture_s=capture_s, progress=progress or _silent)
 
-    fronts = searched(make, graph, request)
-    return undominated([plan for front in fronts for plan in front])[:points]
+    fronts = search_all(make, graph, request)
+    return pareto_front([plan for front in fronts for plan in front])[:points]
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ def _fastest(question: _Question, progress: Progress = _silent, kept: RowCache |
     graph, cluster, request, capture_s = question
 
     def make(graph: Graph, request: PlanRequest) -> list[Plan]:
-        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, kept=kept)
+        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, row_cache=kept)
 
-    return fastest(searched(make, graph, request), request.count)
+    return fastest_plans(search_all(make, graph, request), request.count)
 
 
 def parallelize(

@@ -1,7 +1,7 @@
-"""Profiling the exact ops of a model: plan on what is known, measure what the plans use, plan again.
+"""Profile the exact ops of a model: plan with the known prices, measure the ops of the plans, and plan again.
 
-A better table can make another plan the best, whose ops are not measured yet; so this goes round, at most ``ROUNDS``
-times, until the best plan and the pure ones use nothing unknown. Every signature is measured once.
+Better prices can make another plan the best, whose ops are not measured yet. So this is repeated, at most ``ROUNDS``
+times, until the best plan and the pure ones use measured ops alone. Every signature is measured once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from .runtime.transport.error_propagation import broadcast_from_rank0, fail_toge
 __all__ = ["ROUNDS", "candidates", "profile_model"]
 
 ROUNDS = 3
-_SHARES = (0.7, 0.7, 1.0)  # of what is left of the budget, in each round; the first measures nearly everything
-_LEAST_S = 2.0  # a round below that measures nothing that a plan could rest on
+#: the fraction of the remaining budget that each round may use; the first measures nearly everything
+_BUDGET_SHARES = (0.7, 0.7, 1.0)
+#: the least budget of a round: a shorter one measures nothing that a plan could rest on
+_MIN_ROUND_S = 2.0
 
 
 def profile_model(
@@ -54,18 +56,18 @@ def profile_model(
     for number in range(ROUNDS + 1):
         if progress is not None:
             progress("planning", min((perf_counter() - started) / budget_s, 1.0))
-        plans = _told(lambda cluster=cluster: candidates(graph, cluster, global_batch, optimizer))  # type: ignore[misc]
+        plans = _from_rank_0(lambda cluster=cluster: candidates(graph, cluster, global_batch, optimizer))  # type: ignore[misc]
         unknown = {}
         with fail_together():
             for plan in plans:
                 for text, probe in plan_probes(graph, plan).items():
                     if any(host.device.op_time(text) is None for host in cluster.hosts):
                         unknown[text] = probe
-        left = budget_s - (perf_counter() - started)
+        remaining_s = budget_s - (perf_counter() - started)
         if not unknown or number == ROUNDS:
             break
         cluster = profile(
-            budget_s=max(left * _SHARES[number], _LEAST_S),
+            budget_s=max(remaining_s * _BUDGET_SHARES[number], _MIN_ROUND_S),
             probes=list(unknown.values()),
             base=cluster,
             path=path,
@@ -89,7 +91,7 @@ def candidates(graph: Graph, cluster: Cluster, global_batch: int, optimizer: str
     return plans
 
 
-def _told(make: Callable[[], list[Plan]]) -> list[Plan]:
+def _from_rank_0(make: Callable[[], list[Plan]]) -> list[Plan]:
     """Rank 0's plans on every rank, or its error on every rank."""
     documents: list[dict[str, Any]] = []
     with fail_together():

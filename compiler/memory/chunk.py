@@ -29,7 +29,7 @@ from ..ir.ops.weight_gathers import Gathers
 from ..ir.program import Exit, Slot
 from ..ir.reshard import Cut, apply_steps, steps_between
 from ..ir.spec import Spec, local_shape, without_partials
-from ..pipeline.families import generate, in_flight_formula, stashed
+from ..pipeline.families import generate, in_flight_formula, stashed_versions
 from ..plan.lower import lower
 from ..plan.plan import BUCKET_BYTES, Chunk, Plan, gradient_buckets, parameter_stages
 from ..plan.recompute import PlanLayers
@@ -167,7 +167,7 @@ class ChunkMemory:
         """Bytes by cause in a pipeline that never drains: versions of the weights, which graphs in flight read, their
         batches, of which each stage has a copy, and updates while microbatches are in flight."""
         p, m = len(self.plan.stages), self.plan.microbatches
-        others, versions = p - 1 - stage, stashed(stage, p, m)
+        others, versions = p - 1 - stage, stashed_versions(stage, p, m)
         slots = self.program.slots
         trained = (slot for slot in slots if slot.kind == "parameter" and slot.requires_grad)
         resident = Counter({cause: int(size) for cause, size in self.resident().items()})

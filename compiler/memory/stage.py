@@ -29,9 +29,9 @@ from ...costmodel.codecs import carried_bytes
 from ..ir.graph import Graph
 from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
-from ..pipeline.virtual_stages import fewer
+from ..pipeline.virtual_stages import representative_microbatches
 from ..plan.plan import Plan
-from ..workers import all_of
+from ..workers import run_all
 from .chunk import Bytes, ChunkMemory, MemoryContext, peak_memory
 
 __all__ = ["memory_of_chunks", "message_bytes", "stage_memories", "with_stage_memories"]
@@ -65,7 +65,7 @@ def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | E
             keys[index] = [context.structure(index, chunk) for chunk in range(len(stage.chunks))]
         except Exception as error:
             memories[index] = error
-    for some in all_of([partial(_stage_memories, context, part) for part in _dealt(keys, workers)]):
+    for some in run_all([partial(_stage_memories, context, part) for part in _dealt(keys, workers)]):
         memories |= some
     return [memories[index] for index in range(len(plan.stages))]
 
@@ -122,7 +122,7 @@ class _VirtualStages:
     def __init__(self, chunks: Sequence[ChunkMemory], stage: int) -> None:
         self.chunks, plan = chunks, chunks[0].plan
         p, v = len(plan.stages), len(chunks)
-        self.row = generate(plan.schedule, p, fewer(p, plan.microbatches), v).actions[stage]
+        self.row = generate(plan.schedule, p, representative_microbatches(p, plan.microbatches), v).actions[stage]
 
     def memory(self) -> Bytes:
         """Bytes by cause at the worst moment."""

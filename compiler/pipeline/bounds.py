@@ -1,4 +1,4 @@
-"""What the makespan of a pipeline is at least: of every pipeline of a table, and of one.
+"""Lower bounds on the makespan: of every pipeline of a table, and of one.
 
 A stage k does F and B of m microbatches, t_k = f_k + b_k seconds each (zb-h1: B in two actions, I of inputs and W of
 weights); x_k is a message across the border behind it, forward and back; σ_k its work at the end of the step.
@@ -67,12 +67,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .families import PIPEDREAM, generate, virtual_order
-from .k_best import WIDER, Mode, gather, minimise, solved
+from .k_best import LIMIT_STEPS, Mode, evaluate, gather_arcs, minimise
 from .recurrence import Rows, StageRecurrence, turn_lines
-from .simulate import simulate, steady
-from .table import Floats, Floors, Ints, Pipeline, PipelineTable, StageChoice, StageConstraints
+from .simulate import simulate, simulate_steady_state
+from .table import Floats, Ints, LowerBounds, Pipeline, PipelineTable, StageChoice, StageConstraints
 
-__all__ = ["TRIALS", "FloorCosts", "LowerBound", "Makespan", "candidate_makespan", "clock_seconds"]
+__all__ = ["TRIALS", "BoundCosts", "Makespan", "MakespanBound", "candidate_makespan", "clock_seconds"]
 
 
 _CLOSE = 2e-3  # of the bound: nearer to the largest provable it need not be
@@ -84,11 +84,11 @@ Bools = NDArray[np.bool_]
 # ---- of every pipeline
 
 
-class FloorCosts:
-    """The floors of a table as [rows, pairs], at any number of microbatches in flight; no stage that alone takes more
-    than ``cap_s`` can be."""
+class BoundCosts:
+    """The lower bounds of stages as [rows, pairs], at any number of microbatches in flight. Stages that alone take more
+    than ``cap_s`` are impossible."""
 
-    def __init__(self, floors: Floors, rows: Rows, m: int, schedule: str) -> None:
+    def __init__(self, floors: LowerBounds, rows: Rows, m: int, schedule: str) -> None:
         self.floors, self.rows, self.m, self.schedule, self.cap_s = floors, rows, m, schedule, inf
         leaves, enters = rows.end < rows.num_layers, rows.first > 0
         self.pace = rows.packed(floors.pace_s)
@@ -155,7 +155,7 @@ class FloorCosts:
         return lines
 
     def parts(self, q: int) -> Sequence[Floats]:
-        """What the constants of ``turns`` grow with, beside head and fill."""
+        """The values that the constants of ``turns`` grow with, beside head and fill."""
         pace, _, trip = self._at_least(q, slice(None), slice(None))
         parts = trip, self.behind if self.schedule == "gpipe" else trip + self.behind
         return (*parts, np.where(np.isfinite(pace), pace, trip)) if self.split else parts
@@ -166,49 +166,50 @@ class FloorCosts:
         return whole, self.floors.forward_share * np.where(np.isfinite(pace), pace, 0.0)
 
 
-class LowerBound:
-    """What the makespan of no pipeline undercuts, by a table's floors; what was looked at is kept."""
+class MakespanBound:
+    """A lower bound on the makespan of every pipeline, from lower bounds of stages. Recurrences that were solved are
+    cached by their limit."""
 
     def __init__(
-        self, table: PipelineTable, m: int, schedule: str, of: Sequence[Mode], constraints: StageConstraints
+        self, bounds: LowerBounds, rows: Rows, m: int, schedule: str, of: Sequence[Mode], constraints: StageConstraints
     ) -> None:
-        self.of, self.flights = of, sorted({q for mode in of for q in mode.flights})
-        self.floors, self._least = table.floors, dict[float, float]()
-        if table.floors is not None:
-            self.rows = Rows(table.floors.options, table.num_layers, table.num_devices)
-            self.allowed = constraints.allowed(self.rows.first, self.rows.end)
-            self.costs = FloorCosts(table.floors, self.rows, m, schedule)
+        self.of, self.in_flight = of, sorted({q for mode in of for q in mode.flights})
+        self.bounds, self.rows, self._least = bounds, rows, dict[float, float]()
+        self.allowed = constraints.allowed(rows.first, rows.end)
+        self.costs = BoundCosts(bounds, rows, m, schedule)
 
     def seconds(self, most: float = inf, trials: int = TRIALS) -> float:
-        """Seconds; ``most`` where the floors allow none so fast. trials: how many times to look between what is known
-        to be too little and what is not."""
-        if self.floors is None:
-            return 0.0
+        """The bound; ``most`` where the lower bounds of stages allow no pipeline so fast.
+
+        trials: limits to try between the largest that is known to be too low and the least that is not.
+        """
         if not len(self.rows.option):
             return most
         bound = self._narrowed(most, trials)
-        if self.floors.forward_share and bound < most:
-            search = StageRecurrence(self.rows, self.costs.ahead, self.flights, self.allowed)
-            found = minimise(search, self.of, most=most)
-            bound = max(bound, most if found is None else min(found.best, most))
+        if self.bounds.forward_share and bound < most:
+            search = StageRecurrence(self.rows, self.costs.ahead, self.in_flight, self.allowed)
+            solution = minimise(search, self.of, most=most)
+            bound = max(bound, most if solution is None else min(solution.best, most))
         return bound
 
     def _search(self, limit: float) -> StageRecurrence:
         self.costs.cap_s = limit
         costs = self.costs
-        return StageRecurrence(self.rows, costs.back, self.flights, self.allowed, turns=costs.turns, parts=costs.parts)
+        return StageRecurrence(
+            self.rows, costs.back, self.in_flight, self.allowed, turns=costs.turns, parts=costs.parts
+        )
 
     def least(self, limit: float) -> float:
         """The least Z of pipelines whose V and stages are at most ``limit``; inf if there are none."""
         if limit not in self._least:
             search = self._search(limit)
-            self._least[limit] = solved(gather(search, self.of, limit)).best if search.low <= limit else inf
+            self._least[limit] = evaluate(gather_arcs(search, self.of, limit)).best if search.low <= limit else inf
         return self._least[limit]
 
     def _narrowed(self, most: float, trials: int) -> float:
         """The largest min(λ, least(λ)) of some λ ≤ most: each is a bound, as no pipeline under λ is left out."""
         low = self._search(inf).low if most == inf else 0.0
-        limits = [low * (1.0 + wider) if isfinite(wider) else inf for wider in WIDER] if most == inf else [most]
+        limits = [low * (1.0 + wider) if isfinite(wider) else inf for wider in LIMIT_STEPS] if most == inf else [most]
         high = value = inf
         for high in limits if low < inf else ():
             if (value := self.least(high)) <= high:
@@ -294,8 +295,8 @@ def _steady(
     return Makespan(work, work, max(work, turn))
 
 
-PLAYED = 8  # microbatches per stage
-PLAYED_IN_CHUNKS = 3
+PERIODS_SIMULATED = 8  # microbatches per stage
+PERIODS_SIMULATED_CHUNKED = 3
 
 
 def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipeline) -> float:
@@ -326,7 +327,7 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
     step = [sum(float(table.step_s[one]) for one, s in zip(at, home) if s == stage) for stage in range(p)]
 
     if schedule == PIPEDREAM:
-        return steady(m, forward, [t - f for t, f in zip(pace, forward)], ahead, step, back).makespan_s
+        return simulate_steady_state(m, forward, [t - f for t, f in zip(pace, forward)], ahead, step, back).makespan_s
 
     def played(count: int) -> float:
         return simulate(
@@ -334,7 +335,7 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
             back if ahead else None, weight if schedule.startswith("zb") else None,
         ).makespan_s  # fmt: skip
 
-    few = PLAYED if v == 1 else PLAYED_IN_CHUNKS
+    few = PERIODS_SIMULATED if v == 1 else PERIODS_SIMULATED_CHUNKED
     if m <= (few + 1) * p:
         return played(m)
     long, short = played((few + 1) * p), played(few * p)

@@ -53,11 +53,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain as chained
 
-from .schedule import Action, Place, Schedule, placed
+from .schedule import Action, Place, Schedule, placement_order
 
 __all__ = [
     "PIPEDREAM", "delay", "generate", "gpipe", "in_flight_formula", "interleaved", "known_schedules", "lag_steps",
-    "one_f_one_b", "stashed", "virtual_order", "zb_h1", "zb_v",
+    "one_f_one_b", "stashed_versions", "virtual_order", "zb_h1", "zb_v",
 ]  # fmt: skip
 
 
@@ -65,11 +65,11 @@ PIPEDREAM = "pipedream"
 
 
 def delay(stage: int, num_stages: int, num_microbatches: int, microbatch: int) -> int:
-    """By how many updates the weights are old that ``stage`` uses for this microbatch of a batch, d(s, k)."""
+    """The age, in updates, of the weights that ``stage`` uses for this microbatch of a batch: d(s, k)."""
     return -(-max(0, num_stages - 1 - stage - microbatch) // num_microbatches)
 
 
-def stashed(stage: int, num_stages: int, num_microbatches: int) -> int:
+def stashed_versions(stage: int, num_stages: int, num_microbatches: int) -> int:
     """Versions of its weights that ``stage`` keeps besides the newest."""
     return delay(stage, num_stages, num_microbatches, 0)
 
@@ -170,7 +170,7 @@ def zb_v(num_stages: int, num_microbatches: int) -> Schedule:
     p, m = num_stages, num_microbatches
     rows = [[a for a in _vee(p, max(m, 2 * p - 1), s) if a.microbatch < m] for s in range(p)]
     if m < 2 * p - 1:
-        rows = _fill(rows, placed("vee", p, 2), 2 * p)
+        rows = _fill(rows, placement_order("vee", p, 2), 2 * p)
     return Schedule("zb-v", p, m, tuple(map(tuple, rows)), 2, "vee")
 
 
@@ -295,7 +295,7 @@ def generate(name: str, num_stages: int, num_microbatches: int, chunks: int | No
 def virtual_order(name: str, num_stages: int, chunks: int | None = None) -> tuple[Place, ...]:
     """(stage, chunk) of every virtual stage in the order in which data flow through the model."""
     family, chunks = _family(name, chunks)
-    return placed(family.placement, num_stages, chunks)
+    return placement_order(family.placement, num_stages, chunks)
 
 
 def in_flight_formula(name: str, stage: int, num_stages: int, num_microbatches: int, chunks: int | None = None) -> int:

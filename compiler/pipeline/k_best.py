@@ -1,13 +1,13 @@
-"""Several pipelines of one recurrence: the k best, and those that a bisection for T passes.
+"""The k best pipelines of a recurrence, and those that a bisection for T passes.
 
-The recurrence of ``recurrence`` solved with the microbatches in flight that a schedule holds.
+The recurrence (``recurrence``) is solved with the microbatches in flight that a schedule holds.
 
 Where the in-flight counts depend on the stages left alone (1F1B, GPipe) one pass serves all numbers of stages (a
 ``Mode``); else there is a pass for each number. A pass drops the count of stages where no cost depends on it.
 
-``minimise`` first looks at pipelines near the lower bound of ``StageRecurrence.suffix``, where few arcs survive, and widens
-until it has the optimum: ``StageRecurrence.arcs(most)`` drops nothing that is worth at most ``most``, so an answer within is the
-best.
+``minimise`` first searches pipelines near the lower bound of ``StageRecurrence.suffix``, where few arcs survive, and
+widens the limit until it has the optimum: ``StageRecurrence.arcs(most)`` drops nothing that is worth at most ``most``,
+so an answer within the limit is the best.
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from .families import in_flight_formula
 from .recurrence import Arcs, Lines, StageRecurrence
 from .table import Floats, Ints, StageChoice, StageOption
 
-__all__ = ["WIDER", "Found", "Mode", "Ranking", "Solved", "fastest", "gather", "minimise", "modes", "solved"]
+__all__ = [
+    "LIMIT_STEPS",
+    "Mode",
+    "ModeSolution",
+    "Ranking",
+    "RecurrenceSolution",
+    "evaluate",
+    "gather_arcs",
+    "least_latency",
+    "minimise",
+    "modes",
+]
 
 
 _Stages = tuple[StageChoice, ...]
@@ -34,18 +45,24 @@ _Whole = TypeVar("_Whole")
 
 
 class _Part(NamedTuple):
-    """A partial pipeline, in the order of the heap: ``value`` is what no pipeline that begins so undercuts."""
+    """A partial pipeline, in the order of the heap. ``value`` bounds every pipeline that begins so from below."""
 
     value: float
-    left: int  # layers; −1: a whole pipeline whose value is final
+    #: layers that are left; −1: a whole pipeline whose value is final
+    left: int
+    #: a number that orders equal values
     tick: int
-    top: float  # the largest head so far, with the fills before it
-    fill: float  # all fills so far
+    #: the largest head so far, with the fills before it
+    top: float
+    #: the sum of all fills so far
+    fill: float
     state: int
     column: int
     mode: int
-    path: object  # (arc, path) or None
-    lines: tuple[Floats, Floats]  # (offset, slope): worth offset + slope · the fills still to come, at least
+    #: (arc, path) or None
+    path: object
+    #: (offset, slope) each: the pipeline is worth at least offset + slope · the fills still to come
+    lines: tuple[Floats, Floats]
 
 
 class Ranking(Generic[_Whole]):
@@ -59,7 +76,7 @@ class Ranking(Generic[_Whole]):
 
     def __init__(
         self,
-        found: Found,
+        found: RecurrenceSolution,
         options: Sequence[StageOption],
         most: float,
         visits: int,
@@ -68,7 +85,7 @@ class Ranking(Generic[_Whole]):
         self.found, self.options, self.most, self.visits, self.judge = found, options, most, visits, judge
         self.complete, self._tick, self._heap, none = True, count(), list[_Part](), np.empty(0)
         self._whole: dict[int, tuple[_Whole, _Stages]] = {}
-        for mode, one in enumerate(found.solved):
+        for mode, one in enumerate(found.by_mode):
             layers = one.arcs.rows.num_layers
             for column in one.columns:
                 if (value := float(one.value[0, column])) <= most and isfinite(value):
@@ -105,7 +122,7 @@ class Ranking(Generic[_Whole]):
         return heapq.nsmallest(count, (one for one in self._heap if one.left > 0))
 
     def _judge(self, part: _Part) -> None:
-        stages = _stages(self.found.solved[part.mode], part.path)
+        stages = _stages(self.found.by_mode[part.mode], part.path)
         value, whole = self.judge(stages)
         if value <= self.most:
             self._whole[part.tick] = whole, stages
@@ -120,7 +137,7 @@ class Ranking(Generic[_Whole]):
         self._judge(part)
 
     def _children(self, part: _Part) -> list[_Part]:
-        one = self.found.solved[part.mode]
+        one = self.found.by_mode[part.mode]
         k = part.column - int(one.counted)
         arcs, heads, fills, behind = one.children(part.state, part.column)
         tops = np.maximum(part.top, part.fill + heads)
@@ -148,7 +165,7 @@ class Ranking(Generic[_Whole]):
         return out
 
 
-def _stages(one: Solved, path: object) -> _Stages:
+def _stages(one: ModeSolution, path: object) -> _Stages:
     out = []
     while isinstance(path, tuple):
         arc, path = path
@@ -156,14 +173,16 @@ def _stages(one: Solved, path: object) -> _Stages:
     return tuple(reversed(out))
 
 
-def fastest(search: StageRecurrence, of: Sequence[Mode], best: float, epsilon: float, sweeps: int) -> list[_Stages]:
+def least_latency(
+    search: StageRecurrence, of: Sequence[Mode], best: float, epsilon: float, sweeps: int
+) -> list[_Stages]:
     """Pipelines of least Σ fills + max head (``search`` is additive), the best first, then others that the bisection
     passed: the best of these and ``best`` is within the fraction ``epsilon`` of the optimum unless ``sweeps`` runs out.
     """
     if search.low >= best * (1.0 - epsilon):
         return []
-    found = gather(search, of, best * (1 + 1e-12))
-    heads = [one.head[np.isfinite(one.head)] for one in found.solved]
+    found = gather_arcs(search, of, best * (1 + 1e-12))
+    heads = [one.head[np.isfinite(one.head)] for one in found.by_mode]
     caps = np.unique(np.concatenate(heads)) if heads else np.empty(0)
     passed: list[tuple[float, _Stages]] = []
     least = int(np.searchsorted(caps, search.least_head))
@@ -190,11 +209,11 @@ def fastest(search: StageRecurrence, of: Sequence[Mode], best: float, epsilon: f
     return [stages for _, stages in sorted(passed)]
 
 
-def _sweep(found: Found, cap: float, most: float) -> tuple[float, float, _Stages]:
+def _sweep(found: RecurrenceSolution, cap: float, most: float) -> tuple[float, float, _Stages]:
     """(least sum of fills with no head over ``cap``, the largest head of the pipeline that has it, that pipeline), of
     the pipelines worth at most ``most``."""
     swept = []
-    for one in found.solved:
+    for one in found.by_mode:
         slow = one.head.min(axis=1) > cap
         arcs = one.arcs.only(~slow[one.arcs.entry] & (one.arcs.worth <= most))
         fill = np.where(one.head <= cap, one.fill, inf)
@@ -203,22 +222,25 @@ def _sweep(found: Found, cap: float, most: float) -> tuple[float, float, _Stages
     index = min(range(len(swept)), key=lambda k: swept[k].best, default=0)
     if not swept or not isfinite(swept[index].best):
         return inf, inf, ()
-    one, head = swept[index], found.solved[index].head
+    one, head = swept[index], found.by_mode[index].head
     path = one.path()
     slowest = max(float(head[one.arcs.entry[arc], column]) for arc, column in path)
     return one.best, slowest, tuple(one.arcs.choice(arc) for arc, _ in path)
 
 
-WIDER = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
+LIMIT_STEPS = (0.02, 0.15, 0.5, 2.0, 8.0, inf)  # how far above the lower bound pipelines are looked for, in turn
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Numbers of stages that share their in-flight counts: flights[k] with k + 1 stages left."""
+    """Numbers of stages that share their in-flight counts."""
 
+    #: the numbers of stages
     counts: tuple[int, ...]
+    #: flights[k]: microbatches in flight of a stage with k stages behind it
     flights: tuple[int, ...]
-    every: bool  # whether these, together with the other modes, are all the numbers of stages that there can be
+    #: True if all modes together have every possible number of stages
+    every: bool
 
 
 @lru_cache(maxsize=256)
@@ -244,7 +266,7 @@ def modes(schedule: str, m: int, least: int, most: int, every: bool) -> tuple[Mo
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class ModeSolution:
     """A mode's arcs with their costs and values; ``columns`` are those of whole pipelines."""
 
     arcs: Arcs
@@ -286,36 +308,36 @@ class Solved:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class RecurrenceSolution:
     """The optimum of a recurrence, per mode."""
 
-    solved: tuple[Solved, ...]
+    by_mode: tuple[ModeSolution, ...]
 
     @property
     def best(self) -> float:
         """The optimum."""
-        return min((one.best for one in self.solved), default=inf)
+        return min((one.best for one in self.by_mode), default=inf)
 
     def stages(self) -> tuple[StageChoice, ...]:
         """A pipeline that attains it."""
-        return min(self.solved, key=lambda one: one.best).stages()
+        return min(self.by_mode, key=lambda one: one.best).stages()
 
 
-def gather(search: StageRecurrence, of: Sequence[Mode], most: float) -> Found:
+def gather_arcs(search: StageRecurrence, of: Sequence[Mode], most: float) -> RecurrenceSolution:
     """The arcs of all pipelines worth at most ``most`` with their costs, not solved."""
     arcs = search.arcs(most)
     alike = search.turns is None or (len(of) == 1 and of[0].flights[0] == of[0].flights[-1])  # lines, for any count
     if of[0].every and alike and not search.depends(arcs):
         head, fill = arcs.priced(search.costs, of[0].flights[:1])
         lines = arcs.lined(search.turns, of[0].flights[:1], of[0].counts[-1:])
-        return Found((Solved(arcs, head, fill, np.empty((0, 0)), (0,), False, lines),))
+        return RecurrenceSolution((ModeSolution(arcs, head, fill, np.empty((0, 0)), (0,), False, lines),))
     longest, out = arcs.longest(), []
     for mode in of if len(of) == 1 else _possible(search, arcs, of, most):
         if counts := tuple(count for count in mode.counts if count <= longest):
             head, fill = arcs.priced(search.costs, mode.flights[: counts[-1]])
             lines = arcs.lined(search.turns, mode.flights[: counts[-1]], range(1, counts[-1] + 1))
-            out.append(Solved(arcs, head, fill, np.empty((0, 0)), counts, True, lines))
-    return Found(tuple(out))
+            out.append(ModeSolution(arcs, head, fill, np.empty((0, 0)), counts, True, lines))
+    return RecurrenceSolution(tuple(out))
 
 
 def _possible(search: StageRecurrence, arcs: Arcs, of: Sequence[Mode], most: float) -> list[Mode]:
@@ -329,12 +351,12 @@ def _possible(search: StageRecurrence, arcs: Arcs, of: Sequence[Mode], most: flo
     return [mode for mode, least in zip(of, worth) if least <= most]
 
 
-def solved(found: Found) -> Found:
+def evaluate(found: RecurrenceSolution) -> RecurrenceSolution:
     """The same with values."""
-    return Found(tuple(map(_valued, found.solved)))
+    return RecurrenceSolution(tuple(map(_valued, found.by_mode)))
 
 
-def _valued(one: Solved) -> Solved:
+def _valued(one: ModeSolution) -> ModeSolution:
     sums = None
     if one.lines:
         sums = one.arcs.values(None, np.where(np.isfinite(one.head), one.fill, inf), one.counted)
@@ -343,7 +365,7 @@ def _valued(one: Solved) -> Solved:
 
 def minimise(
     search: StageRecurrence, of: Sequence[Mode], keep: float = 0.0, scale: float = 0.0, most: float = inf
-) -> Found | None:
+) -> RecurrenceSolution | None:
     """The optimum, with all pipelines within the fraction ``keep`` of it; None if there is none worth at most ``most``.
 
     scale: what the steps of widening are a part of where the lower bound may be 0.
@@ -351,12 +373,14 @@ def minimise(
     low = search.low
     if not low <= most or not isfinite(low):
         return None
-    for wider in (max(keep, WIDER[0]), *(one for one in WIDER if one > keep)):
+    for wider in (max(keep, LIMIT_STEPS[0]), *(one for one in LIMIT_STEPS if one > keep)):
         limit = min((low + wider * max(low, scale)) * (1 + 1e-12), most) if isfinite(wider) else most
-        found = solved(gather(search, of, limit))
-        if isfinite(best := found.best):
+        solution = evaluate(gather_arcs(search, of, limit))
+        if isfinite(best := solution.best):
             needed = best * (1.0 + keep) if best else 0.0
-            return found if needed <= limit or limit >= most else solved(gather(search, of, min(needed, most)))
+            return (
+                solution if needed <= limit or limit >= most else evaluate(gather_arcs(search, of, min(needed, most)))
+            )
         if limit >= most:
             return None
     return None

@@ -20,13 +20,13 @@ or more lines (slope, constant) per arc and s. With S the least sum of fills of 
 is a lower bound on every path from (i, p): by induction no suffix is worth less than Z, nor sums to less than S. (The
 best path may be worth more, as Z and S may be attained by two suffixes.)
 
-Costs may depend on s, through the microbatches in flight (memory). ``StageRecurrence.suffix`` solves the recurrence on the least
-costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on what is
-left, and exact where memory binds nowhere. ``StageRecurrence.arcs(most)`` then walks forwards and makes the arcs alone on which
-(fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in them.
+Costs may depend on s, through the microbatches in flight (memory). ``StageRecurrence.suffix`` solves the recurrence on
+the least costs over s, with one row per group of rows that use the same devices, dense over (i, p): a lower bound on
+what is left, and exact where memory binds nowhere. ``StageRecurrence.arcs(most)`` then walks forwards and makes only
+the arcs on which (fills before) ∪ head ∪ (fill + bound on what is left) ≤ most: every path worth at most ``most`` is in
+them.
 
-What the recurrences of ``recurrence`` add up: a table's numbers per (row, pair of layers) as heads and fills.
-
+``Prices`` are the costs of the recurrence: a table's numbers per (row, pair of layers) as heads and fills.
 ``Prices.path`` makes W, ``latency`` T and ``excess`` the bytes over the limit (``stage_dp`` says what these are).
 ``turn_lines`` are what ``bounds`` proves of one pipeline beyond W.
 """
@@ -189,7 +189,7 @@ class Arcs:
         return slice(int(low), int(high))
 
     def choice(self, arc: int) -> StageChoice:
-        """What the arc stands for."""
+        """The stage that the arc stands for."""
         rows, entry = self.rows, self.entry[arc]
         row, pair = self.entry_row[entry], self.entry_pair[entry]
         position = self.source[arc] % len(rows.positions)
@@ -200,27 +200,27 @@ class Arcs:
 
     def priced(self, costs: Costs, flights: Sequence[int]) -> tuple[Floats, Floats]:
         """Head and fill [entries, len(flights)], column k with flights[k] microbatches in flight."""
-        made: dict[int, tuple[Floats, Floats]] = {}
+        by_flight: dict[int, tuple[Floats, Floats]] = {}
         for q in flights:
-            if q not in made:
-                made[q] = costs(q, self.entry_row, self.entry_pair)
-        return _columns([made[q][0] for q in flights]), _columns([made[q][1] for q in flights])
+            if q not in by_flight:
+                by_flight[q] = costs(q, self.entry_row, self.entry_pair)
+        return _columns([by_flight[q][0] for q in flights]), _columns([by_flight[q][1] for q in flights])
 
     def lined(self, turns: Turns | None, flights: Sequence[int], lefts: Sequence[int]) -> Lines:
         """The lines of the arcs, column k with flights[k] microbatches in flight and lefts[k] stages left."""
         if turns is None:
             return ()
-        made = [turns(q, left, self.entry_row, self.entry_pair) for q, left in zip(flights, lefts)]
-        return [(np.array([one[0] for one in line]), _columns([one[1] for one in line])) for line in zip(*made)]
+        lines = [turns(q, left, self.entry_row, self.entry_pair) for q, left in zip(flights, lefts)]
+        return [(np.array([one[0] for one in line]), _columns([one[1] for one in line])) for line in zip(*lines)]
 
 
 def _columns(arrays: Sequence[Floats]) -> Floats:
     """``np.stack(arrays, 1)`` of long arrays, a block of rows at a time: what is written stays in the cache, which is
     two to seven times as fast."""
-    found = np.empty((len(arrays[0]), len(arrays)))
-    for first in range(0, len(found), _BLOCK):
-        found[first : first + _BLOCK] = np.stack([one[first : first + _BLOCK] for one in arrays]).T
-    return found
+    columns = np.empty((len(arrays[0]), len(arrays)))
+    for first in range(0, len(columns), _BLOCK):
+        columns[first : first + _BLOCK] = np.stack([array[first : first + _BLOCK] for array in arrays]).T
+    return columns
 
 
 class StageRecurrence:
@@ -306,7 +306,7 @@ class StageRecurrence:
         return value, behind
 
     def depends(self, arcs: Arcs) -> bool:
-        """Whether any arc's costs change with the microbatches in flight."""
+        """True if any arc's costs change with the microbatches in flight."""
         (head, fill), *other = [self.costs(q, arcs.entry_row, arcs.entry_pair) for q in self.ends]
         return any((more != head).any() or (longer != fill).any() for more, longer in other)
 
@@ -324,10 +324,12 @@ class StageRecurrence:
         """The arcs of all paths that are worth at most ``most``."""
         rows = self.rows
         width, pairs = len(rows.positions), len(rows.first)
-        found = list(self._group_arcs(most))
+        blocks = list(self._group_arcs(most))
         empty = np.empty(0, dtype=np.intp)
-        group, pair, source, target = (np.concatenate([one[k] for one in found]) if found else empty for k in range(4))
-        before = np.concatenate([one[4] for one in found]) if found else np.empty(0)
+        group, pair, source, target = (
+            np.concatenate([one[k] for one in blocks]) if blocks else empty for k in range(4)
+        )
+        before = np.concatenate([one[4] for one in blocks]) if blocks else np.empty(0)
         size = np.bincount(rows.group, minlength=rows.num_groups)
         by_group, begins = np.argsort(rows.group, kind="stable"), np.cumsum(size) - size
         arc = np.repeat(np.arange(len(group)), size[group])  # every row of the arc's group
@@ -427,7 +429,7 @@ class Prices:
         return turn_lines(self.schedule, self.m, q, left, (trip, rest, once, self._path[0][row, pair]))
 
     def parts(self, q: int) -> Sequence[Floats]:
-        """What the constants of ``turns`` grow with, beside head and fill."""
+        """The values that the constants of ``turns`` grow with, beside head and fill."""
         trip, rest, _ = self._way
         return trip, rest - trip if self.schedule == "gpipe" else rest
 

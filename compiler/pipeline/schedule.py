@@ -45,7 +45,7 @@ from ..errors import ScheduleError
 
 __all__ = [
     "KINDS", "PLACEMENTS", "Action", "Edge", "Place", "Schedule", "chain", "checked_edges", "in_flight", "parse",
-    "parse_action", "placed", "problems", "run_order", "validate",
+    "parse_action", "placement_order", "problems", "run_order", "validate",
 ]  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def checked_edges(edges: Iterable[Edge], num_stages: int) -> tuple[Edge, ...]:
 # --- the order in which it runs ---------------------------------------------------------------------------------------
 
 _Key = tuple[bool, int, int]
-"""What makes a message: (forward?, virtual stage, microbatch)"""
+"""The action that makes a message: (forward?, virtual stage, microbatch)"""
 
 
 def _sources(edges: Sequence[Edge], num_virtual: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -95,7 +95,7 @@ def _sources(edges: Sequence[Edge], num_virtual: int) -> tuple[list[list[int]], 
 def _receives(
     action: Action, virtual: Mapping[Place, int], sources: tuple[list[list[int]], list[list[int]]]
 ) -> Iterator[_Key]:
-    """What ``action`` waits for."""
+    """The keys of the messages that ``action`` waits for."""
     if action.kind != "W":
         forward = action.kind == "F"
         for other in sources[not forward][virtual[action.stage, action.chunk]]:
@@ -103,7 +103,7 @@ def _receives(
 
 
 def _key(action: Action, virtual: Mapping[Place, int]) -> _Key | None:
-    """What ``action`` sends."""
+    """The key of the message that ``action`` sends."""
     if action.kind == "W":
         return None
     return action.kind == "F", virtual[action.stage, action.chunk], action.microbatch
@@ -127,11 +127,11 @@ def run_order(schedule: Schedule, edges: Sequence[Edge]) -> tuple[list[Action], 
             if missing is not None:
                 waiting[missing].append(stage)
                 break
-            made = _key(action, virtual)
-            done.add(made)
+            key_made = _key(action, virtual)
+            done.add(key_made)
             order.append(action)
             position[stage] += 1
-            ready.extend(waiting.pop(made, ()))
+            ready.extend(waiting.pop(key_made, ()))
     return order, [row[at] for at, row in zip(position, schedule.actions) if at < len(row)]
 
 
@@ -139,18 +139,18 @@ def run_order(schedule: Schedule, edges: Sequence[Edge]) -> tuple[list[Action], 
 
 
 def problems(schedule: Schedule, edges: Iterable[Edge] | None = None) -> list[str]:
-    """What keeps ``schedule`` from running over ``edges`` (virtual stages; default: the chain), a sentence each; empty
-    if sound."""
+    """The problems of ``schedule`` over ``edges`` (virtual stages; default: the chain), a sentence each; none if it is
+    sound."""
     p = schedule.num_stages
     edges = chain(schedule.num_virtual) if edges is None else checked_edges(edges, schedule.num_virtual)
     if len(schedule.actions) != p:
         return [f"the schedule has {p} stages, but got {len(schedule.actions)} rows of actions"]
-    found = [sentence for stage in range(p) for sentence in _incomplete(schedule, stage)]
-    return found or [*_disorder(schedule, edges), *_deadlock(schedule, edges)]
+    sentences = [sentence for stage in range(p) for sentence in _incomplete(schedule, stage)]
+    return sentences or [*_disorder(schedule, edges), *_deadlock(schedule, edges)]
 
 
 def _incomplete(schedule: Schedule, stage: int) -> Iterator[str]:
-    """What one stage does wrong by itself."""
+    """The problems of one stage by itself."""
     m, chunks = schedule.num_microbatches, schedule.chunks
     at: dict[Action, int] = {}
     for index, action in enumerate(schedule.actions[stage]):
@@ -261,7 +261,7 @@ class Schedule:
 
     def places(self) -> tuple[Place, ...]:
         """(stage, chunk) of every virtual stage, in the order in which data flow."""
-        return placed(self.placement, self.num_stages, self.chunks)
+        return placement_order(self.placement, self.num_stages, self.chunks)
 
     def text(self) -> str:
         """The schedule as lines of text; ``parse`` reverses it."""
@@ -271,7 +271,7 @@ class Schedule:
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.actions)])
 
 
-def placed(placement: str, num_stages: int, chunks: int) -> tuple[Place, ...]:
+def placement_order(placement: str, num_stages: int, chunks: int) -> tuple[Place, ...]:
     """(stage, chunk) of every virtual stage under a placement; ValueError for an unknown one."""
     if placement not in PLACEMENTS:
         raise ValueError(f"a placement is one of {', '.join(PLACEMENTS)}, but got {placement!r}; choose one of these")
@@ -305,5 +305,5 @@ def parse(text: str) -> Schedule:
         raise ValueError(f"a schedule has one line of actions per stage, but got {len(rows)} lines for {p} stages")
     actions = tuple(tuple(map(parse_action, row.split())) for row in rows)
     chunks, placement = int(match[4] or 1), match[5] or "loop"
-    placed(placement, p, chunks)  # refuses an unknown placement
+    placement_order(placement, p, chunks)  # refuses an unknown placement
     return Schedule(match[1], p, m, actions, chunks, placement)

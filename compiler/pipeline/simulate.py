@@ -22,7 +22,7 @@ from ..errors import ScheduleError
 from .families import PIPEDREAM, generate
 from .schedule import Action, Edge, Schedule, chain, checked_edges
 
-__all__ = ["Simulation", "grid", "legend", "simulate", "steady"]
+__all__ = ["Simulation", "grid", "legend", "simulate", "simulate_steady_state"]
 
 
 _DIGITS = {"F": "0123456789", "B": "₀₁₂₃₄₅₆₇₈₉", "I": "⁰¹²³⁴⁵⁶⁷⁸⁹", "W": "₀₁₂₃₄₅₆₇₈₉"}
@@ -32,7 +32,7 @@ _IDLE, _END, _ELSEWHERE = "·", "=", " "  # nothing to do, end-of-step work, bus
 
 @dataclass(frozen=True)
 class Simulation:
-    """When everything happens. Idle time counts up to the last action of any stage, without the end-of-step work.
+    """The times of all actions. Idle time counts up to the last action of any stage, without the end-of-step work.
 
     ``timeline[s]`` is (start, end, action) in seconds; ``busy_s[s]`` the sum of the stage's actions; ``step_end_s[s]``
     when its end-of-step work is done; ``makespan_s`` the last of these.
@@ -45,7 +45,7 @@ class Simulation:
 
     @property
     def pipeline_s(self) -> float:
-        """When the last action of any stage ends."""
+        """Seconds until the last action of any stage ends."""
         return max((row[-1][1] for row in self.timeline if row), default=0.0)
 
     @property
@@ -188,7 +188,7 @@ def _clock(
     return starts, ends
 
 
-def steady(
+def simulate_steady_state(
     microbatches: int,
     forward_s: Sequence[float],
     backward_s: Sequence[float],
@@ -244,7 +244,7 @@ def grid(schedule: Schedule, simulation: Simulation | None = None, width: int = 
 
 
 def legend(schedule: Schedule) -> str:
-    """What the characters of ``grid(schedule)`` say, in a line."""
+    """A legend of the characters of ``grid(schedule)``, in a line."""
     kinds = {action.kind for row in schedule.actions for action in row}
     halves = {"B": "small: backward", "I": "raised: backward of inputs", "W": "lowered: backward of weights"}
     words = ["large digits: forward of that microbatch (mod 10)", *(halves[kind] for kind in "BIW" if kind in kinds)]
@@ -266,7 +266,7 @@ def _columns(simulation: Simulation, room: int) -> tuple[float, list[int]]:
 
 
 def _shown(simulation: Simulation, stage: int, at_s: float) -> Action | str:
-    """What a stage does at a time: its action, or the character for none."""
+    """The action of a stage at a time, or the character for none."""
     row = simulation.timeline[stage]
     index = bisect_right(row, at_s, key=lambda entry: entry[1])
     if index == len(row):

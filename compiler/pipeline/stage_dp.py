@@ -1,8 +1,9 @@
-"""The inter-operator pass: layers × devices → pipeline stages, by dynamic programming. It knows tables, no graph.
+"""The dynamic program over layers and devices that cuts a model into pipeline stages. It knows tables, no graph.
 
 Variables. A pipeline cuts layers 0..L into stages of consecutive layers [i, j); stage k runs under an *option* o_k
-(devices, logical shape, price of memory) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
-d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden (``StageConstraints``).
+(devices, logical shape, memory multiplier) from the device d_k on, one of the option's offsets, and d_k + n(o_k) ≤
+d_{k+1}: stages lie in order, devices between them may stay idle. Cuts may be forced or forbidden
+(``StageConstraints``).
 
 Memory, on every stage with q microbatches in flight (``schedule.in_flight_formula``: 1F1B min(m, stages from this one
 to the end), GPipe m)::
@@ -37,25 +38,48 @@ Infeasible. The same recurrence on bytes over the limit, as heads, finds the pip
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from math import inf, isfinite
 
 import numpy as np
 
-from .bounds import TRIALS, LowerBound, candidate_makespan
+from .bounds import TRIALS, MakespanBound, candidate_makespan
 from .families import PIPEDREAM, in_flight_formula
-from .k_best import Mode, Ranking, fastest, gather, minimise, modes, solved
+from .k_best import Mode, Ranking, evaluate, gather_arcs, least_latency, minimise, modes
 from .recurrence import Prices, Rows, StageRecurrence
-from .table import InfeasiblePipeline, Pipeline, PipelineSolution, PipelineTable, StageChoice, StageConstraints
+from .table import (
+    InfeasiblePipeline,
+    LowerBounds,
+    Pipeline,
+    PipelineSolution,
+    PipelineTable,
+    StageChoice,
+    StageConstraints,
+)
 
-__all__ = ["bound_of", "describe_pipeline", "solve"]
+__all__ = ["RankingLimits", "bound_of", "describe_pipeline", "solve"]
 
-_EPSILON = 1e-3  # of T, where sweeps are enough
-_SWEEPS = 12  # of the bisection
-_VISITS = 4096  # partial pipelines that the ranking looks at
-_ABOVE = 1.05  # how far above the cut-off zb-h1's objectives may be
-_TOO_SLOW = "none takes less than {:.6g} s"
+#: the fraction of T to which the bisection is exact, if it has sweeps enough
+_EPSILON = 1e-3
+#: steps of the bisection
+_SWEEPS = 12
+#: how far above the cut-off zb-h1's objectives may be: they bound no makespan
+_ABOVE = 1.05
 _Stages = tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True)
+class RankingLimits:
+    """The pipelines that ``solve`` returns, and the effort that it takes to rank them."""
+
+    #: pipelines to return
+    top_k: int = 8
+    #: the fraction by which a pipeline may be above the least value that the recurrence allows
+    slack: float = 0.05
+    #: partial pipelines to expand
+    visits: int = 4096
+    #: seconds; pipelines whose estimate is above do not matter
+    most: float = inf
 
 
 def solve(
@@ -63,54 +87,36 @@ def solve(
     num_microbatches: int,
     schedule: str = "1f1b",
     constraints: StageConstraints | None = None,
-    top_k: int = 8,
-    slack: float = 0.05,
-    visits: int = _VISITS,
+    limits: RankingLimits | None = None,
+    *,
     explain: bool = True,
-    most: float = inf,
-    trials: int = TRIALS,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The ``top_k`` pipelines of least estimate (zb-h1: W, and those of least T), of those within the fraction
-    ``slack`` of the least that the recurrence allows, and a bound on every pipeline's makespan. The schedule is of one
-    stage per device group and of any family there is but those with chunks (``virtual_stages``).
+    """The pipelines of least estimate (zb-h1: of least W, and those of least T), within ``limits``.
 
-    most: seconds; pipelines whose estimate is above, and bounds above, do not matter. explain: whether to find out what
-    is missing where nothing fits. trials: ``bounds.LowerBound``'s. ValueError on bad arguments.
+    The schedule has one stage per device group; ``virtual_stages`` solves those with several chunks. explain: if
+    nothing fits, find out what is missing. ValueError on bad arguments.
     """
-    m, constraints = num_microbatches, constraints or StageConstraints()
+    m, constraints, limits = num_microbatches, constraints or StageConstraints(), limits or RankingLimits()
     rows = Rows(table.options, table.num_layers, table.num_devices)
     of = _modes(rows, m, schedule, constraints)
-    lower = LowerBound(table, m, schedule, of, constraints)
-    draining = schedule != PIPEDREAM  # a pipeline that goes on has no makespan to bound
-    bound = lower.seconds(most, 0) if isfinite(most) and draining else 0.0
-    if bound >= most:
-        return InfeasiblePipeline(_TOO_SLOW.format(most), inf, bound_s=bound)
     prices = Prices(table, rows, m, schedule)
-    if schedule.startswith("zb"):
-        pipelines, least, complete = _by_path(table, prices, of, constraints, (top_k, slack, visits, most))
-    else:
-        pipelines, least, complete = _by_estimate(table, prices, of, constraints, (top_k, slack, visits, most))
-    upper = min([most, *(one.estimate_s * (1 + 1e-12) for one in pipelines[:1])])
-    if draining and (trials or not isfinite(most)):
-        bound = max(bound, lower.seconds(upper, trials))
+    ranked = _by_path if schedule.startswith("zb") else _by_estimate
+    pipelines, least, complete = ranked(table, prices, of, constraints, limits)
     if pipelines:
-        return PipelineSolution(tuple(pipelines), least, bound, complete)
-    if explain and not isfinite(most):
-        return replace(_infeasible(table, rows, prices, of, constraints), bound_s=bound)
-    return InfeasiblePipeline(
-        "no pipeline fits" + (f", or {_TOO_SLOW.format(most)}" if isfinite(most) else ""), inf, bound_s=bound
-    )
+        return PipelineSolution(tuple(pipelines), least, complete)
+    if isfinite(limits.most):
+        return InfeasiblePipeline(f"no pipeline fits, or none takes less than {limits.most:.6g} s", inf)
+    return _infeasible(table, rows, prices, of, constraints) if explain else InfeasiblePipeline("no pipeline fits", inf)
 
 
-_Asked = tuple[int, float, int, float]  # top_k, slack, visits, most
 _Answer = tuple[list[Pipeline], float, bool]  # pipelines, the recurrence's least value, complete
 
 
 def _by_estimate(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
 ) -> _Answer:
     """The pipelines of least estimate. Z is no more than these: if none is within the slack, more follow."""
-    top_k, slack, visits, most = asked
+    top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
     rows = prices.rows
     if not len(rows.option):
         return [], inf, True
@@ -119,15 +125,15 @@ def _by_estimate(
         rows, prices.path, _flights(of), constraints.allowed(rows.first, rows.end), shapes,
         turns=None if prices.schedule == PIPEDREAM else prices.turns, parts=prices.parts,
     )  # fmt: skip
-    found = minimise(search, of, keep=slack, most=most)
-    least = inf if found is None else found.best
-    while found is not None:
+    solution = minimise(search, of, keep=slack, most=most)
+    least = inf if solution is None else solution.best
+    while solution is not None:
         limit = min(least * (1.0 + slack) * (1 + 1e-12), most)
-        ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
+        ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
         if (pipelines := ranking.best(top_k)) or limit >= most:
             return pipelines, least, ranking.complete
         slack = 2.0 * slack + 0.05
-        found = solved(gather(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
+        solution = evaluate(gather_arcs(search, of, min(least * (1.0 + slack) * (1 + 1e-12), most)))
     return [], inf, True
 
 
@@ -138,36 +144,44 @@ def _judged(table: PipelineTable, prices: Prices, stages: _Stages) -> tuple[floa
 
 
 def _by_path(
-    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, asked: _Asked
+    table: PipelineTable, prices: Prices, of: Sequence[Mode], constraints: StageConstraints, limits: RankingLimits
 ) -> _Answer:
     """The pipelines of least W and T, neither of which bounds a makespan: those a little above ``most`` count, too."""
-    top_k, slack, visits, most = asked
+    top_k, slack, visits, most = limits.top_k, limits.slack, limits.visits, limits.most
     rows, flights, allowed = prices.rows, _flights(of), constraints.allowed(prices.rows.first, prices.rows.end)
     if not len(rows.option):
         return [], inf, True
     shapes = [table.options[option].shape for option in rows.option]
     search = StageRecurrence(rows, prices.path, flights, allowed, shapes)
-    found = minimise(search, of, keep=slack, most=most * _ABOVE)
-    if found is None:
+    solution = minimise(search, of, keep=slack, most=most * _ABOVE)
+    if solution is None:
         return [], inf, True
-    limit = min(found.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
-    ranking = Ranking(found, table.options, limit, visits, lambda one: _judged(table, prices, one))
-    first = ranking.best(top_k)
-    first = first or [describe_pipeline(table, prices.m, prices.schedule, found.stages())]
+    limit = min(solution.best * (1.0 + slack) * (1 + 1e-12), most * _ABOVE)
+    ranking = Ranking(solution, table.options, limit, visits, lambda one: _judged(table, prices, one))
+    pipelines = ranking.best(top_k)
+    pipelines = pipelines or [describe_pipeline(table, prices.m, prices.schedule, solution.stages())]
     summed = StageRecurrence(rows, prices.latency, flights, allowed, additive=True)
-    passed = fastest(summed, of, min(one.latency_s for one in first), _EPSILON, _SWEEPS)[:top_k]
-    stages = {one.stages for one in first}
-    first += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
-    kept = [one for one in first if one.estimate_s <= most]
-    return sorted(kept, key=lambda one: one.estimate_s), found.best, ranking.complete
+    passed = least_latency(summed, of, min(one.latency_s for one in pipelines), _EPSILON, _SWEEPS)[:top_k]
+    stages = {one.stages for one in pipelines}
+    pipelines += [describe_pipeline(table, prices.m, prices.schedule, one) for one in passed if one not in stages]
+    competitive = [one for one in pipelines if one.estimate_s <= most]
+    return sorted(competitive, key=lambda one: one.estimate_s), solution.best, ranking.complete
 
 
 def bound_of(
-    table: PipelineTable, m: int, schedule: str, constraints: StageConstraints, most: float = inf, trials: int = TRIALS
+    bounds: LowerBounds,
+    num_devices: int,
+    m: int,
+    schedule: str,
+    constraints: StageConstraints,
+    most: float = inf,
+    trials: int = TRIALS,
 ) -> float:
-    """What the makespan of no pipeline undercuts, by the table's floors; ``most`` if they allow none so fast."""
-    of = _modes(Rows(table.options, table.num_layers, table.num_devices), m, schedule, constraints)
-    return LowerBound(table, m, schedule, of, constraints).seconds(most, trials)
+    """A lower bound on the makespan of every pipeline, from those of its stages; ``most`` if they allow none so
+    fast. trials: as in ``bounds.MakespanBound.seconds``."""
+    rows = Rows(bounds.options, bounds.pace_s.shape[1], num_devices)
+    modes_ = _modes(rows, m, schedule, constraints)
+    return MakespanBound(bounds, rows, m, schedule, modes_, constraints).seconds(most, trials)
 
 
 def _flights(of: Sequence[Mode]) -> list[int]:
@@ -178,7 +192,7 @@ def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> 
     if m < 1:
         raise ValueError(f"a step has at least one microbatch, but got {m}")
     if schedule in ("interleaved", "zb-v"):
-        raise ValueError(f"a schedule with chunks is solved by pipeline_chunks.chunked, but got {schedule!r}")
+        raise ValueError(f"a schedule with chunks is solved by virtual_stages.solve_chunked, but got {schedule!r}")
     for cut in sorted(constraints.boundaries | constraints.forbidden):
         if not 0 < cut < rows.num_layers:
             raise ValueError(f"stages may be cut before layers 1 to {rows.num_layers - 1}, but got {cut}")
@@ -198,7 +212,7 @@ def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> 
 
 
 def _most_stages(rows: Rows) -> int:
-    """How many stages there is room for: the longest chain of positions."""
+    """The largest number of stages that the devices allow: the longest chain of positions."""
     width = len(rows.positions)
     chain = np.zeros(width + 1, dtype=np.intp)
     chain[width] = -1
@@ -240,12 +254,12 @@ def describe_pipeline(table: PipelineTable, m: int, schedule: str, stages: Itera
 def _infeasible(
     table: PipelineTable, rows: Rows, prices: Prices, of: tuple[Mode, ...], constraints: StageConstraints
 ) -> InfeasiblePipeline:
-    """Why nothing fits, and what would."""
+    """The reason why nothing fits, and the nearest pipeline."""
     if len(rows.option):
         search = StageRecurrence(rows, prices.excess, _flights(of), constraints.allowed(rows.first, rows.end))
-        found = minimise(search, of, scale=float(rows.limit.max()))
-        if found is not None:
-            return _short_of_memory(table, found.best, found.stages(), of)
+        solution = minimise(search, of, scale=float(rows.limit.max()))
+        if solution is not None:
+            return _short_of_memory(table, solution.best, solution.stages(), of)
     usable = np.zeros(table.num_layers, dtype=bool)
     for pair in np.flatnonzero(np.isfinite(prices.pace).any(axis=0)):
         usable[rows.first[pair] : rows.end[pair]] = True

@@ -1,4 +1,4 @@
-"""The values of the inter-operator pass: what stages cost, how a pipeline may be cut, what was found, or why nothing.
+"""The values of the pipeline pass: costs of stages, constraints on cuts, and the pipelines or the reason why none fits.
 
 An *option* is a way to use some devices for a stage: how many, in which logical shape, from which devices on, at which
 price of memory. Options of one shape whose devices cost differently (mixed hosts) are different options. Tables are
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "Floors",
     "InfeasiblePipeline",
-    "Lagrange",
+    "LagrangianBound",
+    "LowerBounds",
     "Pipeline",
     "PipelineSolution",
     "PipelineTable",
@@ -67,10 +67,10 @@ class StageOption:
 
 
 @dataclass(frozen=True, eq=False)
-class Lagrange:
-    """Bytes made seconds: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each choice of option o's
-    stage, t its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of weights
-    where ``trip``."""
+class LagrangianBound:
+    """A Lagrangian lower bound: value[o, i, j] ≤ t + byte · resident + saved_byte · saved for each strategy of option
+    o's stage. t: its seconds per microbatch, with its per-step work / m where ``whole``, without its backward of
+    weights where ``trip``."""
 
     byte: float
     saved_byte: float
@@ -80,8 +80,8 @@ class Lagrange:
 
 
 @dataclass(frozen=True, eq=False)
-class Floors:
-    """What no choice of a stage undercuts, whatever its sharding; arrays [options, L, L + 1].
+class LowerBounds:
+    """Lower bounds on every strategy of a stage; arrays [options, L, L + 1].
 
     pace_s: seconds per microbatch; whole_s: these and its per-step work / m together; step_s: per-step work;
     transfer_s: messages across the border behind the stage, there and back; entry_s: across the border before it (each
@@ -98,19 +98,32 @@ class Floors:
     entry_s: Floats | None = None
     forward_share: float = 0.0
     input_share: float = 0.0
-    rows: tuple[Lagrange, ...] = ()
+    rows: tuple[LagrangianBound, ...] = ()
 
-    def alone(self, num_devices: int) -> PipelineTable:
-        """A table that only bounds: these floors, and options that cost nothing."""
-        none = np.broadcast_to(0.0, self.pace_s.shape)
-        return PipelineTable(
-            self.pace_s.shape[1], num_devices, self.options, none, none, none, none, none, none, floors=self
-        )
+    def __post_init__(self) -> None:
+        shape = (len(self.options), *self.pace_s.shape[1:])
+        _check_arrays(self, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
+        for row in self.rows:
+            _check_arrays(row, shape, ("value",))
+
+
+def _check_arrays(owner: object, shape: tuple[int, ...], names: Collection[str]) -> None:
+    """Raise ValueError where an array has another shape or a negative entry for layers i < j."""
+    upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
+    for name in names:
+        if (array := getattr(owner, name)) is None:
+            continue
+        where = f"{type(owner).__name__}.{name}"
+        if array.shape != shape:
+            raise ValueError(f"{where} has shape {shape}, but got {array.shape}")
+        if not (np.where(upper, array, 0.0).min() >= 0):  # also true of NaN
+            raise ValueError(f"{where} is not negative for layers i < j, but got {array[:, upper].min()}")
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineTable:
-    """What a stage of layers [i, j) costs under each option, for one microbatch count; entries with j ≤ i are not read.
+    """The costs of a stage of layers [i, j) under each option, for one microbatch count; entries with j ≤ i are not
+    read.
 
     pace_s: seconds per microbatch, forward and backward, without messages; inf where the option cannot run the layers.
     transfer_s: messages across the border behind the stage, there and back; entry_s: those across the border before it
@@ -131,7 +144,6 @@ class PipelineTable:
     entry_s: Floats | None = None
     forward_share: Floats | float = _SHARE
     input_share: Floats | float = _SHARE
-    floors: Floors | None = None
 
     def __post_init__(self) -> None:
         layers = self.num_layers
@@ -147,23 +159,7 @@ class PipelineTable:
                     f"{option.num_devices} devices from device {option.offsets[-1]} on"
                 )
         shape = (len(self.options), layers, layers + 1)
-        self._check("PipelineTable", self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient",
-                                                   "entry_s"))  # fmt: skip
-        if (floors := self.floors) is not None:
-            shape = (len(floors.options), layers, layers + 1)
-            self._check("Floors", floors, shape, ("pace_s", "whole_s", "step_s", "transfer_s", "transient", "entry_s"))
-            for row in floors.rows:
-                self._check("Lagrange", row, shape, ("value",))
-
-    def _check(self, owner: str, value: object, shape: tuple[int, ...], names: Collection[str]) -> None:
-        upper = np.triu(np.ones(shape[1:], dtype=bool), 1)
-        for name in names:
-            if (array := getattr(value, name)) is None:
-                continue
-            if array.shape != shape:
-                raise ValueError(f"{owner}.{name} has shape {shape}, but got {array.shape}")
-            if not (np.where(upper, array, 0.0).min() >= 0):  # a NaN is not, either
-                raise ValueError(f"{owner}.{name} is not negative for layers i < j, but got {array[:, upper].min()}")
+        _check_arrays(self, shape, ("pace_s", "transfer_s", "step_s", "resident", "saved", "transient", "entry_s"))
 
     def peak(self, choice: StageChoice, in_flight: int) -> float:
         """Bytes per device of a stage with ``in_flight`` microbatches."""
@@ -188,7 +184,7 @@ class StageConstraints:
     stages: tuple[int, int | None] = (1, None)
 
     def allowed(self, first: Ints, end: Ints) -> NDArray[np.bool_]:
-        """Which ranges of layers [first, end) may be stages."""
+        """A mask of the ranges of layers [first, end) that may be stages."""
         ok = np.ones(first.shape, dtype=bool)
         for cut in self.boundaries:
             ok &= (cut <= first) | (end <= cut)
@@ -229,15 +225,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineSolution:
-    """``pipelines`` by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes.
-
-    least_s: what no estimate of the table undercuts (zb-h1: no W); bound_s: what the makespan of no pipeline undercuts
-    (0 without floors); complete: whether the pipelines are proven to be the best, and all asked for that there are.
-    """
+    """Pipelines by ascending ``estimate_s``: the best by it (zb-h1: by W and T), each with other cuts or meshes."""
 
     pipelines: tuple[Pipeline, ...]
+    #: seconds that no estimate of the table undercuts (zb-h1: no W)
     least_s: float
-    bound_s: float
+    #: True if the pipelines are proven to be the best, and are all that there are or as many as were asked for
     complete: bool = True
 
     @property
@@ -261,7 +254,6 @@ class InfeasiblePipeline:
     choice: StageChoice | None = None
     needed_bytes: float = inf
     limit_bytes: float = 0.0
-    bound_s: float = 0.0  # what the makespan of no pipeline undercuts, by the floors, as far as was asked
 
     def __str__(self) -> str:
         return self.reason

@@ -1,4 +1,6 @@
-"""Pipelines whose device groups hold several chunks of the model: interleaved and zb-v.
+"""Pipelines with several virtual stages per device group (Megatron's word; PyTorch says stages): interleaved and zb-v.
+
+A virtual stage is called a chunk here.
 
 All p groups run under one option, from its leftmost offsets on, and group k holds v chunks D_k of the S = p v
 consecutive ones: those of ``families.virtual_order``. With t the pace of a chunk, the groups' load is
@@ -16,7 +18,7 @@ further: this is a heuristic, and the bound says how good it is. (option, p, v) 
 m · max(c*, Z/p), Z the least sum of S chunks, until nothing left can be among the best.
 
 Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
-chunk is read off the schedule (``held``), as a loss's large saved bytes are held for short.
+chunk is read off the schedule (``in_flight_by_chunk``), because a loss's large saved bytes are held only briefly.
 
 Bound. Whatever the cuts, max_k T_k ≥ Σ_c t_c / p: so m Z(S)/p on floors, for the best option, p and v. A Lagrangian
 pair (λ, μ) of ``bounds`` adds: at some time each chunk of a group holds h microbatches, so λ Σ r + μ Σ s ≤
@@ -41,8 +43,8 @@ from numpy.typing import NDArray
 from .families import generate, in_flight_formula, virtual_order
 from .table import (
     Floats,
-    Floors,
     InfeasiblePipeline,
+    LowerBounds,
     Pipeline,
     PipelineSolution,
     PipelineTable,
@@ -51,16 +53,25 @@ from .table import (
     StageOption,
 )
 
-__all__ = ["allowed_only", "at_most", "chunked", "fewer", "held", "least_sums", "quick_bound", "room_for",
-           "sums_by_count"]  # fmt: skip
+__all__ = [
+    "group_counts",
+    "in_flight_by_chunk",
+    "least_sums",
+    "limit_groups",
+    "mask_forbidden",
+    "quick_bound",
+    "representative_microbatches",
+    "solve_chunked",
+    "sums_by_count",
+]  # fmt: skip
 
 _PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
 
 
 @lru_cache(maxsize=256)
-def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
+def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
-    few = fewer(p, m)
+    few = representative_microbatches(p, m)
     split = schedule.startswith("zb")
     out = []
     for row in generate(schedule, p, few, v).actions:
@@ -78,7 +89,7 @@ def held(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
     return tuple(out)
 
 
-def fewer(p: int, m: int) -> int:
+def representative_microbatches(p: int, m: int) -> int:
     """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size."""
     count = max(1, m // p)
     size, larger = divmod(m, count)
@@ -90,13 +101,17 @@ def fewer(p: int, m: int) -> int:
 @dataclass(frozen=True)
 class _Case:
     option: int
+    #: device groups
     p: int
+    #: chunks per group
     v: int
-    cap_s: float  # the least largest pace of p v chunks
+    #: the least largest pace of p v chunks
+    cap_s: float
+    #: a lower bound on the makespan
     low_s: float
 
 
-def chunked(
+def solve_chunked(
     table: PipelineTable,
     num_microbatches: int,
     schedule: str = "interleaved",
@@ -105,44 +120,49 @@ def chunked(
     top_k: int = 8,
     most: float = inf,
 ) -> PipelineSolution | InfeasiblePipeline:
-    """The best pipelines found with ``chunks`` chunks per group, each of another option, p or v, and a bound on all
-    that have one option for all stages. The constraints' cuts are those of chunks, their stages are device groups.
-    most: seconds; pipelines whose estimate is at least that do not matter."""
+    """The best pipelines with ``chunks`` chunks per group, each of another option, p or v.
+
+    The constraints' cuts are those of chunks, their stages are device groups. most: seconds; pipelines whose estimate
+    is at least that do not matter.
+    """
     m, constraints = num_microbatches, constraints or StageConstraints()
     if schedule not in ("interleaved", "zb-v"):
-        raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use pipeline_dp.solve")
+        raise ValueError(f"a schedule with chunks is interleaved or zb-v, but got {schedule!r}; use stage_dp.solve")
     cases = []
     work = least_sums(table.pace_s, constraints)
-    held = least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
+    in_flight_by_chunk = (
+        least_sums(table.resident + table.saved, constraints) if most < inf else np.zeros(len(table.options))
+    )
     for index, option in enumerate(table.options):
-        room, counts = max(option.limit_bytes, default=0.0), room_for(table.num_layers, option, chunks, constraints)
-        counts = [(p, v) for p, v in counts if m * work[index] / p < most and held[index] / p <= room]
+        room, counts = max(option.limit_bytes, default=0.0), group_counts(table.num_layers, option, chunks, constraints)
+        counts = [(p, v) for p, v in counts if m * work[index] / p < most and in_flight_by_chunk[index] / p <= room]
         if counts:
-            pace = allowed_only(table.pace_s[index], constraints)
-            largest, least = (_tables(pace, max(p * v for p, v in counts), one) for one in (np.maximum, np.add))
+            pace = mask_forbidden(table.pace_s[index], constraints)
+            largest, least = (
+                _tables(pace, max(p * v for p, v in counts), pipeline) for pipeline in (np.maximum, np.add)
+            )
             caps, sums = largest.tolist(), least.tolist()
             cases += [_Case(index, p, v, caps[p * v], m * max(caps[p * v], sums[p * v] / p)) for p, v in counts]
-    found: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
     nearest: tuple[float, Pipeline] | None = None
     divisions: dict[tuple[int, float], _Divisions] = {}
-    for case in sorted((one for one in cases if one.low_s < most), key=lambda one: one.low_s):
-        if len(found) >= top_k and case.low_s >= sorted(one.estimate_s for one in found)[top_k - 1]:
+    for case in sorted((pipeline for pipeline in cases if pipeline.low_s < most), key=lambda pipeline: pipeline.low_s):
+        if len(pipelines) >= top_k and case.low_s >= sorted(pipeline.estimate_s for pipeline in pipelines)[top_k - 1]:
             break
         if (key := (case.option, case.cap_s)) not in divisions:
-            divisions[key] = _Divisions(allowed_only(table.pace_s[case.option], constraints), case.cap_s)
-        one = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
-        if one is None:
+            divisions[key] = _Divisions(mask_forbidden(table.pace_s[case.option], constraints), case.cap_s)
+        pipeline = _pipeline(table, m, schedule, case, divisions[key].cuts(case.p * case.v), most)
+        if pipeline is None:
             continue
-        missing = max(a - b for a, b in zip(one.peak_bytes, one.limit_bytes))
+        missing = max(a - b for a, b in zip(pipeline.peak_bytes, pipeline.limit_bytes))
         if missing <= 0:
-            found.append(one)
+            pipelines.append(pipeline)
         elif nearest is None or missing < nearest[0]:
-            nearest = missing, one
-    if not found:
+            nearest = missing, pipeline
+    if not pipelines:
         return _infeasible(nearest, schedule)
-    best = tuple(sorted(found, key=lambda one: one.estimate_s)[:top_k])
-    bound = _lower_bound(table, m, schedule, chunks, constraints)
-    return PipelineSolution(best, min(one.path_s for one in best), min(bound, best[0].estimate_s), False)
+    best = tuple(sorted(pipelines, key=lambda pipeline: pipeline.estimate_s)[:top_k])
+    return PipelineSolution(best, min(pipeline.path_s for pipeline in best), complete=False)
 
 
 def least_sums(values: Floats, constraints: StageConstraints) -> Floats:
@@ -161,20 +181,20 @@ def least_sums(values: Floats, constraints: StageConstraints) -> Floats:
 
 def sums_by_count(values: Floats, most: int, constraints: StageConstraints) -> Floats:
     """[most + 1] the least sum of [L, L + 1] values along the layers, cut into that many runs."""
-    return _tables(allowed_only(values, constraints), most, np.add)
+    return _tables(mask_forbidden(values, constraints), most, np.add)
 
 
-def at_most(groups: int, constraints: StageConstraints) -> StageConstraints:
+def limit_groups(groups: int, constraints: StageConstraints) -> StageConstraints:
     """The constraints with no more device groups than that."""
     least, most = constraints.stages
     return replace(constraints, stages=(least, groups if most is None else min(groups, most)))
 
 
-def quick_bound(floors: Floors, m: int, constraints: StageConstraints) -> float:
-    """What the makespan of no pipeline with two chunks or more per group undercuts, of any family; inf where there is
-    room for none."""
+def quick_bound(floors: LowerBounds, m: int, constraints: StageConstraints) -> float:
+    """A lower bound on the makespan of every pipeline with two chunks or more per group, under any schedule; inf where
+    no such pipeline exists."""
     layers = floors.pace_s.shape[1]
-    counts = [room_for(layers, option, (2,), constraints) for option in floors.options]
+    counts = [group_counts(layers, option, (2,), constraints) for option in floors.options]
     room = [index for index, some in enumerate(counts) if some]
     if not room:
         return inf
@@ -187,16 +207,16 @@ def quick_bound(floors: Floors, m: int, constraints: StageConstraints) -> float:
     return float(m * load.min())
 
 
-def allowed_only(pace: Floats, constraints: StageConstraints) -> Floats:
+def mask_forbidden(pace: Floats, constraints: StageConstraints) -> Floats:
     """[L, L + 1] paces of the runs that may be chunks; the others take for ever."""
     at = np.indices(pace.shape)
     return np.where((at[0] < at[1]) & constraints.allowed(at[0], at[1]), pace, inf)
 
 
-def room_for(
+def group_counts(
     num_layers: int, option: StageOption, chunks: Sequence[int], constraints: StageConstraints
 ) -> list[tuple[int, int]]:
-    """(p, v) for which there is room; one group alone is no pipeline."""
+    """The (groups, chunks per group) that the devices and layers allow; one group alone is no pipeline."""
     least, most = constraints.stages
     room = len(_offsets(option))
     every = range(max(2, least), min(room, num_layers, room if most is None else most) + 1)
@@ -222,8 +242,8 @@ def _tables(pace: Floats, most: int, combine: np.ufunc) -> Floats:
 
 
 class _Divisions:
-    """Of the layers into chunks whose paces are at most ``cap``: the least Σ t², for one number of chunks after the
-    other."""
+    """Divisions of the layers into chunks with paces of at most ``cap`` and the least Σ t², for one number of chunks
+    after the other."""
 
     def __init__(self, pace: Floats, cap: float) -> None:
         layers = len(pace)
@@ -237,7 +257,7 @@ class _Divisions:
         self._came: list[NDArray[np.intp]] = []
 
     def cuts(self, count: int) -> list[int]:
-        """Where ``count`` chunks begin and end; of equal ones the first in reverse order."""
+        """The positions where ``count`` chunks begin and end; of equal ones the first in reverse order."""
         while len(self._came) < count:
             total = self._value[self._first] + self._square
             best = total.argmin(axis=1)
@@ -277,7 +297,7 @@ def _pipeline(
     if estimate >= most:
         return None
     filled = max(estimate, before + m * max(load) + step[0])
-    worst = [times[(times @ s).argmax()] for s, times in zip(saved, held(schedule, p, m, v))]
+    worst = [times[(times @ s).argmax()] for s, times in zip(saved, in_flight_by_chunk(schedule, p, m, v))]
     peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
     return Pipeline(
         stages=tuple(StageChoice(i, j, case.option, offsets[g]) for (g, _), i, j in zip(places, cuts, cuts[1:])),
@@ -294,40 +314,6 @@ def _pipeline(
             for (group, chunk), one in zip(places, at)
         ),
     )
-
-
-@lru_cache(maxsize=1024)
-def _at_once(schedule: str, p: int, m: int, v: int) -> tuple[int, ...]:
-    """Per device group, how many microbatches each of its chunks holds at some time: one while its last chunk runs the
-    first; interleaved, at the end of the warm-up, a group of them, but the last chunk at most 2(p − k − 1) + 1."""
-    if schedule != "interleaved":
-        return (1,) * p
-    size = min(m, (in_flight_formula(schedule, p - 1, p, m, v) - 1) // (v - 1))
-    return tuple(min(size, 2 * (p - k - 1) + 1) for k in range(p))
-
-
-def _lower_bound(
-    table: PipelineTable, m: int, schedule: str, chunks: Sequence[int], constraints: StageConstraints
-) -> float:
-    floors = table.floors
-    if floors is None:
-        return 0.0
-    bound = inf
-    for index, option in enumerate(floors.options):
-        counts = room_for(table.num_layers, option, chunks, constraints)
-        if not counts:
-            continue
-        most, limit = max(p * v for p, v in counts), max(option.limit_bytes)
-        rows = [row for row in floors.rows if not row.whole]
-        values = [floors.pace_s[index], *(row.value[index] for row in rows)]
-        sums = [_tables(allowed_only(value, constraints), most, np.add) for value in values]
-        for p, v in counts:
-            load = float(sums[0][p * v]) / p
-            for row, least in zip(rows, sums[1:]):
-                priced = sum(max(row.byte, row.saved_byte / h) for h in _at_once(schedule, p, m, v))
-                load = max(load, (float(least[p * v]) - limit * priced) / p)
-            bound = min(bound, m * load)
-    return bound
 
 
 def _infeasible(nearest: tuple[float, Pipeline] | None, schedule: str) -> InfeasiblePipeline:

@@ -22,7 +22,7 @@ from torch.fx import Node
 from ...costmodel.cluster import Cluster
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name
-from ..pipeline.families import PIPEDREAM, lag_steps, stashed
+from ..pipeline.families import PIPEDREAM, lag_steps, stashed_versions
 from ..rules import pairs_choice
 from .plan import Chunk, Plan
 
@@ -244,7 +244,7 @@ def notes(plan: Plan) -> list[str]:
         return []
     p, m = len(plan.stages), plan.microbatches
     most = lag_steps(p, m)
-    copies = ", ".join(str(stashed(s, p, m)) for s in range(p))
+    copies = ", ".join(str(stashed_versions(s, p, m)) for s in range(p))
     return [
         f"schedule {PIPEDREAM} changes the optimisation: steps overlap, and gradients are of weights that are up to "
         f"{most} update{'s' if most > 1 else ''} old (stages keep {copies} old versions of their weights); "

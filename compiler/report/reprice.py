@@ -27,7 +27,7 @@ from ..memory.stage import with_stage_memories
 from ..pipeline.families import in_flight_formula
 from ..plan.plan import Chunk, Plan, Prediction
 from ..plan.recompute import Recompute, modes_in, recompute_of
-from ..search.predict import predict, together
+from ..search.predict import merge_chunks, predict
 
 __all__ = ["reprice"]
 
@@ -93,7 +93,7 @@ def _stage(
         framework = FRAMEWORK_BYTES[cluster.device(stage.devices[0]).kind]
         chosen = [0] * len(section.names)
         parts.append(describe_stage(context, part.layers, section, chosen, flight, framework, stage.wire))
-    priced = together(parts)
+    priced = merge_chunks(parts)
     return replace(priced, stage=replace(stage, wire=stage.wire or priced.stage.wire))
 
 

@@ -1,4 +1,5 @@
-"""What else there was: the best pure data, tensor and pipeline plans by the tables' seconds, and why they lost."""
+"""The best data-, tensor- and pipeline-parallel plans by the seconds of the cost tables, and the reason why each one
+lost."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Any
 
 from ..intra_op.stage_cost import STEP_CAUSES
 from ..plan.plan import Plan
-from .explore import explore, nearest_misses
-from .infeasible import nearest
+from .explore import first_pipelines, nearest_misses
+from .infeasible import nearest_miss
 from .parallel_shape import Strategy
 from .space import microbatch_counts
-from .state import Candidate, PurePlan, Search
+from .state import Candidate, PurePlan, SearchState
 
 __all__ = ["find_alternatives", "pure_plans"]
 
@@ -20,26 +21,26 @@ __all__ = ["find_alternatives", "pure_plans"]
 def find_alternatives(plan: Plan, pure: Mapping[str, PurePlan]) -> list[dict[str, Any]]:
     """The best plan of each pure kind, as tables price it: name, step_s (None if infeasible) and why it lost."""
     return [
-        {"name": name, "step_s": None, "why": one.why}
-        if one.best is None
+        {"name": name, "step_s": None, "why": alternative.why}
+        if alternative.best is None
         else {
             "name": name,
-            "step_s": one.best.clock_s,
-            "why": _why(plan, one.best),
-            "microbatches": one.best.microbatches,
+            "step_s": alternative.best.clock_s,
+            "why": _why(plan, alternative.best),
+            "microbatches": alternative.best.microbatches,
         }
-        for name, one in pure.items()
+        for name, alternative in pure.items()
     ]
 
 
-def pure_plans(search: Search) -> dict[str, PurePlan]:
+def pure_plans(search: SearchState) -> dict[str, PurePlan]:
     """The best plan of each pure kind."""
     total = search.cluster.num_devices
     kinds = {"data": Strategy(dp=total), "tensor": Strategy(tp=total), "pipeline": Strategy(pp=total)}
     return {name: _pure_plan(search, kind) for name, kind in kinds.items()}
 
 
-def _pure_plan(search: Search, strategy: Strategy) -> PurePlan:
+def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
     if strategy.pp > len(search.layering.layers):
         return PurePlan(why=f"the model has {len(search.layering.layers)} layers, fewer than {strategy.pp} stages")
     if broken := search.constraints.excludes(strategy):
@@ -60,32 +61,35 @@ def _pure_plan(search: Search, strategy: Strategy) -> PurePlan:
         tables=None,
         thorough=False,
         workers=1,
-        proof=None,
-        aside=None,
-        beside={},
+        proof_task=None,
+        pure_task=None,
+        memory_corrections={},
     )
     try:
-        found = list(explore(inner))
+        candidates = list(first_pipelines(inner))
     except ValueError as error:
         return PurePlan(why=str(error))
-    if not found:
-        missing = nearest(nearest_misses(inner)).why.missing_bytes
+    if not candidates:
+        missing = nearest_miss(nearest_misses(inner)).why.missing_bytes
         return PurePlan(why=f"does not fit: {missing / 2**30:.2f} GiB per device missing")
-    return PurePlan(replace(min(found, key=lambda candidate: candidate.clock_s), rows=()))
+    return PurePlan(replace(min(candidates, key=lambda candidate: candidate.clock_s), rows=()))
 
 
 def _why(plan: Plan, other: Candidate) -> str:
-    """The part of a step that grew most against the plan's."""
-    mine, theirs = plan.prediction.step_s, other.clock_s
-    if theirs <= mine * 1.02:
-        return "as good, as far as tables tell" if theirs > mine * 0.98 else "better by the tables, which count less"
+    """The part of a step that takes longest against the plan, in words."""
+    plan_s, other_s = plan.prediction.step_s, other.clock_s
+    if other_s <= plan_s * 1.02:
+        return "as good, as far as tables tell" if other_s > plan_s * 0.98 else "better by the tables, which count less"
     slowest = max(plan.prediction.stages, key=lambda s: (s.forward_s + s.backward_s) * plan.microbatches + s.step_s)
     once = sum(slowest.seconds.get(cause, 0.0) for cause in STEP_CAUSES)
     each = plan.microbatches * (slowest.forward_s + slowest.backward_s)
     causes = {
         "the work on microbatches": (each, other.pace_s * other.microbatches),
         "reducing gradients and the update": (once, other.once_s),
-        "the bubble, with messages,": (mine - each - once, theirs - other.pace_s * other.microbatches - other.once_s),
+        "the bubble, with messages,": (
+            plan_s - each - once,
+            other_s - other.pace_s * other.microbatches - other.once_s,
+        ),
     }
     cause, (before, after) = max(causes.items(), key=lambda item: item[1][1] - item[1][0])
     return f"{cause} takes {_ms(after)} a step against {_ms(max(before, 0.0))}"

@@ -1,13 +1,11 @@
-"""From a candidate to a plan: its stages assembled, the schedule simulated, the memory counted.
+"""Build a plan from a candidate: solve its stages, simulate the schedule, count the memory.
 
-Stages that are equal up to names are assembled once (``build_plan``). What a stage really holds is known only here; a
-plan that does not fit raises, and the next candidate is tried.
+The memory that a stage really holds is known only here. A plan that does not fit raises, and the next candidate is
+tried.
 
-Stages that are equal up to the names of their nodes: one is assembled and priced, the others are the same with other
-names.
-
-Two runs of layers are twins if their layers have equal classes one by one: then their ops correspond in order, and so
-do the operands of these, down to floating ops, weights and inputs. A weight that both runs use keeps its name.
+Stages that are equal up to the names of their nodes are solved once; the others are copies with other names. Two runs
+of layers are equal in this sense if their layers have equal classes one by one: then their ops correspond in order, and
+so do the operands of these ops, down to floating ops, weights and inputs. A weight that both runs use keeps its name.
 """
 
 from __future__ import annotations
@@ -31,25 +29,37 @@ from ..pipeline.families import in_flight_formula, virtual_order
 from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePrediction
 from ..plan.recompute import recompute_of
 from ..rules import mesh_choices
-from .predict import predict, together
-from .state import SLACK, Candidate, Search, StageRow, batch_bytes
+from .predict import merge_chunks, predict
+from .state import LIMIT_SLACK, Candidate, SearchState, StageRow, batch_bytes
 
 __all__ = [
-    "Known", "excess_bytes", "finish", "held_by_rules", "measured", "names_between", "renamed", "stage_limits",
-    "with_memory",
+    "BuiltStages",
+    "build_plan",
+    "estimated_bytes",
+    "excess_bytes",
+    "match_names",
+    "rename_stage",
+    "stage_limits",
+    "with_measured_memory",
+    "within_memory",
 ]  # fmt: skip
 
 
-Known = dict[tuple[Any, ...], tuple[int, SolvedStage]]
+BuiltStages = dict[tuple[Any, ...], tuple[int, SolvedStage]]
 
 
-def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), known: Known | None = None) -> Plan:
-    """The plan of a candidate, its memory by the rules. limits_bytes: what each stage may hold by them, where that is
-    not all that its devices have (inf: all); known: stages assembled for this candidate before, which are added to."""
+def build_plan(
+    search: SearchState, best: Candidate, limits_bytes: Sequence[float] = (), built: BuiltStages | None = None
+) -> Plan:
+    """The plan of a candidate, with the memory that the cost model estimates.
+
+    limits_bytes: the estimated bytes that each stage may hold; inf, or no limits at all: the memory of its devices.
+    built: stages of this candidate from before, which is added to.
+    """
     cluster, layering, m = search.cluster, search.layering, best.microbatches
     graph = search.graph.with_batch(search.global_batch // m)
     with search.timed("refine"):
-        parts = _assembled(search, best, graph, limits_bytes, {} if known is None else known)
+        parts = _assembled(search, best, graph, limits_bytes, {} if built is None else built)
     stages = tuple(part.stage for part in parts)
     with search.timed("simulate"):
         step = predict(
@@ -81,10 +91,10 @@ def finish(search: Search, best: Candidate, limits_bytes: Sequence[float] = (), 
     )
 
 
-def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
+def within_memory(search: SearchState, plan: Plan, best: Candidate) -> Plan:
     """The plan of a candidate with the memory that its stages really hold. Raises OverfullError if that is too much."""
-    by_rules = [held_by_rules(one) for one in plan.prediction.stages]
-    plan = measured(search, plan)
+    by_rules = [estimated_bytes(one) for one in plan.prediction.stages]
+    plan = with_measured_memory(search, plan)
     over = excess_bytes(search, plan)
     full = [index for index, size in enumerate(over) if size > 0.0]
     if not full:
@@ -108,38 +118,38 @@ def with_memory(search: Search, plan: Plan, best: Candidate) -> Plan:
     )
 
 
-def held_by_rules(stage: StagePrediction) -> float:
-    """Bytes by the rules that a limit counts."""
+def estimated_bytes(stage: StagePrediction) -> float:
+    """The bytes of a stage's estimate that count towards its limit."""
     return stage.peak_bytes - stage.memory_bytes["framework"] - stage.memory_bytes["temporary"]
 
 
-def measured(search: Search, plan: Plan) -> Plan:
+def with_measured_memory(search: SearchState, plan: Plan) -> Plan:
     """The plan with the memory that its stages really hold."""
     graph = search.graph.with_batch(search.global_batch // plan.microbatches)
     with search.timed("memory"):
         return with_stage_memories(graph, plan, 1 if search.small else search.workers)
 
 
-def stage_limits(search: Search, plan: Plan) -> list[float]:
+def stage_limits(search: SearchState, plan: Plan) -> list[float]:
     """Bytes that each stage's devices have."""
     usable = _usable(search)
     return [min(usable[stage.devices[0] : stage.devices[-1] + 1]) for stage in plan.stages]
 
 
-def excess_bytes(search: Search, plan: Plan) -> list[float]:
-    """By how much each stage holds more than it may; not positive where it does not."""
+def excess_bytes(search: SearchState, plan: Plan) -> list[float]:
+    """The bytes by which each stage is above its limit; not positive where it fits."""
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
-    return [size - limit * SLACK for size, limit in zip(used, stage_limits(search, plan))]
+    return [size - limit * LIMIT_SLACK for size, limit in zip(used, stage_limits(search, plan))]
 
 
-def _usable(search: Search) -> list[float]:
-    return [search.share * size for size in usable_bytes(search.cluster)]
+def _usable(search: SearchState) -> list[float]:
+    return [search.memory_share * size for size in usable_bytes(search.cluster)]
 
 
 def _assembled(
-    search: Search, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: Known
+    search: SearchState, best: Candidate, graph: Graph, limits_bytes: Sequence[float], known: BuiltStages
 ) -> list[SolvedStage]:
-    """The stages; of several chunks, these are put together."""
+    """The solved stages; the chunks of one stage are merged."""
     cluster, m, num = search.cluster, best.microbatches, len(best.pipeline.peak_bytes)
     chunks = best.pipeline.chunks
     asked = chunks if chunks > 1 else None
@@ -197,12 +207,12 @@ def _assembled(
     grouped: list[list[SolvedStage]] = [[] for _ in range(num)]
     for group, part in zip(home, parts):
         grouped[group].append(part)
-    return [together(some) for some in grouped]
+    return [merge_chunks(some) for some in grouped]
 
 
-def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
-    """The modes of a stage's layers. Tables made for 1F1B take the layer with the loss as never repeated, whatever its
-    mode."""
+def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:
+    """The recompute modes of a stage's layers. Tables for 1F1B assume that the layer with the loss is never recomputed,
+    whatever its mode."""
     if row.composer.cases.schedule != "1f1b" or schedule == "1f1b":
         return dict(enumerate(modes, first))
     losses = {result.node for result in search.graph.results if result.kind == "loss"}
@@ -211,16 +221,16 @@ def _modes(search: Search, row: StageRow, modes: Sequence[str], first: int, sche
 
 
 def _twin(
-    search: Search, graph: Graph, twin: tuple[int, SolvedStage], first: int, offset: int, flight: int, limit: float
+    search: SearchState, graph: Graph, twin: tuple[int, SolvedStage], first: int, offset: int, flight: int, limit: float
 ) -> SolvedStage | None:
-    """The stage that ``twin`` is under other names; None where it is another one or does not fit here."""
+    """A copy of the solved stage ``twin`` on other layers; None if these differ or the copy does not fit there."""
     other, part = twin
     (chunk,) = part.stage.chunks
-    names = names_between(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
-    return None if names is None else renamed(part, graph, names, first, offset)
+    names = match_names(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
+    return None if names is None else rename_stage(part, graph, names, first, offset)
 
 
-def _flops(search: Search, graph: Graph) -> float:
+def _flops(search: SearchState, graph: Graph) -> float:
     """FLOPs of one microbatch, forward and backward: of each layer class once, and of floating ops."""
     single, layering = MeshPricer(search.cluster, 0, (), search.optimizer), search.layering
     nodes = graph.by_name()
@@ -234,9 +244,9 @@ def _flops(search: Search, graph: Graph) -> float:
     return of(layering.floating) + sum(by_class[layer.class_key] for layer in layering.layers)
 
 
-def names_between(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
-    """Node → its counterpart, from layers [first, first + num_layers) to those from ``other`` on; None where some node
-    has two counterparts (a weight that layers share in one run only)."""
+def match_names(graph: Graph, layering: Layering, first: int, other: int, num_layers: int) -> dict[str, str] | None:
+    """A map from each node of layers [first, first + num_layers) to its counterpart in those from ``other`` on. None if
+    some node has two counterparts: a weight that layers share in one run only."""
     nodes, floating = graph.by_name(), set(layering.floating)
     names: dict[str, str] = {}
     for k in range(num_layers):
@@ -257,10 +267,10 @@ def names_between(graph: Graph, layering: Layering, first: int, other: int, num_
     return names if len(set(names.values())) == len(names) else None
 
 
-def renamed(
+def rename_stage(
     part: SolvedStage, graph: Graph, names: Mapping[str, str], first_layer: int, first_device: int
 ) -> SolvedStage:
-    """The stage on other devices and layers."""
+    """Return the stage with other nodes, layers and devices."""
     nodes = graph.by_name()
     (chunk,) = part.stage.chunks
     sources = {

@@ -1,4 +1,4 @@
-"""What a caller pins or forbids, as text, and what it means for one model.
+"""Constraints on plans, as text, and their meaning for one model.
 
 Grammar (case and spaces do not count; NAME may have the wildcards * and ?)::
 
@@ -37,7 +37,7 @@ from ..rules import rule_for
 from .parallel_shape import Strategy, divisors_of
 from .space import Space
 
-__all__ = ["Constraints", "Resolved", "by_layer", "distinguished", "parse_constraints", "resolve"]
+__all__ = ["Constraints", "Resolved", "distinguish_layers", "layer_modes_of", "parse_constraints", "resolve"]
 
 MODES = ("none", "selective", "full")
 
@@ -59,7 +59,7 @@ class Range:
 
     @property
     def empty(self) -> bool:
-        """Whether no number is inside."""
+        """True if no number is inside."""
         return self.high is not None and self.low > self.high
 
 
@@ -86,16 +86,16 @@ class Constraints:
         return bool(self.said)
 
     def narrowed(self, space: Space) -> Space:
-        """``space`` without the kinds of decision that are forbidden. Raises ValueError where none is left."""
+        """Return ``space`` without the kinds of decision that are forbidden. Raises ValueError where none is left."""
         schedules = tuple(s for s in space.schedules if self.schedules is None or s in self.schedules)
         recompute = tuple(mode for mode in space.recompute if mode in self.recompute)
         patterns = tuple(p for p in space.residencies if PATTERNS.index(p) in self.zero)
-        for what, left, offered in (
+        for what, remaining, offered in (
             ("schedule", schedules, space.schedules),
             ("recompute", recompute, space.recompute),
             ("zero", patterns, space.residencies),
         ):
-            if not left:
+            if not remaining:
                 texts = " and ".join(map(repr, self.texts(what)))
                 raise ValueError(
                     f"constraints leave some {what} open, but got {texts} where the search has only "
@@ -146,14 +146,17 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Constraints on one model. cuts: positions (layer indices) where a stage must begin; no_cuts: where none may;
-    replicated: parameter nodes; split: op node → labels that some axis must carry; modes: class of a layer → the
-    recompute modes that it may take (``distinguished``)."""
+    """Constraints on one model."""
 
+    #: layer indices where a stage must begin
     cuts: tuple[int, ...] = ()
+    #: layer indices where no stage may begin
     no_cuts: tuple[int, ...] = ()
+    #: nodes of parameters that stay whole
     replicated: frozenset[str] = frozenset()
+    #: op node → labels that some mesh axis must carry
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: class of a layer → recompute modes that it may take (``distinguish_layers``)
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -166,21 +169,21 @@ def parse_constraints(texts: Sequence[str] | str | None) -> Constraints:
     if texts is None:
         return Constraints()
     words = [part.strip() for text in ([texts] if isinstance(texts, str) else texts) for part in text.split(";")]
-    found = Constraints()
+    constraints = Constraints()
     for text in filter(None, words):
-        found = _add(found, text)
-    return found
+        constraints = _add(constraints, text)
+    return constraints
 
 
 _RANGE = r"\s?(?P<sign><=|>=|=)\s*(?P<number>\d+)"
 
 
-def _add(found: Constraints, text: str) -> Constraints:
+def _add(constraints: Constraints, text: str) -> Constraints:
     spaced = " ".join(text.split())
     for pattern, apply in _FORMS:
         match = re.fullmatch(pattern, spaced, re.IGNORECASE)
         if match:
-            return apply(found, match, text)
+            return apply(constraints, match, text)
     raise ValueError(
         "a constraint reads like 'stage boundary at LAYER', 'no recompute', 'tensor parallel <= 8', "
         "'replicate WEIGHT', 'stages = 4', 'zero <= 2' or 'schedule 1f1b' (docs/search.md lists all), "
@@ -277,33 +280,35 @@ def _conflict(texts: Sequence[str], why: str) -> str:
 # ---- values → one model
 
 
-def resolve(found: Constraints, graph: Graph, layering: Layering) -> Resolved:
-    """What the constraints mean for this model. Raises ValueError where a name matches nothing, and where forced and
-    forbidden boundaries or the number of stages exclude each other."""
+def resolve(constraints: Constraints, graph: Graph, layering: Layering) -> Resolved:
+    """The layers, weights and ops of this model that the constraints name. Raises ValueError where a name matches
+    nothing, and where forced and forbidden boundaries or the number of stages exclude each other."""
     names = [layer.name for layer in layering.layers]
-    cuts = {names.index(name) for text in found.boundaries for name in _matches(text, names, "a layer")}
-    no_cuts = {names.index(name) for text in found.joined for name in _matches(text, names, "a layer")}
+    cuts = {names.index(name) for text in constraints.boundaries for name in _matches(text, names, "a layer")}
+    no_cuts = {names.index(name) for text in constraints.joined for name in _matches(text, names, "a layer")}
     if 0 in cuts:  # the first stage begins there anyway
         cuts.discard(0)
-    said = [text for about, text in found.said if about == "boundary"]
+    said = [text for about, text in constraints.said if about == "boundary"]
     if both := cuts & no_cuts:
         raise ValueError(_conflict(said, f"a stage would and would not begin at {names[min(both)]}"))
-    stages = [text for about, text in found.said if about == "stages"]
-    if found.stages.high is not None and len(cuts) + 1 > found.stages.high:
+    stages = [text for about, text in constraints.said if about == "stages"]
+    if constraints.stages.high is not None and len(cuts) + 1 > constraints.stages.high:
         raise ValueError(_conflict([*said, *stages], f"the boundaries alone make {len(cuts) + 1} stages"))
-    most = len(names) - len(no_cuts - {0})
-    if found.stages.low > most:
-        raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {most} stages"))
+    max_stages = len(names) - len(no_cuts - {0})
+    if constraints.stages.low > max_stages:
+        raise ValueError(_conflict([*said, *stages], f"these {len(names)} layers make at most {max_stages} stages"))
     parameters = {node.meta["source"].name: node.name for node in graph.placeholders("parameter")}
-    replicated = {parameters[name] for text in found.replicated for name in _matches(text, parameters, "a parameter")}
+    replicated = {
+        parameters[name] for text in constraints.replicated for name in _matches(text, parameters, "a parameter")
+    }
     split: dict[str, tuple[str, ...]] = {}
-    for text, label in found.split:
+    for text, label in constraints.split:
         for name in _splittable(graph, layering, text, label):
             split[name] = (*split.get(name, ()), label)
     return Resolved(tuple(sorted(cuts)), tuple(sorted(no_cuts)), frozenset(replicated), split)
 
 
-def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def layer_modes_of(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """``Constraints.layer_modes`` of a recompute argument: of the patterns that fit a layer the last one counts, "none"
     where none does; nothing if it is one mode for all."""
     if isinstance(recompute, str):
@@ -312,14 +317,17 @@ def by_layer(recompute: str | Mapping[str, str]) -> tuple[tuple[str, tuple[str, 
     return (("*", ("none",)), *((pattern, MODES if mode == "auto" else (mode,)) for pattern, mode in named))
 
 
-def distinguished(
-    layering: Layering, graph: Graph, found: Constraints, resolved: Resolved
+def distinguish_layers(
+    layering: Layering, graph: Graph, constraints: Constraints, resolved: Resolved
 ) -> tuple[Layering, Resolved]:
-    """The layering whose classes also tell apart what the constraints treat unlike, and with it the modes of each
-    class: two layers are alike if they are so without constraints, and these concern the same ones of their ops and
-    weights and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left."""
+    """The layering with classes that also tell apart layers under different constraints, and the constraints with the
+    recompute modes of each class.
+
+    Two layers are alike if they are so without constraints, and these concern the same ones of their ops and weights
+    and allow the same modes. Raises ValueError for a pattern that fits no layer and where no mode is left.
+    """
     nodes, layers, modes = graph.by_name(), [], {}
-    own = _modes_of([layer.name for layer in layering.layers], found)
+    layer_modes = _modes_of([layer.name for layer in layering.layers], constraints)
     for index, layer in enumerate(layering.layers):
         marks: list[object] = []
         for place, name in enumerate(layer.ops):
@@ -329,33 +337,35 @@ def distinguished(
                 if operand.name in resolved.replicated:
                     marks.append((place, k))
         key = layer.class_key.partition(" ")[0]
-        if marks or index in own:
-            key += " " + hashlib.sha256(repr((marks, own.get(index))).encode()).hexdigest()[:12]
-        if index in own:
-            modes[key] = own[index]
+        if marks or index in layer_modes:
+            key += " " + hashlib.sha256(repr((marks, layer_modes.get(index))).encode()).hexdigest()[:12]
+        if index in layer_modes:
+            modes[key] = layer_modes[index]
         layers.append(replace(layer, class_key=key))
     return replace(layering, layers=tuple(layers)), replace(resolved, modes=modes)
 
 
-def _modes_of(names: Sequence[str], found: Constraints) -> dict[int, tuple[str, ...]]:
-    """Layer → the modes that it may take, where that is said layer by layer."""
+def _modes_of(names: Sequence[str], constraints: Constraints) -> dict[int, tuple[str, ...]]:
+    """A map from each layer whose modes are asked for by name to the modes that it may take."""
     out: dict[int, tuple[str, ...]] = {}
-    for pattern, modes in found.layer_modes:
+    for pattern, modes in constraints.layer_modes:
         fits = _matches(pattern, names, "a layer")
-        left = tuple(mode for mode in modes if mode in found.recompute)
-        if not left:
-            texts = [*found.texts("recompute"), f"recompute {', '.join(modes)} of {pattern}"]
+        allowed = tuple(mode for mode in modes if mode in constraints.recompute)
+        if not allowed:
+            texts = [*constraints.texts("recompute"), f"recompute {', '.join(modes)} of {pattern}"]
             raise ValueError(_conflict(texts, "no mode is left"))
-        out |= dict.fromkeys((k for k, name in enumerate(names) if name in fits), left)
+        out |= dict.fromkeys((k for k, name in enumerate(names) if name in fits), allowed)
     return out
 
 
 def _matches(pattern: str, names: Collection[str], what: str) -> list[str]:
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
-        near = get_close_matches(pattern, list(names), 3, 0.3) or list(names)[:3]
-        raise ValueError(f"a constraint names {what} of the model, but got {pattern!r}; use one like {', '.join(near)}")
-    return found
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches:
+        close = get_close_matches(pattern, list(names), 3, 0.3) or list(names)[:3]
+        raise ValueError(
+            f"a constraint names {what} of the model, but got {pattern!r}; use one like {', '.join(close)}"
+        )
+    return matches
 
 
 def _splittable(graph: Graph, layering: Layering, pattern: str, label: str) -> list[str]:

@@ -1,22 +1,27 @@
-"""The pass list from a graph to a plan, readable top to bottom. Every pass is named and timed
-(``provenance["passes"]``).
+"""The passes of the planner, from a graph to plans.
 
-    layouts       how tensors lie in memory, where exact ops were measured                strides.py
-    layers        cluster the graph's ops into layers and classes                         layers.py
-    floors        per mesh and microbatch count: what all layers take at least, bounds    lower_bounds.py, vectorised/
-    compose       tables at prices of a byte, for the counts that may win                 explore.py, vectorised/
-    stages        dynamic programming over layers × devices                               pipeline/
-    schedules     the other schedule families, on the tables that are there                other_schedules.py
-                  closer looks where leaner tables may help                               explore.py
-    bounds        of the other counts and of the other schedule families                  optimality.py
-    refine        per chosen stage: the whole stage as one problem under its memory limit  stage.py, lagrange.py
-    simulate      messages between stages, and the schedule's makespan                    predict.py, simulate.py
-    memory        what each stage holds at its worst, from a run without data             stage.py
-                  small instances: refine to memory again, for what tables left out       refine.py
-    alternatives  what the best pure data, tensor and pipeline plans would have cost      alternatives.py
+``make_plans`` is the list of them, ``search_plans`` the loop in its middle. ``provenance["passes"]`` has the seconds of
+every pass by its name.
 
-With more than one worker a fork proves the bounds beside all that follows, and another looks for alternatives from the
-beginning: these passes have the seconds waited for them.
+    name          what the pass does                                                      modules
+    layouts       note the strides of tensors, if a cluster has measured exact ops        frontend/strides
+    layers        cluster the ops of the graph into layers and classes of layers          frontend/layers
+    floors        bound the seconds of all runs of layers, per submesh and microbatches   lower_bounds
+    compose       make cost tables at several memory multipliers                          tables, intra_op/vectorised
+    stages        cut layers and devices into stages, by dynamic programming              explore, pipeline/stage_dp
+    schedules     try the other schedules on the same tables                              other_schedules
+    bounds        lift the lower bounds of other microbatch counts and schedules          optimality, pipeline/bounds
+    refine        solve each chosen stage as one problem under its memory limit           build_plan, intra_op/stage
+    simulate      price messages between stages and time the schedule                     predict, pipeline/simulate
+    memory        count the peak bytes of each stage by a run without data                memory/stage
+    alternatives  find the best data-, tensor- and pipeline-parallel plans                alternatives
+
+Compose, stages and schedules run twice: the second time at more multipliers, for the counts where leaner strategies may
+help. Small graphs then go through refine, simulate and memory once more (``refine``), for what tables leave out. If the
+counted memory of all candidates is too high, the search begins again with corrected estimates.
+
+With more than one worker a fork lifts the bounds while the other passes go on, and a second one searches for the
+alternatives. Their passes then have the seconds for which the search waited.
 """
 
 from __future__ import annotations
@@ -45,30 +50,34 @@ from ..plan.validation import precision_notes
 from ..rules import rule_for
 from ..workers import ForkedTask
 from .alternatives import find_alternatives, pure_plans
-from .build_plan import Known, finish, with_memory
-from .explore import candidates, corrected
-from .infeasible import infeasible
+from .build_plan import BuiltStages, build_plan, within_memory
+from .explore import corrected_candidates, find_candidates
+from .infeasible import infeasible_error
 from .local_sgd import delay_notes
-from .optimality import bounded, prove, proving
-from .other_schedules import TIE, simplest_first, unfit, with_other_schedules
-from .refine import least_to_beat, may_settle, settled
+from .optimality import proof_processes, start_proof, with_bounds
+from .other_schedules import TIE_TOLERANCE, schedule_error, simplest_index, with_other_schedules
+from .refine import can_refine, refine_plans, time_to_beat
 from .request import PlanRequest
-from .state import INTERRUPTED, TIMED_OUT, Candidate, PurePlan, Search, alike, prepare
+from .state import INTERRUPTED, TIMED_OUT, Candidate, PurePlan, SearchState, prepare_search, same_decisions
 
 __all__ = [
     "best_plans",
     "make_plan",
     "make_plans",
-    "recorded",
     "search_plans",
     "start_search",
+    "with_provenance",
     "without_gc",
 ]
 
-LITTLE = 0.01  # of a step: what hides of it is as much in any other plan
-TRIES = 5  # candidates that are finished, at most
-LEANER = 3  # times that a candidate's stages are solved again within less
-TIGHTER = 8  # times that what was assembled may not fit without counting as a try, and that all of it may not
+#: the fraction of a step below which overlapped seconds are the same in every plan
+MIN_HIDDEN_FRACTION = 0.01
+#: candidates that are built
+MAX_TRIES = 5
+#: times that the stages of one candidate are solved again under a lower memory limit
+MAX_MEMORY_RETRIES = 3
+#: memory corrections that do not count as a try, and searches that end with corrections alone
+MAX_CORRECTIONS = 8
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -83,65 +92,95 @@ def make_plans(
     *,
     capture_s: float = 0.0,
     progress: Callable[[str, float], None] = lambda name, fraction: None,
-    kept: RowCache | None = None,
+    row_cache: RowCache | None = None,
 ) -> list[Plan]:
     """The ``request.count`` best plans of distinct cuts, meshes or microbatch counts, fastest first; see ``make_plan``.
 
-    capture_s: seconds that the capture took, for the record. progress(pass, fraction) is called along the way. kept:
-    rows of other searches, to take from and to add to.
+    capture_s: seconds that the capture took, for the record. progress(pass, fraction) is called along the way.
+    row_cache: cost-table rows of other searches, read and added to.
     """
     begin = time.perf_counter()
-    search = start_search(graph, cluster, request, capture_s, progress)
-    search.kept = kept
+    search = start_search(graph, cluster, request, capture_s, progress)  # layouts, layers
+    search.row_cache = row_cache
     search.alternatives = request.alternatives and cluster.num_devices > 1 and request.strategy is None
-    with without_gc(), proving(search):
-        search.aside = _pure_plans_aside(search)
-        plans = best_plans(search, request.count)
-        others = _alternatives(search, plans[0])
-        plans = bounded(search, plans)
+    with without_gc(), proof_processes(search):
+        start_pure_plans(search)  # alternatives, in a fork
+        plans = best_plans(search, request.count)  # floors to memory
+        alternatives = compare_pure_plans(search, plans[0])  # alternatives
+        plans = with_bounds(search, plans)  # bounds
     search.passes["total"] = time.perf_counter() - begin
-    return [recorded(search, plan, others if index == 0 else []) for index, plan in enumerate(plans)]
+    return [with_provenance(search, plan, [] if index else alternatives) for index, plan in enumerate(plans)]
+
+
+def best_plans(search: SearchState, top_k: int = 1) -> list[Plan]:
+    """The best plans of a search, fastest first, without the final bounds. Raises InfeasibleError if nothing fits."""
+    plans, error = search_plans(search, top_k)
+    if not plans:
+        raise error or infeasible_error(search)
+    return plans
+
+
+def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
+    """(the best plans, fastest first, without the final bounds; if there are none, the error of the last candidate)."""
+    tried: set[tuple[Any, ...]] = set()
+    last_error: InfeasibleError | None = None
+    for _ in range(MAX_CORRECTIONS):
+        base, candidates = find_candidates(search)  # floors, compose, stages, schedules
+        if base:
+            start_proof(search, (candidates or base)[0].clock_s)  # bounds
+        if base and not candidates:
+            return [], schedule_error(search, base)
+        plans, error = _build_plans(search, candidates, top_k, tried)  # refine, simulate, memory
+        last_error = error or last_error
+        if plans or not isinstance(error, OverfullError):
+            break  # otherwise the corrected memory estimates make other pipelines the best
+    if can_refine(search):
+        # Bounds first: refinement stops at the first plan that they prove to be the best.
+        plans = refine_plans(search, with_bounds(search, plans), top_k)  # bounds; refine, simulate, memory
+    return plans, None if plans else last_error
 
 
 def start_search(
     graph: Graph, cluster: Cluster, request: PlanRequest, capture_s: float, progress: Callable[[str, float], None]
-) -> Search:
+) -> SearchState:
     """The state of a search before its first pass. Raises ValueError for what can be refused at once."""
     begin = time.perf_counter()
     with without_gc():
-        search = prepare(graph, cluster, request)
+        search = prepare_search(graph, cluster, request)
     limit = request.time_limit_s
     search.passes["capture"], search.workers = capture_s, request.workers
-    search.progress, search.stop = progress, inf if limit is None else begin + limit
+    search.progress, search.deadline = progress, inf if limit is None else begin + limit
     return search
 
 
-def _pure_plans_aside(search: Search) -> ForkedTask[dict[str, PurePlan]] | None:
-    """A fork that looks for alternatives beside the search, where there is a worker for it."""
-    if not search.alternatives or search.workers < 2:
-        return None
-    return ForkedTask(partial(_pure_plans, search), True, later=True)
+def start_pure_plans(search: SearchState) -> None:
+    """Search for the pure plans in a fork if alternatives are wanted and there is a worker for it."""
+    if search.alternatives and search.workers > 1:
+        search.pure_task = ForkedTask(partial(_pure_plans, search), True, later=True)
 
 
-def _pure_plans(search: Search) -> dict[str, PurePlan]:
+def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
     with search.keeping():
         return pure_plans(search)
 
 
-def _alternatives(search: Search, plan: Plan) -> list[dict[str, Any]]:
+def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
+    """The best plan of each pure strategy beside ``plan``; none if they are not wanted or there was no time."""
     if not search.alternatives or search.cut_short:
         return []
     with search.timed("alternatives"):
         try:
-            return find_alternatives(plan, search.aside.result() if search.aside is not None else pure_plans(search))
-        except KeyboardInterrupt:  # the plan is there
+            pure = search.pure_task.result() if search.pure_task is not None else pure_plans(search)
+            return find_alternatives(plan, pure)
+        except KeyboardInterrupt:  # the plan itself is complete
             search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
             return []
 
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """The search makes millions of small acyclic objects, through which the collector would sweep again and again."""
+    """Disable the garbage collector. The search makes millions of small acyclic objects, and the collector would go
+    through them again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,82 +193,55 @@ def without_gc() -> Iterator[None]:
 # ---- from candidates to plans
 
 
-def best_plans(search: Search, top_k: int = 1) -> list[Plan]:
-    """The best plans of a search, fastest first, to be ``bounded``. Raises InfeasibleError if there is none."""
-    plans, error = search_plans(search, top_k)
-    if not plans:
-        raise error or infeasible(search)
-    return plans
-
-
-def search_plans(search: Search, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
-    """(the best plans, fastest first, to be ``bounded``; why the last one that was put together does not fit, if none
-    does)."""
-    seen: set[tuple[Any, ...]] = set()
-    missed: InfeasibleError | None = None
-    for _ in range(TIGHTER):
-        guided, found = candidates(search)
-        if guided:
-            prove(search, (found or guided)[0].clock_s)
-        if guided and not found:
-            return [], unfit(search, guided)
-        plans, error = _finished(search, found, top_k, seen)
-        missed = error or missed
-        if plans or not isinstance(error, OverfullError):
-            break  # else what is known of memory now makes other pipelines the best
-    if may_settle(search):  # the proof says when to stop
-        plans = settled(search, bounded(search, plans), top_k)
-    return plans, None if plans else missed
-
-
-def _finished(
-    search: Search, queue: list[Candidate], top_k: int, seen: set[tuple[Any, ...]]
+def _build_plans(
+    search: SearchState, queue: list[Candidate], top_k: int, tried: set[tuple[Any, ...]]
 ) -> tuple[list[Plan], InfeasibleError | None]:
-    """(plans that fit, fastest first; why the last of the others does not). queue: candidates, fastest first. seen:
-    what was tried before, which is added to.
+    """(plans that fit, fastest first; the error of the last candidate that does not). queue: candidates, fastest first.
+    tried: the keys of candidates that were built before, which is added to.
 
-    A candidate is simulated if its clock, which counts a little less than the simulation, leaves hope, even if all
-    hides that may; its memory is counted if it is among the best then. What that shows of a shape's memory corrects all
-    candidates that are left.
+    A candidate is built and simulated unless its clock, which counts a little less than the simulation, shows that it
+    loses, even if all that may overlap does. The memory of those that are then among the best is counted. An excess
+    corrects the memory estimates of the shape, and with them the candidates that are left.
     """
     plans: list[Plan] = []
     error: InfeasibleError | None = None
-    guide = search.space.guide
-    tries, corrections, short = max(TRIES, 2 * top_k), TIGHTER, dict[str, float]()
-    # short: by family, clock seconds per simulated second
-    tries += sum(one.schedule != guide for one in queue)
+    base_schedule = search.space.base_schedule
+    tries, corrections = max(MAX_TRIES, 2 * top_k), MAX_CORRECTIONS
+    tries += sum(candidate.schedule != base_schedule for candidate in queue)
+    clock_ratios = dict[str, float]()  # schedule → the least clock seconds per simulated second so far
     while queue and tries:
         candidate = queue.pop(0)
-        worst_s = least_to_beat(plans, top_k)
-        hidden_s = candidate.hidden_s if candidate.hidden_s > LITTLE * candidate.clock_s else 0.0
-        if candidate.clock_s - hidden_s >= worst_s * short.get(candidate.schedule, 1.0):
+        limit_s = time_to_beat(plans, top_k)
+        hidden_s = candidate.hidden_s if candidate.hidden_s > MIN_HIDDEN_FRACTION * candidate.clock_s else 0.0
+        if candidate.clock_s - hidden_s >= limit_s * clock_ratios.get(candidate.schedule, 1.0):
             continue
-        if plans and (search.cut_short or time.perf_counter() > search.stop):
+        if plans and (search.cut_short or time.perf_counter() > search.deadline):
             search.cut_short = search.cut_short or TIMED_OUT
             break
-        one = candidate.microbatches, candidate.schedule, tuple(_shapes(candidate)), f"{candidate.clock_s:.6g}"
-        if one in seen:  # the same at another price of a byte
+        key = candidate.microbatches, candidate.schedule, tuple(_shapes(candidate)), f"{candidate.clock_s:.6g}"
+        if key in tried:  # the same pipeline at another memory multiplier
             continue
-        seen.add(one)
+        tried.add(key)
         tries -= 1
         try:
-            parts: Known = {}
-            plan = _finish(search, candidate, bool(plans), parts)
-            known = short.get(candidate.schedule, 1.0)
-            short[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, known)
-            if plan.prediction.step_s >= worst_s * (1 + TIE) or any(alike(plan, other) for other in plans):
+            built: BuiltStages = {}
+            plan = _build_interruptibly(search, candidate, bool(plans), built)
+            ratio = clock_ratios.get(candidate.schedule, 1.0)
+            clock_ratios[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, ratio)
+            slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE)
+            if slower or any(same_decisions(plan, other) for other in plans):
                 continue
-            found, missed = _fitting(search, plan, candidate, worst_s, parts)
-            if found is not None and not any(alike(found, other) for other in plans):
-                plans = sorted([*plans, found], key=lambda one: one.prediction.step_s)
+            fitting, missed = _fit_memory(search, plan, candidate, limit_s, built)
+            if fitting is not None and not any(same_decisions(fitting, other) for other in plans):
+                plans = sorted([*plans, fitting], key=lambda plan: plan.prediction.step_s)
             if missed is None:
                 continue
             error = missed
-            if found is not None and found.prediction.step_s < candidate.clock_s * (1 + LITTLE):
+            if fitting is not None and fitting.prediction.step_s < candidate.clock_s * (1 + MIN_HIDDEN_FRACTION):
                 continue
-            if candidate.schedule != guide and guide in search.space.schedules:
-                continue  # what is known of the guide's stages stands
-            queue = _corrected(search, queue, candidate, missed, least_to_beat(plans, top_k))
+            if candidate.schedule != base_schedule and base_schedule in search.space.schedules:
+                continue  # the memory of the base schedule's stages is corrected by its own candidates
+            queue = _corrected_queue(search, queue, candidate, missed, time_to_beat(plans, top_k))
             tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
         except KeyboardInterrupt:
             if not plans:
@@ -237,13 +249,13 @@ def _finished(
             search.cut_short = INTERRUPTED
             break
     if plans:
-        first = simplest_first([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
+        first = simplest_index([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
         plans.insert(0, plans.pop(first))
     return plans[:top_k], error
 
 
 def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float]]:
-    """Which layers are where, and what they are believed to hold: equal rows of different levels are one."""
+    """(first layer, end layer, mesh shape, estimated bytes) per stage; the same for equal rows of different levels."""
     pipeline = candidate.pipeline
     return [
         (stage.first_layer, stage.end_layer, row.submesh.shape, round(used))
@@ -251,59 +263,65 @@ def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float
     ]
 
 
-def _fitting(
-    search: Search, plan: Plan, candidate: Candidate, most: float, parts: Known
+def _fit_memory(
+    search: SearchState, plan: Plan, candidate: Candidate, limit_s: float, built: BuiltStages
 ) -> tuple[Plan | None, OverfullError | None]:
-    """(the plan of a candidate with its memory; why it does not fit as it is). Stages that hold too much are solved
-    again within so much less, a few times; the plan is None where that is no faster than ``most``, or too much still.
-    parts: its stages so far."""
-    first: OverfullError | None = None
+    """(the plan of a candidate with its counted memory; the error of the first attempt, if that holds too much).
+
+    Stages that hold too much are solved again under a lower limit, a few times. The plan is None if it then takes
+    ``limit_s`` or longer, or still holds too much. built: the candidate's stages so far.
+    """
+    first_error: OverfullError | None = None
     limits: tuple[float, ...] = ()
-    for times in range(1 + LEANER):
+    for times in range(1 + MAX_MEMORY_RETRIES):
         try:
-            return with_memory(search, plan, candidate), first
+            return within_memory(search, plan, candidate), first_error
         except OverfullError as missed:
-            first = first or missed
+            first_error = first_error or missed
             before, limits = limits, tuple(map(min, limits or missed.leaner, missed.leaner))
-        if limits == before or times == LEANER:  # no choice is as lean
+        if limits == before or times == MAX_MEMORY_RETRIES:  # no strategy of the stages is as lean
             break
-        plan = finish(search, candidate, limits, parts)
-        if plan.prediction.step_s >= most:
+        plan = build_plan(search, candidate, limits, built)
+        if plan.prediction.step_s >= limit_s:
             break
-    return None, first
+    return None, first_error
 
 
-def _corrected(
-    search: Search, queue: Sequence[Candidate], candidate: Candidate, missed: OverfullError, most: float
+def _corrected_queue(
+    search: SearchState, queue: Sequence[Candidate], candidate: Candidate, missed: OverfullError, limit_s: float
 ) -> list[Candidate]:
-    """The queue with other candidates of its microbatch count, now that more is known of memory."""
-    m, guide = candidate.microbatches, search.space.guide
-    left = [one for one in queue if one.microbatches != m]
-    found = [one for one in corrected(search, m, missed.beside, most) if _shapes(one) != _shapes(candidate)]
-    if guide not in search.space.schedules:
-        found = with_other_schedules(search, found)
+    """The queue with new candidates of the same microbatch count, from the corrected memory estimates."""
+    m, base_schedule = candidate.microbatches, search.space.base_schedule
+    others = [other for other in queue if other.microbatches != m]
+    corrected = [
+        other
+        for other in corrected_candidates(search, m, missed.beside, limit_s)
+        if _shapes(other) != _shapes(candidate)
+    ]
+    if base_schedule not in search.space.schedules:
+        corrected = with_other_schedules(search, corrected)
     else:
-        left += [one for one in queue if one.schedule != guide and one.microbatches == m]
-    return sorted([*left, *found], key=lambda one: one.clock_s)
+        others += [other for other in queue if other.schedule != base_schedule and other.microbatches == m]
+    return sorted([*others, *corrected], key=lambda other: other.clock_s)
 
 
-def _finish(search: Search, candidate: Candidate, another: bool, parts: Known) -> Plan:
-    """The plan of a candidate. Where it is the first one (not ``another``), one Ctrl-C waits until it is done, and ends
-    the search there."""
+def _build_interruptibly(search: SearchState, candidate: Candidate, has_plans: bool, built: BuiltStages) -> Plan:
+    """The plan of a candidate. While there is no plan yet (not ``has_plans``), one Ctrl-C ends the search only after
+    this plan is complete."""
     try:
-        return finish(search, candidate, known=parts)
+        return build_plan(search, candidate, built=built)
     except KeyboardInterrupt:
-        if another or search.cut_short:
+        if has_plans or search.cut_short:
             raise
         search.cut_short = INTERRUPTED
-        return finish(search, candidate, known=parts)
+        return build_plan(search, candidate, built=built)
 
 
 # ---- for the record
 
 
-def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Plan:
-    """The plan with what the search has to say of itself."""
+def with_provenance(search: SearchState, plan: Plan, others: Sequence[dict[str, Any]]) -> Plan:
+    """The plan with its alternatives, its notes and the record of the search."""
     provenance = {
         "meshwright": "0.1.0",
         "torch": torch.__version__,
@@ -317,7 +335,7 @@ def recorded(search: Search, plan: Plan, others: Sequence[dict[str, Any]]) -> Pl
     return replace(plan, prediction=prediction, provenance=provenance, graph=search.graph)
 
 
-def _notes(search: Search, plan: Plan) -> list[str]:
+def _notes(search: SearchState, plan: Plan) -> list[str]:
     unknown = Counter(op_name(n) for n in search.graph.ops() if op_name(n) != "getitem" and rule_for(n).is_unknown(n))
     notes = [f"no rule for {name} ({count}×): replicated" for name, count in unknown.items()]
     notes += [text for text in (state_tensors(plan.optimizer)[1],) if text]

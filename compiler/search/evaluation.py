@@ -53,12 +53,12 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
             source = node.meta["source"]
             residency = stage.homes.get(source.name)
             whole = Pair((R,) * len(stage.mesh_shape), (R,) * len(stage.mesh_shape))
-            kept = (
+            stored = (
                 buffers.get(source.name, {}).get(index, whole)
                 if residency is None
                 else Pair(residency.stored, whole.value)
             )
-            pinned[node.name] = str(Pair(kept.value, whole.value))
+            pinned[node.name] = str(Pair(stored.value, whole.value))
         pricer = MeshPricer(cluster, stage.devices[0], stage.mesh_shape, plan.optimizer)
         context = StageContext(graph, layering, pricer, 1, Restriction(pinned=pinned))
         section = build_section(
@@ -69,8 +69,8 @@ def plan_evaluation(graph: Graph, plan: Plan, cluster: Cluster, buffers: Mapping
         )
         chosen = solve_section(section, 1)
         stages.append(describe_stage(context, (0, 0), section, chosen, 1, 0.0).stage)
-    made = {name: s for s, stage in enumerate(stages) for name in stage.chunks[0].sends}
-    transfers = tuple(Transfer(name, made[name], s) for s, st in enumerate(stages) for name in st.chunks[0].receives)
+    senders = {name: s for s, stage in enumerate(stages) for name in stage.chunks[0].sends}
+    transfers = tuple(Transfer(name, senders[name], s) for s, st in enumerate(stages) for name in st.chunks[0].receives)
     return replace(
         plan,
         model=graph.fingerprint(),

@@ -1,30 +1,29 @@
-"""The search over microbatch counts, submeshes, shardings, residencies and recompute, best first, under one family of
-schedules (``Space.guide``).
+"""The search for candidates over microbatch counts, submeshes, shardings, parameter shardings and recompute.
 
-1. *Floors* (``lower_bounds``). For every microbatch count and submesh: the least seconds per microbatch of every run
-   of layers, whatever its bytes, and the least where a byte is as dear as can be.
-2. *Looks.* A few counts at a time, the middle of those that may win first, get tables at middling prices of a byte and
-   their first pipeline; then the neighbours of the best, until it has none better.
-What comes after them is in ``explore``. What was looked at is bounded on the way by its own Lagrangian values
-(``bounds``), the rest afterwards (``optimality``). The bound of the search is the least of all counts'.
+The first part finds the best pipelines of the base schedule, a few microbatch counts at a time:
 
-Nothing is assembled here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
+1. *Lower bounds* (``lower_bounds``). For every microbatch count and submesh: the least seconds per microbatch of every
+   run of layers, whatever its bytes, and the least at the largest memory multiplier.
+2. *First pipelines.* The counts in the middle of those that may win come first; they get tables at middling memory
+   multipliers and their best pipeline. Then the neighbours of the best count follow, until none is better.
 
-Candidates of all open families of schedules, fastest first: what is assembled of them is the driver's business.
+The second part adds candidates of all open schedules, fastest first:
 
-1. The guide's first pipelines (``explore``).
-2. What the other families make of their tables (``other_schedules``).
-3. *Closer looks* at the counts whose first pipelines are the fastest: their other good pipelines and, where memory is
-   tight, a ladder of prices of a byte, so that leaner shardings, residencies and recompute modes of the same submeshes
-   stand for choice. That takes most of a search, so it is done only where it may help: where the rows of least seconds
-   were faster than the best candidate of any family if memory had no limit. Where that holds of other families alone,
-   only the submeshes that they may take get the ladder.
-4. What the other families make of what is new.
+3. The other schedules' pipelines on the same tables (``other_schedules``).
+4. *Further multipliers* for the counts whose first pipelines are the fastest: their other good pipelines and, where
+   memory is tight, tables at a ladder of multipliers, which offer leaner shardings and recompute modes of the same
+   submeshes. That takes most of a search. So it is done only where the rows of least seconds, without a memory limit,
+   would be faster than the best candidate of any schedule. Where that holds of other schedules alone, only the
+   submeshes that they may take get the ladder.
+5. The other schedules' pipelines on the new tables.
 
-Where there are workers, a fork proves bounds from 3 on: as far as what is known then, so that what is found later is
-bounded, too.
+Small graphs always get the ladder, and the other schedules once, at the end.
 
-Of small graphs the ladder is looked at in any case, and the other families once, at the end.
+With workers, a fork lifts bounds from 4 on, up to the best candidate of that time. ``bounds`` gets a bound of every
+solved count on the way, by its Lagrangian values; ``optimality`` bounds the rest afterwards. The bound of the search is
+the least of all counts' bounds.
+
+Nothing is built here: candidates name runs of layers, rows of tables and devices, with their makespan on a clock.
 """
 
 from __future__ import annotations
@@ -33,146 +32,158 @@ import time
 from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
-from .lower_bounds import FREE
-from .optimality import prove
-from .other_schedules import TIE, faster_without_limit, generous_divisions, with_other_schedules
-from .state import INTERRUPTED, TIMED_OUT, Candidate, Miss, Search
-from .tables import EPSILON, MIDDLE, tables_of
+from .lower_bounds import NO_MULTIPLIER
+from .optimality import start_proof
+from .other_schedules import TIE_TOLERANCE, divisions_above_limit, faster_without_limit, with_other_schedules
+from .state import INTERRUPTED, TIMED_OUT, Candidate, Miss, SearchState
+from .tables import BOUND_TOLERANCE, MIDDLE_MULTIPLIERS, tables_of
 
-__all__ = ["candidates", "corrected", "explore", "fits", "nearest_misses"]
+__all__ = ["anything_fits", "corrected_candidates", "find_candidates", "first_pipelines", "nearest_misses"]
 
 
-def explore(search: Search) -> Iterator[Candidate]:
-    """The first pipelines of the counts that are looked at, as they are found; ``search.bounds`` fills meanwhile."""
+def first_pipelines(search: SearchState) -> Iterator[Candidate]:
+    """Yield the best pipeline of every microbatch count that may win, as it is found; fills ``search.bounds``
+    meanwhile."""
     tables = tables_of(search)
     tables.best = inf
-    first: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
-    tables.floors()
-    looked: set[int] = set()
+    first_s: dict[int, float] = {}  # microbatches → the makespan of its first pipeline
+    tables.compute_lower_bounds()
+    solved_counts: set[int] = set()
 
-    def over() -> bool:
-        """Whether time is up and something fits."""
-        return bool(first) and time.perf_counter() > search.stop
+    def out_of_time() -> bool:
+        """True if time is up and something fits."""
+        return bool(first_s) and time.perf_counter() > search.deadline
 
-    while not over() and (counts := tables.worth_a_look(looked, first)):
-        looked.update(counts)
-        roomy = [m for m in counts if tables.roomy(m)]
-        tables.prepare(roomy, (FREE,))
-        tables.prepare([m for m in counts if m not in roomy], MIDDLE)
-        for found in tables.looks({m: (FREE,) if m in roomy else MIDDLE for m in counts}):
-            for candidate in found:
+    while not out_of_time() and (counts := tables.next_counts(solved_counts, first_s)):
+        solved_counts.update(counts)
+        fits_unconstrained = [m for m in counts if tables.fits_unconstrained(m)]
+        tables.prepare(fits_unconstrained, (NO_MULTIPLIER,))
+        tables.prepare([m for m in counts if m not in fits_unconstrained], MIDDLE_MULTIPLIERS)
+        for candidates in tables.solve_counts(
+            {m: (NO_MULTIPLIER,) if m in fits_unconstrained else MIDDLE_MULTIPLIERS for m in counts}
+        ):
+            for candidate in candidates:
                 tables.best = min(tables.best, candidate.clock_s)
-                first[candidate.microbatches] = candidate.clock_s
+                first_s[candidate.microbatches] = candidate.clock_s
                 yield candidate
-    if over():
+    if out_of_time():
         search.cut_short = TIMED_OUT
-    elif not first:
-        yield from tables.lean_candidates()
+    elif not first_s:
+        yield from tables.min_memory_candidates()
 
 
-def corrected(
-    search: Search, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], most: float
+def corrected_candidates(
+    search: SearchState, m: int, beside: Sequence[tuple[tuple[int, ...], int, float]], limit_s: float
 ) -> list[Candidate]:
-    """The candidates with m microbatches where stages of these (logical shape, level) hold so many bytes more than
-    tables say; ``search`` remembers it: of all levels of the shape, unless nothing is left then. most: seconds; slower
-    ones do not matter."""
-    tables, before = tables_of(search), search.beside
-    tables.best = most
+    """The candidates with m microbatches after a correction of their stages' memory.
+
+    Stages of each (mesh shape, level) in ``beside`` hold so many bytes more than tables say. ``search`` remembers it
+    for all levels of the shape, unless nothing is left then. limit_s: seconds; slower candidates do not matter.
+    """
+    tables, before = tables_of(search), search.memory_corrections
+    tables.best = limit_s
     for every in (True, False):
-        search.beside = dict(before)
+        search.memory_corrections = dict(before)
         for shape, level, size in beside:
             for number in range(len(tables.levels)) if every else (level,):
                 key = shape, m, number
-                search.beside[key] = max(search.beside.get(key, 0.0), size)
-        if found := tables.again(m):
-            return found
+                search.memory_corrections[key] = max(search.memory_corrections.get(key, 0.0), size)
+        if candidates := tables.resolve(m):
+            return candidates
     return []
 
 
-def nearest_misses(search: Search) -> list[Miss]:
-    """Why nothing fits, for every microbatch count."""
+def nearest_misses(search: SearchState) -> list[Miss]:
+    """The reason why nothing fits, for every microbatch count."""
     return tables_of(search).misses() if search.tables is not None else []
 
 
-def fits(search: Search) -> bool:
-    """Whether anything fits, by the leanest estimates there are; a fraction of the work of ``explore``."""
+def anything_fits(search: SearchState) -> bool:
+    """True if anything fits by the estimates at the largest memory multiplier. A fraction of the work of
+    ``first_pipelines``."""
     return tables_of(search).fits()
 
 
-THOROUGH = 3  # microbatch counts that are looked at closely
-NEAR = 1.04  # of the best first pipeline: how far theirs may be
+#: microbatch counts that get further multipliers
+MAX_LADDER_COUNTS = 3
+#: by which their first pipeline may be slower than the best first pipeline
+LADDER_TOLERANCE = 1.04
 
 
-def candidates(search: Search) -> tuple[list[Candidate], list[Candidate]]:
-    """(pipelines of the guide, pipelines of all open families), fastest first each."""
-    guided = _first(search)
+def find_candidates(search: SearchState) -> tuple[list[Candidate], list[Candidate]]:
+    """(pipelines of the base schedule, pipelines of all open schedules), fastest first each."""
+    base = _first(search)
     offered: list[Candidate] = []
     if not search.small:
-        ranked = with_other_schedules(search, guided)
-        offered = [one for one in ranked if one.schedule != search.space.guide]
+        ranked = with_other_schedules(search, base)
+        offered = [candidate for candidate in ranked if candidate.schedule != search.space.base_schedule]
         if ranked and search.workers > 1:
-            prove(search, ranked[0].clock_s)
+            start_proof(search, ranked[0].clock_s)
     counts: list[int] = []
-    if guided and search.thorough and not search.cut_short:
-        guided, counts = _closely(search, guided, offered)
-    found = with_other_schedules(search, guided, offered, None if search.small else counts)
-    return guided, found or (generous_divisions(search) if guided else [])
+    if base and search.thorough and not search.cut_short:
+        base, counts = _closely(search, base, offered)
+    candidates = with_other_schedules(search, base, offered, None if search.small else counts)
+    return base, candidates or (divisions_above_limit(search) if base else [])
 
 
-def _first(search: Search) -> list[Candidate]:
-    found: list[Candidate] = []
+def _first(search: SearchState) -> list[Candidate]:
+    candidates: list[Candidate] = []
     try:
-        for candidate in explore(search):
-            found.append(candidate)
+        for candidate in first_pipelines(search):
+            candidates.append(candidate)
     except KeyboardInterrupt:
-        if not found:
+        if not candidates:
             raise
         search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.clock_s)
+    return sorted(candidates, key=lambda candidate: candidate.clock_s)
 
 
 def _closely(
-    search: Search, guided: Sequence[Candidate], offered: Sequence[Candidate]
+    search: SearchState, base: Sequence[Candidate], offered: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[int]]:
-    """(``guided`` and more, the microbatch counts that have other rows now)."""
-    found, counts = list(guided), list[int]()
+    """(``base`` and more pipelines of the base schedule, the microbatch counts that have new rows)."""
+    candidates, counts = list(base), list[int]()
     try:
-        _look(search, found, counts, min((one.clock_s for one in offered), default=inf))
+        _look(search, candidates, counts, min((other.clock_s for other in offered), default=inf))
     except KeyboardInterrupt:
         search.cut_short = INTERRUPTED
-    return sorted(found, key=lambda candidate: candidate.clock_s), counts
+    return sorted(candidates, key=lambda candidate: candidate.clock_s), counts
 
 
-def _look(search: Search, found: list[Candidate], counts: list[int], best_s: float) -> None:
-    """Add pipelines to ``found``, and to ``counts`` the microbatch counts that get other rows. best_s: the least clock
-    of the other families."""
+def _look(search: SearchState, candidates: list[Candidate], counts: list[int], best_s: float) -> None:
+    """Add pipelines to ``candidates``, and to ``counts`` the microbatch counts that get new rows.
+
+    best_s: the least clock of the other schedules.
+    """
     tables, space = tables_of(search), search.space
     if not isfinite(tables.best):  # nothing fits but by generous estimates
         return
     by_count: dict[int, list[Candidate]] = {}
-    for one in found:
+    for one in candidates:
         by_count.setdefault(one.microbatches, []).append(one)
-    near = [m for m, some in by_count.items() if some[0].clock_s <= NEAR * tables.best][:THOROUGH]
-    tight = [m for m in near if tables.tight(m, by_count[m][0].clock_s)]
-    lean = tight
-    if not search.small and space.guide in space.schedules:
+    close_counts = [m for m, group in by_count.items() if group[0].clock_s <= LADDER_TOLERANCE * tables.best][
+        :MAX_LADDER_COUNTS
+    ]
+    tight_counts = [m for m in close_counts if tables.gains_from_memory(m, by_count[m][0].clock_s)]
+    ladder_counts = tight_counts
+    if not search.small and space.base_schedule in space.schedules:
         best_s = min(best_s, tables.best)
-        lean = [m for m in tight if tables.faster_without_limit(m, best_s * (1 - EPSILON))]
-        for m in tight:
-            if m not in lean and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE)):
+        ladder_counts = [m for m in tight_counts if tables.faster_without_limit(m, best_s * (1 - BOUND_TOLERANCE))]
+        for m in tight_counts:
+            if m not in ladder_counts and faster_without_limit(search, m, by_count[m], best_s * (1 - TIE_TOLERANCE)):
                 used = dict.fromkeys(row.submesh for one in by_count[m] for row in one.rows)
-                tables.prepare_uniform(m, best_s, used)
+                tables.prepare_uniform_ladder(m, best_s, used)
                 counts.append(m)
         tables.best = best_s
-    tables.prepare_ladder(lean)
-    for place, m in enumerate(near):
-        search.progress("search", place / len(near))
-        if tables.bound(m) >= tables.best * (1 - EPSILON):
+    tables.prepare_ladder(ladder_counts)
+    for place, m in enumerate(close_counts):
+        search.progress("search", place / len(close_counts))
+        if tables.bound(m) >= tables.best * (1 - BOUND_TOLERANCE):
             continue
-        if time.perf_counter() > search.stop:
+        if time.perf_counter() > search.deadline:
             search.cut_short = TIMED_OUT
             return
-        counts += [m] if m in lean else []
-        for candidate in tables.candidates(m, m in lean):
+        counts += [m] if m in ladder_counts else []
+        for candidate in tables.candidates(m, m in ladder_counts):
             tables.best = min(tables.best, candidate.clock_s)
-            found.append(candidate)
+            candidates.append(candidate)

@@ -1,14 +1,14 @@
-"""When nothing fits: which constraints are to blame, or which stage, how many bytes are missing, and what would fit.
+"""Errors for requests that no plan satisfies: the constraints to blame, or the stage that misses memory and remedies.
 
-1. *Constraints.* If something fits without them, those are named of which none can be left out: one after the other is
-   dropped for good if nothing fits without it (deletion filter, Chinneck and Dravnieks 1991). What is left excludes
-   every plan, and each part of it allows one.
+1. *Constraints.* If something fits without them, the error names a set of which none can be left out: one constraint
+   after the other is dropped for good if nothing fits without it (deletion filter, Chinneck and Dravnieks 1991). The
+   set excludes every plan, and each part of it allows one.
 2. *A tensor.* A weight that no mesh of the cluster cuts finely enough for its devices fits under no plan.
-3. *Memory.* The nearest miss says the stage, and its choices what most of its bytes are.
-4. *Relaxations.* Whatever is not open yet is opened, one thing at a time, and what then fits is said.
+3. *Memory.* The nearest miss says the stage; its strategies say what takes most of its bytes.
+4. *Relaxations.* Every kind of decision that is not open is opened, one at a time; the error lists those that help.
 
-Every "fits" is a run of the floors and the dynamic programme on the leanest tables of a few microbatch counts, so it is
-an estimate as good as the search's own.
+Every "fits" is a run of the lower bounds and the dynamic program on tables at the largest memory multiplier for a few
+microbatch counts: an estimate as good as the search's own.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from ..errors import InfeasibleError
 from ..ir.spec import parse_pair
 from ..plan.plan import RECOMPUTE_MODES
 from ..text import bytes_text
-from .explore import fits, nearest_misses
+from .explore import anything_fits, nearest_misses
 from .parallel_shape import divisors_of
 from .space import Space, microbatch_counts, submeshes
-from .state import Miss, Search, prepare
+from .state import Miss, SearchState, prepare_search
 
-__all__ = ["infeasible", "nearest"]
+__all__ = ["infeasible_error", "nearest_miss"]
 
 PATIENCE_S = 5.0  # no further relaxation is tried after so many seconds
-COUNTS = 2  # microbatch counts that are tried per question
+COUNTS_PER_QUESTION = 2  # microbatch counts that are tried per question
 CAUSES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
 
 
-def infeasible(search: Search) -> InfeasibleError:
-    """The error that says what excludes every plan, or what is missing where, from the nearest miss of the search."""
+def infeasible_error(search: SearchState) -> InfeasibleError:
+    """The error for a search without a plan: the constraints that exclude every plan, or what is missing at the nearest
+    miss."""
     guilty = _guilty(search)
     if guilty:
         named = " and ".join(map(repr, guilty))
@@ -56,48 +57,48 @@ def infeasible(search: Search) -> InfeasibleError:
             f"no microbatch count of global_batch {search.global_batch} suits this model "
             "(its graph needs batch multiples that none of them gives); use another global_batch"
         )
-    miss = nearest(misses)
+    miss = nearest_miss(misses)
     return InfeasibleError(
         f"no plan fits {search.cluster.name}: {_short(search, miss)}; {_indivisible(search) or _remedies(search, miss)}"
     )
 
 
-def nearest(misses: Sequence[Miss]) -> Miss:
-    """The miss by least, among real pipelines where there are any."""
+def nearest_miss(misses: Sequence[Miss]) -> Miss:
+    """The miss with the fewest missing bytes, among real pipelines if there are any."""
     return min(misses, key=lambda miss: (miss.why.choice is None, miss.why.missing_bytes))
 
 
 # ---- constraints
 
 
-def _guilty(search: Search) -> list[str]:
+def _guilty(search: SearchState) -> list[str]:
     """Constraints that together exclude every plan, none of which can be left out; none if they are not to blame."""
-    left = search.constraints.texts()
-    if not left or not _fits(search, []):
+    remaining = search.constraints.texts()
+    if not remaining or not _fits(search, []):
         return []
-    for text in list(left):
-        fewer = [other for other in left if other is not text]
+    for text in list(remaining):
+        fewer = [other for other in remaining if other is not text]
         if not _fits(search, fewer):
-            left = fewer
-    return left
+            remaining = fewer
+    return remaining
 
 
-def _fits(search: Search, texts: Sequence[str]) -> bool:
+def _fits(search: SearchState, texts: Sequence[str]) -> bool:
     return _possible(search, constraints=tuple(texts))
 
 
-def _possible(search: Search, cluster: Cluster | None = None, **instead: Any) -> bool:
-    """Whether something fits on another cluster, or with these words of the request instead."""
+def _possible(search: SearchState, cluster: Cluster | None = None, **instead: Any) -> bool:
+    """True if something fits on another cluster, or with these fields of the request replaced."""
     assert search.request is not None
     try:
-        other = prepare(search.graph, cluster or search.cluster, replace(search.request, **instead))
+        other = prepare_search(search.graph, cluster or search.cluster, replace(search.request, **instead))
         counts = microbatch_counts(other.global_batch, other.strategy)
         counts = [m for m in counts if m in other.constraints.microbatches]
-        other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS)][::-1])
-        other.share = search.share
+        other.counts = tuple(counts[-1 :: -max(1, len(counts) // COUNTS_PER_QUESTION)][::-1])
+        other.memory_share = search.memory_share
         if other.resolved == search.resolved:
             other.samples = search.samples  # what rules say of the ops of the same layers
-        return fits(other)
+        return anything_fits(other)
     except ValueError:
         return False
 
@@ -105,8 +106,8 @@ def _possible(search: Search, cluster: Cluster | None = None, **instead: Any) ->
 # ---- what is missing
 
 
-def _short(search: Search, miss: Miss) -> str:
-    """Which stage misses how much of what."""
+def _short(search: SearchState, miss: Miss) -> str:
+    """A sentence about the stage that misses memory: which layers, how much, and the largest cause."""
     why, choice = miss.why, miss.why.choice
     if choice is None:
         return why.reason
@@ -128,7 +129,7 @@ def _devices(miss: Miss) -> str:
     return f"{number} device{'s' if number > 1 else ''}"
 
 
-def _causes(search: Search, miss: Miss) -> dict[str, float]:
+def _causes(search: SearchState, miss: Miss) -> dict[str, float]:
     """Bytes per device of the stage that misses most, by cause."""
     assert miss.row is not None
     assert miss.why.choice is not None
@@ -143,27 +144,28 @@ def _causes(search: Search, miss: Miss) -> dict[str, float]:
             continue
         pair, _, pattern = text.partition(" ")
         kind, trained = node.meta["type"], name in search.layering.needs_grad
-        found = dict(shardings_by_pattern(kind, parse_pair(pair), pricer.mesh_shape, trained))
-        home = found.get(pattern or "replicated", found["replicated"])
+        offers = dict(shardings_by_pattern(kind, parse_pair(pair), pricer.mesh_shape, trained))
+        home = offers.get(pattern or "replicated", offers["replicated"])
         for cause, size in sharding_bytes(pricer, kind, home, node.meta["source"].requires_grad).items():
             bill[CAUSES[cause]] += size
     bill["activations"] = max(0.0, miss.why.needed_bytes - sum(bill.values()))
     return bill
 
 
-def _indivisible(search: Search) -> str | None:
-    """What says that some weight, cut as finely as a mesh can, is larger than every device."""
-    most = search.share * max(usable_bytes(search.cluster))
+def _indivisible(search: SearchState) -> str | None:
+    """A sentence about a weight that is larger than every device even if a mesh cuts it as finely as it can; None if
+    there is none."""
+    limit = search.memory_share * max(usable_bytes(search.cluster))
     shapes = {sub.shape for sub in submeshes(search.cluster, search.space)} | {()}
     copies = 2 + state_tensors(search.optimizer)[0]
     worst: tuple[float, str, float] | None = None
     for node in search.graph.placeholders("parameter"):
         kind, source = node.meta["type"], node.meta["source"]
         whole = float(kind.nbytes) * (copies if source.requires_grad else 1)
-        if whole <= most:
+        if whole <= limit:
             continue
         least = whole / max(_cuts(kind.shape, shape) for shape in shapes)
-        if least > most and (worst is None or least > worst[0]):
+        if least > limit and (worst is None or least > worst[0]):
             worst = least, source.name, whole
     if worst is None:
         return None
@@ -176,30 +178,30 @@ def _indivisible(search: Search) -> str | None:
 
 
 def _cuts(extents: Sequence[int], mesh: Sequence[int]) -> int:
-    """Into how many even parts a mesh can cut a tensor at most."""
-    most = 1
+    """The largest number of even parts into which a mesh can cut a tensor."""
+    max_parts = 1
     for dims in product(range(-1, len(extents)), repeat=len(mesh)):
         left, parts = list(extents), 1
         for dim, size in zip(dims, mesh):
             if dim >= 0 and gcd(left[dim], size) == size:
                 left[dim] //= size
                 parts *= size
-        most = max(most, parts)
-    return most
+        max_parts = max(max_parts, parts)
+    return max_parts
 
 
 # ---- what would fit
 
 
-def _remedies(search: Search, miss: Miss) -> str:
-    stop, found = time.perf_counter() + PATIENCE_S, []
+def _remedies(search: SearchState, miss: Miss) -> str:
+    stop, texts = time.perf_counter() + PATIENCE_S, []
     for text, possible in _relaxations(search):
-        found += [text] if possible else []
+        texts += [text] if possible else []
         if time.perf_counter() > stop:
             break
     more = f"{bytes_text(miss.why.needed_bytes)} per device beside the framework would fit; " if _known(miss) else ""
-    if found:
-        return f"{more}a plan fits with {', or with '.join(found)}"
+    if texts:
+        return f"{more}a plan fits with {', or with '.join(texts)}"
     return f"{more}use more devices, devices with more memory, more microbatches or a smaller batch"
 
 
@@ -207,7 +209,7 @@ def _known(miss: Miss) -> bool:
     return isfinite(miss.why.needed_bytes) and miss.why.choice is not None
 
 
-def _sharding(search: Search, wide: Space, later: str) -> Iterator[tuple[str, bool]]:
+def _sharding(search: SearchState, wide: Space, later: str) -> Iterator[tuple[str, bool]]:
     """The lowest level of parameter sharding that fits; the highest if that does not either."""
     spaces = {level: replace(wide, residencies=PATTERNS[: level + 1]) for level in (3, 1, 2)}
     if not _possible(search, space=spaces.pop(3)):
@@ -217,9 +219,9 @@ def _sharding(search: Search, wide: Space, later: str) -> Iterator[tuple[str, bo
     yield f"zero={fit}{later}", True
 
 
-def _relaxations(search: Search) -> Iterator[tuple[str, bool]]:
-    """What is not open yet, and whether something fits once it is; cheapest first."""
-    space = search.asked or search.space
+def _relaxations(search: SearchState) -> Iterator[tuple[str, bool]]:
+    """Yield (a relaxation of the request, True if something fits with it), cheapest first."""
+    space = search.unconstrained_space or search.space
     later = " (such a plan cannot be run yet)" if space.executable_only else ""
     wide = replace(space, executable_only=False)
     if search.microbatches is not None and search.microbatches < search.global_batch:

@@ -1,4 +1,4 @@
-"""Whether delayed gradient averaging (``runtime/execution/local_sgd.py``) would pay, and with which delay.
+"""Predicted gain of delayed gradient averaging (``runtime/execution/local_sgd.py``), and the best delay.
 
 A plan's step waits for what of its sums of gradients nothing hides. With a delay nothing waits, as long as the network
 takes a step's sum in a step's time. With S the seconds of the sums of the stage that sums longest, and C the step on
@@ -24,14 +24,14 @@ from .predict import simulate_stages
 
 __all__ = ["LEAST_GAIN", "Delay", "chosen_delay", "delay_notes", "delay_taken", "worthwhile_delay"]
 
-MOST = 20  # steps: what has been published without loss of accuracy (Zhu et al. 2021)
+MAX_DELAY_STEPS = 20  # steps: what has been published without loss of accuracy (Zhu et al. 2021)
 LEAST_GAIN = 1.25
 _WOULD, _TAKEN = "delayed averaging would take", "delayed averaging:"
 
 
 @dataclass(frozen=True)
 class Delay:
-    """steps: for which a mean is on its way; step_s: predicted seconds of a step with it."""
+    """A number of steps for which a mean is on its way, and the predicted seconds of a step with it."""
 
     steps: int
     step_s: float
@@ -56,34 +56,34 @@ def worthwhile_delay(plan: Plan) -> Delay | None:
     clock = simulate_stages(plan.schedule, plan.microbatches, plan.chunks_asked, plan.stages, alone, plan.transfers)
     step_s = max(clock.makespan_s, sums_s)
     steps = int(sums_s // step_s) + 1
-    if steps > MOST or plan.prediction.step_s < LEAST_GAIN * step_s:
+    if steps > MAX_DELAY_STEPS or plan.prediction.step_s < LEAST_GAIN * step_s:
         return None
     return Delay(steps, step_s)
 
 
 def _alone(stage: Stage, prediction: StagePrediction, told_s: float) -> StagePrediction:
-    """Without sums of gradients; and on a mesh of one axis, over which replicas send nothing else, of the loss.
-    told_s: of every stage's seconds for the loss, those until everyone knows it."""
-    found = replace(prediction, step_s=prediction.step_s - prediction.seconds.get("gradient", 0.0))
+    """The stage's prediction without sums of gradients and, on a mesh of one axis, without what its replicas send each
+    other for the loss. told_s: the seconds, of every stage's seconds for the loss, until all ranks know it."""
+    alone = replace(prediction, step_s=prediction.step_s - prediction.seconds.get("gradient", 0.0))
     if sum(size > 1 for size in stage.mesh_shape) != 1:
-        return found
-    found = replace(found, step_s=found.step_s - (prediction.seconds.get("loss", 0.0) - told_s))
+        return alone
+    alone = replace(alone, step_s=alone.step_s - (prediction.seconds.get("loss", 0.0) - told_s))
     sent = sum(prediction.seconds.get(cause, 0.0) for cause in ("reshard", "internal"))
-    chunks = found.chunk_s[:-1] + tuple((f - sent, b, w) for f, b, w in found.chunk_s[-1:])  # the loss is in the last
-    return replace(found, forward_s=found.forward_s - sent, chunk_s=chunks)
+    chunks = alone.chunk_s[:-1] + tuple((f - sent, b, w) for f, b, w in alone.chunk_s[-1:])  # the loss is in the last
+    return replace(alone, forward_s=alone.forward_s - sent, chunk_s=chunks)
 
 
 def chosen_delay(plan: Plan, graph: Graph) -> Delay | None:
     """``worthwhile_delay``, if every stage's replicas can step by themselves. graph: as it was captured."""
-    found = worthwhile_delay(plan)
-    if found is None:
+    delay = worthwhile_delay(plan)
+    if delay is None:
         return None
     small = in_precision(graph, plan.precision).with_batch(plan.microbatch_size)
     counts = set()
     for index, stage in enumerate(plan.stages):
         axes, _ = loose_axes(stage, [lower(small, plan, index, chunk) for chunk in range(len(stage.chunks))])
         counts.add(prod(stage.mesh_shape[axis] for axis in axes))
-    return found if len(counts) == 1 and 1 not in counts else None
+    return delay if len(counts) == 1 and 1 not in counts else None
 
 
 def delay_taken(plan: Plan, delay: Delay) -> Plan:
@@ -98,12 +98,12 @@ def delay_taken(plan: Plan, delay: Delay) -> Plan:
 
 def delay_notes(plan: Plan) -> list[str]:
     """A line for a plan that a delay would make faster."""
-    found = worthwhile_delay(plan)
-    if found is None:
+    delay = worthwhile_delay(plan)
+    if delay is None:
         return []
     return [
-        f"{_WOULD} {found.step_s:.3g} s a step instead of {plan.prediction.step_s:.3g}: gradients travel for "
-        f"{_steps(found)} while replicas go on; it changes the optimisation, so it is only done for who asks for it: "
+        f"{_WOULD} {delay.step_s:.3g} s a step instead of {plan.prediction.step_s:.3g}: gradients travel for "
+        f"{_steps(delay)} while replicas go on; it changes the optimisation, so it is only done for who asks for it: "
         'parallelize(delay="auto")'
     ]
 

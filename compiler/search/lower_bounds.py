@@ -1,8 +1,8 @@
-"""Floors of what submeshes, microbatch counts and prices of a byte take, made for as many at once as are asked for, and
-what they prove.
+"""Lower bounds per (submesh, microbatch count, memory multiplier), and the bounds on step times that follow from them.
 
-The prices of a byte are those at which a stage's whole time would pay for its whole memory, times a factor; that of a
-saved byte, which counts once per microbatch in flight, is the same times how many there may be.
+A memory multiplier is a price in seconds per byte. Its unit is the price at which a stage's whole memory costs as much
+as its whole time. The multiplier of a byte saved for backward, which counts once per microbatch in flight, is the same
+times the number of these microbatches.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from ..intra_op.vectorised.layer_tables import Level
 from ..intra_op.vectorised.section import build_case_section
 from ..ir.graph import rescale, types_of
 from ..pipeline.stage_dp import bound_of
-from ..pipeline.table import Floors, Lagrange, StageOption
+from ..pipeline.table import LagrangianBound, LowerBounds, StageOption
 from ..pipeline.table import StageConstraints as Cuts
 from .parallel_shape import divide
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes
-from .state import SLACK, Search, batch_bytes
+from .state import LIMIT_SLACK, SearchState, batch_bytes
 
-__all__ = ["FREE", "LEANEST", "LOOSE", "RowGroup", "SearchFloors", "row_groups"]
-
-
-# prices of a byte, in units of a stage's time per its memory, and the microbatches in flight a saved byte is priced for
-FREE = (0.0, 0.0)
-LEANEST = (1e4, 2.0)
-LEAN = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
-OCTAVES = 0.25  # prices are rounded to powers of 2 so far apart, so that similar questions share rows;
-WIDE_OCTAVES = 8.0  # those as dear as can be more coarsely
-CLOSE = 1.02  # of the bound: pipelines closer than that are not looked for at more prices
-LOOSE = 0.02  # of the best: bounds that far below are looked at again
-ROOMY = 0.15  # of the memory: with that little the leanest choices may leave bytes without a price
-PACE = Level(step_share=0.0)
-PLAIN = Level()
+__all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "PROOF_GAP", "RowGroup", "SearchBounds", "row_groups"]
 
 
-class SearchFloors:
-    """Rows by (submesh, microbatches, level): floors for all that is asked for, and bounds by microbatch count."""
+# Memory multipliers: (factor of the unit, microbatches in flight that a saved byte counts for). The unit is a stage's
+# time per its memory.
+NO_MULTIPLIER = (0.0, 0.0)
+LARGEST_MULTIPLIER = (1e4, 2.0)
+LEAN_MULTIPLIERS = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
+MULTIPLIER_OCTAVES = 0.25  # multipliers are rounded to powers of 2 so far apart, so that similar requests share rows
+LARGEST_OCTAVES = 8.0  # the same for the largest multiplier
+LADDER_GAP = 1.02  # of the bound: first pipelines closer than that need no further multipliers
+PROOF_GAP = 0.02  # of the best plan: bounds that far below it are lifted further
+SPARE_FULLNESS = 0.15  # of the memory: if the leanest strategies take less, no multiplier is needed
+PACE_LEVEL = Level(step_share=0.0)
+STEP_LEVEL = Level()
 
-    def __init__(self, search: Search) -> None:
+
+class SearchBounds:
+    """Lower bounds and tables by (submesh, microbatches, level), and a bound per microbatch count."""
+
+    def __init__(self, search: SearchState) -> None:
         self.search = search
         layering, cluster = search.layering, search.cluster
         bounds = None
@@ -64,7 +65,7 @@ class SearchFloors:
             else search.counts or microbatch_counts(search.global_batch, search.strategy)
         )
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
-        self.levels: list[Level] = [PACE, PLAIN]
+        self.levels: list[Level] = [PACE_LEVEL, STEP_LEVEL]
         self.best = inf  # seconds of the best plan so far: what is slower does not matter
         self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
         self.hidden_s = max_hidden_seconds(
@@ -73,7 +74,7 @@ class SearchFloors:
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
         self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
-        self.known: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
+        self.rows_in_use: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -87,46 +88,53 @@ class SearchFloors:
         return num, num + 1
 
     def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
-        """The number of a level: ``factor`` prices of a byte, saved bytes ``flight`` times that."""
-        whole = [self._pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
+        """The number of the level with ``factor`` units as multiplier of a byte, and ``flight`` times that of a saved
+        byte."""
+        whole = [self._least_pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
         room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
         unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
-        octaves = WIDE_OCTAVES if factor == LEANEST[0] else OCTAVES
+        octaves = LARGEST_OCTAVES if factor == LARGEST_MULTIPLIER[0] else MULTIPLIER_OCTAVES
         unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
         level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
         if level not in self.levels:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def known_levels(self, m: int) -> list[int]:
-        """The prices of a byte at which the floors of all submeshes are known, with all seconds of a microbatch; where
-        more than a little hides, without per-step work."""
-        paced = self.hides(m)
+    def bounded_levels(self, m: int) -> list[int]:
+        """The levels at which the lower bounds of all submeshes are known, with all seconds of a microbatch; if more
+        than a little overlaps with compute, those without per-step work."""
+        paced = self.overlaps_reduction(m)
         fit = [
             n for n, one in enumerate(self.levels) if n and one.weight_share == 1.0 and not (paced and one.step_share)
         ]
-        return [n for n in fit if all(self._floor(sub, m, n) is not None for sub in self.submeshes)]
+        return [n for n in fit if all(self._lower_bound(sub, m, n) is not None for sub in self.submeshes)]
 
     def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
-        """Prices of a byte that bound a microbatch closely, their floors made. split: also of what is on its way there
-        and back where the backward is split; ends: also bytes that cost nothing, and as much as can be."""
-        levels = [self._level(m, *one) for one in (FREE, LEANEST) if ends]
-        levels += [self._level(m, *one, step_share=0.0) for one in LEAN]
+        """Levels that bound a microbatch closely, with their lower bounds made.
+
+        split: also bound a microbatch's way there and back where the backward is split. ends: also take the smallest
+        and the largest multiplier.
+        """
+        levels = [self._level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
+        levels += [self._level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
         if split:
-            levels += [self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (FREE, *LEAN)]
+            levels += [
+                self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *LEAN_MULTIPLIERS)
+            ]
         self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
-        """One array [L, L + 1] of what is known of a submesh."""
+        """One array [L, L + 1] of a submesh's tables."""
         return self._group(sub).array(name, sub, m, price)
 
     def _group(self, sub: Submesh) -> RowGroup:
         return next(group for group in self.groups if sub in group.places)
 
     def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
-        """room: of the memory that plans may fill; beside: bytes of it that tables do not know of."""
-        part = self.search.share * room
+        """One option of a pipeline table. room: the fraction of the memory that plans may fill; beside: bytes of it
+        that tables do not know of."""
+        part = self.search.memory_share * room
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
@@ -137,64 +145,65 @@ class SearchFloors:
                 group.compose(group.composer.intervals(rows))
 
     def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
-        """Make the floors of these (submesh, microbatches, level)."""
+        """Make the lower bounds of these (submesh, microbatches, level)."""
         for group in self.groups:
             if rows := group.unbounded([case for case in cases if case[0] in group.places]):
                 group.bound(rows, *group.composer.floors(rows))
 
-    def _floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+    def _lower_bound(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
         return self._group(sub).floor(sub, m, level)
 
-    def _pace(self, sub: Submesh, m: int) -> np.ndarray:
+    def _least_pace(self, sub: Submesh, m: int) -> np.ndarray:
         """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
-        found = self._floor(sub, m, 0)
+        found = self._lower_bound(sub, m, 0)
         assert found is not None
         return found
 
-    # ---- floors and bounds
+    # ---- lower bounds
 
-    def floors(self) -> None:
-        """What every microbatch count takes at least."""
+    def compute_lower_bounds(self) -> None:
+        """Bound the step of every microbatch count by its least work, evenly on all devices."""
         search = self.search
         with search.timed("floors"):
             self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
             lean = self.submeshes if search.small else self._widest  # proofs of small graphs need all of them
-            self._bound([(sub, m, self._level(m, *LEANEST)) for m in self.counts for sub in lean])
+            self._bound([(sub, m, self._level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in lean])
             for m in self.counts:
                 self._share[m] = m * self._least_work(m) / search.cluster.num_devices
-                search.bounds[m, search.space.guide] = self._share[m]
+                search.bounds[m, search.space.base_schedule] = self._share[m]
 
     def _least_work(self, m: int) -> float:
-        """Device-seconds that a microbatch takes at least: of every layer those on its best submesh."""
-        each = []
+        """The least device-seconds of a microbatch: the sum over layers, each on its best submesh."""
+        work = []
         for sub in self.submeshes:
-            pace = np.diagonal(self._pace(sub, m), 1) - self._group(sub).actions(sub, m)
-            each.append(sub.num_devices * np.maximum(pace, 0.0))
-        return float(np.min(each, axis=0).sum())
+            pace = np.diagonal(self._least_pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            work.append(sub.num_devices * np.maximum(pace, 0.0))
+        return float(np.min(work, axis=0).sum())
 
     def least_share(self, m: int) -> float:
-        """Seconds of a step with m microbatches if all devices were equally busy with the least work of every layer: no
-        schedule undercuts them."""
+        """Seconds of a step with m microbatches if all devices shared the least work of all layers evenly: a bound
+        under every schedule."""
         return self._share[m]
 
     def bound(self, m: int) -> float:
-        """What nothing with m microbatches undercuts under the schedule that guides the search."""
-        return self.search.bounds[m, self.search.space.guide]
+        """The lower bound on plans with m microbatches under the base schedule."""
+        return self.search.bounds[m, self.search.space.base_schedule]
 
-    def hides(self, m: int) -> bool:
-        """Whether more than a little of what a step takes may hide behind compute, so that paces alone bound better."""
+    def overlaps_reduction(self, m: int) -> bool:
+        """True if more than a little of a step may overlap with compute, so that the seconds per microbatch alone bound
+        better."""
         hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
-        return lower_by_overlap(1.0, m, self.search.cluster, hidden) < 1 - LOOSE
+        return lower_by_overlap(1.0, m, self.search.cluster, hidden) < 1 - PROOF_GAP
 
-    def roomy(self, m: int) -> bool:
-        """Whether the leanest choices leave most of the memory free, so that bytes may well cost nothing."""
-        return self.least_full(m) < ROOMY
+    def fits_unconstrained(self, m: int) -> bool:
+        """True if the leanest strategies leave most of the memory free, so that no memory multiplier is needed."""
+        return self.min_memory_fraction(m) < SPARE_FULLNESS
 
-    def least_full(self, m: int) -> float:
-        """Which part of a device's memory the leanest choices take if all devices are one stage."""
-        level = self._level(m, *LEANEST)
+    def min_memory_fraction(self, m: int) -> float:
+        """The fraction of a device's memory that the leanest strategies take if all devices are one stage."""
+        level = self._level(m, *LARGEST_MULTIPLIER)
         byte = self.levels[level].byte
-        wide = [self._floor(sub, m, level) for sub in self._widest]
+        wide = [self._lower_bound(sub, m, level) for sub in self._widest]
         least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
         return least / max(float(self.usable.min()), 1.0)
 
@@ -203,39 +212,39 @@ class SearchFloors:
         """Submeshes of all devices."""
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
-    def tight(self, m: int, first_s: float) -> bool:
-        """Whether pipelines with m microbatches may be faster than the first that was found, and than the best, by
+    def gains_from_memory(self, m: int, first_s: float) -> bool:
+        """True if pipelines with m microbatches may get faster than their first one, and than the best of all, by
         saving memory."""
-        return self.bound(m) < min(self.best, first_s / CLOSE)
+        return self.bound(m) < min(self.best, first_s / LADDER_GAP)
 
     def _lift(self, m: int, priced: Sequence[int]) -> float:
-        """The bound of a count as its floors at these prices lift it."""
-        search, guide = self.search, self.search.space.guide
+        """Lift the bound of a count by its lower bounds at these levels, and return it."""
+        search, base_schedule = self.search, self.search.space.base_schedule
         most = raise_by_overlap(self.best, m, search.cluster, self.hidden_s)
-        table = self.floors_of(m, priced).alone(search.cluster.num_devices)
-        least_s = bound_of(table, m, guide, self.cuts, most, 0)
+        stages = self.lower_bounds_of(m, priced)
+        least_s = bound_of(stages, search.cluster.num_devices, m, base_schedule, self.cuts, most, 0)
         bound_s = lower_by_overlap(least_s, m, search.cluster, self.hidden_s)
-        search.bounds[m, guide] = max(search.bounds[m, guide], bound_s)
+        search.bounds[m, base_schedule] = max(search.bounds[m, base_schedule], bound_s)
         return bound_s
 
-    def floors_of(self, m: int, priced: Sequence[int], messages: bool = True) -> Floors:
-        """Of every submesh: the pace, and at the levels ``priced`` (which count per-step work) the Lagrangian."""
+    def lower_bounds_of(self, m: int, priced: Sequence[int], messages: bool = True) -> LowerBounds:
+        """Lower bounds of all submeshes: seconds per microbatch and, at the levels ``priced``, Lagrangian values."""
         shape = len(self.submeshes), *self._shape
         rows = []
         for number in priced:
             value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
             for o, sub in enumerate(self.submeshes):
-                found = self._floor(sub, m, number)
+                found = self._lower_bound(sub, m, number)
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
             value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
             trip = level.weight_share < 1.0
-            rows.append(Lagrange(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
-        pace = np.stack([self._pace(sub, m) for sub in self.submeshes])
-        options = tuple(self._option(sub, o, 0, SLACK) for o, sub in enumerate(self.submeshes))
+            rows.append(LagrangianBound(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
+        pace = np.stack([self._least_pace(sub, m) for sub in self.submeshes])
+        options = tuple(self._option(sub, o, 0, LIMIT_SLACK) for o, sub in enumerate(self.submeshes))
         enter, behind = self._messages(m) if messages else (None, None)
-        return Floors(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
+        return LowerBounds(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
     def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
         """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
@@ -247,20 +256,21 @@ class SearchFloors:
 
     @cached_property
     def _copies(self) -> np.ndarray:
-        """[L, L + 1] the whole bytes of all but one of the copies of shared weights that a stage's layers count."""
-        search, found = self.search, np.zeros(self._shape)
+        """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
+        holds one."""
+        search, copies = self.search, np.zeros(self._shape)
         pricer = MeshPricer(search.cluster, 0, (), search.optimizer, mixed=search.graph.mixed)
         first, end = np.indices(self._shape)
         for node, layers in search.layering.shared_weights(search.graph):
             trained = node.meta["source"].requires_grad
             whole = sum(pricer.parameter_memory(node.meta["type"], (), trained).values())
             uses = sum(((first <= k) & (k < end)).astype(int) for k in layers)
-            found += whole * np.maximum(uses - 1, 0)
-        return found
+            copies += whole * np.maximum(uses - 1, 0)
+        return copies
 
 
-def _fits(search: Search, m: int) -> bool:
-    """Whether the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
+def _fits(search: SearchState, m: int) -> bool:
+    """True if the graph can be instantiated for m microbatches: every extent that scales with the batch stays whole."""
     graph = search.graph.origin or search.graph
     extents = {extent for node in graph for kind in types_of(node) for extent in kind.shape}
     try:
@@ -271,20 +281,22 @@ def _fits(search: Search, m: int) -> bool:
     return True
 
 
-def _stage_counts(search: Search) -> tuple[int, int | None]:
+def _stage_counts(search: SearchState) -> tuple[int, int | None]:
     if search.strategy is not None:
         return search.strategy.num_stages, search.strategy.num_stages
     return search.constraints.stages.low, search.constraints.stages.high
 
 
-# ---- Submeshes of equally many axes, whose rows (case, price of a byte) one composer makes: floors and
+# ---- Submeshes of equally many axes, whose rows (case, memory multiplier) one composer makes: lower bounds and
 # intervals by (submesh, microbatches, level)
 
 
 class RowGroup:
     """Submeshes with equally many axes of equal roles: one composer for all their cases."""
 
-    def __init__(self, search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]) -> None:
+    def __init__(
+        self, search: SearchState, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
+    ) -> None:
         self.submeshes = list(subs)
         self.places = {sub: index for index, sub in enumerate(subs)}
         kin = {(sub.shape, sub.roles, sub.site): sub for sub in reversed(self.submeshes)}
@@ -300,7 +312,7 @@ class RowGroup:
         restriction = search.restriction(subs[0].roles)
         self.composer = IntervalComposer(variants, restriction, levels, space.recompute, build_case_section)
         self.composer.alike = [self.variant(self.alike[sub], m) for m in self.counts for sub in self.submeshes]
-        self.composer.kept = search.kept
+        self.composer.kept = search.row_cache
         self._at: dict[Row, tuple[IntervalTables, int]] = {}
         self._floors: dict[Row, np.ndarray] = {}
 
@@ -313,27 +325,27 @@ class RowGroup:
         return self.variant(sub, m), price
 
     def uncomposed(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
-        """The rows of these (submesh, microbatches, level) whose intervals are not there."""
+        """The rows of these (submesh, microbatches, level) that have no tables yet."""
         return [row for row in (self.row(*case) for case in cases) if row not in self._at]
 
     def compose(self, made: IntervalTables) -> None:
-        """Take the composer's intervals."""
+        """Store tables of the composer."""
         self._at |= {row: (made, place) for place, row in enumerate(made.rows)}
 
     def unbounded(self, cases: Sequence[tuple[Submesh, int, int]]) -> list[Row]:
-        """The rows that ``floor`` of these (submesh, microbatches, level) lacks."""
+        """The rows of these (submesh, microbatches, level) that have no lower bound yet."""
         rows = dict.fromkeys((self.variant(self.alike[sub], m), level) for sub, m, level in cases)
         return [row for row in rows if row not in self._floors]
 
     def bound(self, rows: Sequence[Row], values: np.ndarray, run: np.ndarray) -> None:
-        """Take the composer's floors of these rows."""
+        """Store lower bounds of the composer."""
         padded = np.concatenate([values, np.full((1, len(rows)), inf)])
         self._floors |= {row: padded[:, place].take(run, mode="wrap") for place, row in enumerate(rows)}
 
     def floor(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
-        """[L, L + 1] the least of the objective at a level, messages not counted; None where it was not made."""
-        found = self._floors.get((self.variant(self.alike[sub], m), level))
-        return self.array("floor_s", sub, m, level) if found is None and self.knows(sub, m, level) else found
+        """[L, L + 1] the least objective at a level without messages; None if it was not made."""
+        bound = self._floors.get((self.variant(self.alike[sub], m), level))
+        return self.array("floor_s", sub, m, level) if bound is None and self.knows(sub, m, level) else bound
 
     def actions(self, sub: Submesh, m: int) -> float:
         """Seconds of a stage's two actions."""
@@ -353,7 +365,7 @@ class RowGroup:
         return both
 
     def knows(self, sub: Submesh, m: int, price: int) -> bool:
-        """Whether these intervals were made."""
+        """True if these tables were made."""
         return self.row(sub, m, price) in self._at
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
@@ -364,7 +376,7 @@ class RowGroup:
 
 
 def row_groups(
-    search: Search, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
+    search: SearchState, subs: Sequence[Submesh], counts: Sequence[int], levels: Sequence[Level]
 ) -> list[RowGroup]:
     """The groups of these submeshes, for all microbatch counts."""
     by_kind: dict[tuple[int, tuple[str | None, ...]], list[Submesh]] = {}

@@ -1,4 +1,4 @@
-"""What a caller may force or get back: the shape of a plan, and the answer that nothing fits."""
+"""Forced shapes of a plan: pipeline, data and tensor parallel sizes, for all stages or one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StageShape:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each axis of ``mesh_shape`` is for."""
+        """The role of each axis of ``mesh_shape``."""
         return tuple(role for role, size in (("data", self.dp), ("tensor", self.tp)) if size > 1)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Strategy:
 
     @property
     def num_stages(self) -> int:
-        """How many stages the shape has."""
+        """Stages of the shape."""
         return len(self.stages) or self.pp
 
     @property
@@ -67,7 +67,7 @@ class Strategy:
 
     @property
     def data_parts(self) -> int:
-        """Into how many parts every microbatch must be divisible."""
+        """The number of equal parts into which every microbatch must be divisible."""
         return lcm(*(s.dp for s in self.stages)) if self.stages else self.dp
 
     @property
@@ -77,7 +77,7 @@ class Strategy:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What each axis of ``mesh_shape`` is for."""
+        """The role of each axis of ``mesh_shape``."""
         return StageShape(1, self.dp, self.tp).roles
 
     def to_json(self) -> dict[str, int] | str:
@@ -126,7 +126,8 @@ def _parse_sizes(text: str, names: tuple[str, ...], rule: str, whole: str) -> di
 
 
 def divide(classes: Sequence[str], shares: Sequence[int]) -> list[int]:
-    """Where stages with these shares begin and end, ``len(shares) + 1`` positions from 0 to ``len(classes)``.
+    """The first layers of stages with these shares, and the end: ``len(shares) + 1`` positions from 0 to
+    ``len(classes)``.
 
     classes: the class of each layer. What stands before the first layer of a repeated class (an embedding) goes to the
     first stage, what stands after the last (a head) to the last; the layers between are divided at the positions
@@ -166,5 +167,5 @@ def check_batch(global_batch: int, microbatches: int | None) -> None:
 
 
 def divisors_of(number: int) -> list[int]:
-    """All of them, ascending."""
+    """The divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

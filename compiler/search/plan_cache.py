@@ -1,10 +1,10 @@
-"""Plans that were found before for the same question, on disk.
+"""An on-disk cache of plans, keyed by a hash of the request and everything else that the answer depends on.
 
-The key is a digest of all that an answer depends on: the graph (with what trains and what is shared), the cluster's
-prices, every argument of the search, PyTorch's version, and the source of the packages that search. A changed
-question has another key, so nothing is ever out of date; what cannot be read is found anew. One file per question
-under ``cache_directory()``, as data: plan documents. The oldest go where there are more than ``MOST``. Of a graph with
-ops whose rules the user registered nothing is kept. What a search for another question may share is in ``row_cache``.
+The hash covers the graph (with the trained and the shared parameters), the cluster's prices, every argument of the
+search, PyTorch's version, and the source of the packages that search. A changed input has another key, so no entry is
+ever out of date; an entry that cannot be read is searched for anew. Each request has one file of plan documents under
+``cache_directory()``. Beyond ``MAX_CACHED_PLANS`` files the oldest go. Graphs with ops whose rules the user registered
+are not cached. ``row_cache`` shares what a search for another request may need.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from ..plan.plan import Plan
 from ..rules import is_built_in
 from .request import PlanRequest
 
-__all__ = ["known_plans", "question"]
+__all__ = ["cached_plans", "request_key"]
 
-MOST = 500  # files
+MAX_CACHED_PLANS = 500  # files
 
 
-def known_plans(
+def cached_plans(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
     find: Callable[[RowCache | None], list[Plan]],
     capture_s: float,
 ) -> list[Plan]:
-    """What ``find`` finds, or found before for the same question. An early end is not kept."""
+    """The cached plans of a request, or those of ``find``, which are then cached unless the search ended early."""
     begin = time.perf_counter()
     if not all(is_built_in(node) for node in graph.ops()):
         return find(None)
-    path = cache_directory() / "plans" / f"{question(graph, cluster, request)}.json"
+    path = cache_directory() / "plans" / f"{request_key(graph, cluster, request)}.json"
     try:
-        found = [Plan.from_json(one) for one in json.loads(path.read_text())]
+        plans = [Plan.from_json(document) for document in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError):
-        found = []
-    if not found:
-        with RowCache(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as kept:
-            found = find(kept)
-        if not any("ended early" in note for plan in found for note in plan.prediction.notes):
-            _keep(path, found)
-        return found
+        plans = []
+    if not plans:
+        with RowCache(cache_directory() / "rows", f"{_code()} {np.__version__}").keeping() as row_cache:
+            plans = find(row_cache)
+        if not any("ended early" in note for plan in plans for note in plan.prediction.notes):
+            _keep(path, plans)
+        return plans
     seconds = round(time.perf_counter() - begin, 4)
     passes = {"capture": round(capture_s, 4), "found before": seconds, "total": seconds}
     return [
         replace(plan, graph=in_precision(graph, plan.precision), provenance={**plan.provenance, "passes": passes})
-        for plan in found
+        for plan in plans
     ]
 
 
-def question(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
-    """The key of a question, 32 hex digits. The number of processes changes no answer."""
+def request_key(graph: Graph, cluster: Cluster, request: PlanRequest) -> str:
+    """The key of a request, 32 hex digits. It does not depend on the number of processes, which changes no answer."""
     facts = [str(node.meta.get("source", node.meta.get("module"))) for node in graph]
     asked = [repr(replace(request, workers=1)), repr(request.space)]
     text = json.dumps([_code(), torch.__version__, graph.batch, graph.text(), facts, cluster.to_json(), asked])
@@ -78,7 +78,7 @@ def _keep(path: Path, plans: Sequence[Plan]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps([plan.to_json() for plan in plans]))
         files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for file in files[:-MOST]:
+        for file in files[:-MAX_CACHED_PLANS]:
             file.unlink(missing_ok=True)
     except OSError:
         pass  # a full disk or a read-only home costs the next search, not this one

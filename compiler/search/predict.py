@@ -1,10 +1,9 @@
-"""From the prices of single stages to the prediction of a step: messages between stages, tied weights, the loss, the
-clock.
+"""Predict a step from the prices of single stages: messages between stages, tied weights, the loss, the schedule.
 
-    transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
-    sends      starting a message keeps the sender for a while, in each of its actions; so does a code at both ends
-    loss       broadcast to all ranks where the stage that has it is not everyone, beside its sum over the stage
-    tied       copies send their gradients to the owner and get the new values back
+transfer   every device of the receiving stage gets its part at once; a part may come in several tiles
+sends      starting a message keeps the sender for a while, in each of its actions; so does a codec at both ends
+loss       broadcast to all ranks if its stage is not on all devices, after its sum over the stage
+tied       copies send their gradients to the owner and get the new values back
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ from ..ir.graph import Graph, TensorType
 from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.schedule import Edge
-from ..pipeline.simulate import Simulation, simulate, steady
+from ..pipeline.simulate import Simulation, simulate, simulate_steady_state
 from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer, parameter_stages
 from ..plan.tensor_codecs import coder_seconds, wire_share
 
-__all__ = ["StepPrediction", "predict", "simulate_plan", "simulate_stages", "together", "weight_seconds"]
+__all__ = ["StepPrediction", "merge_chunks", "predict", "simulate_plan", "simulate_stages", "weight_seconds"]
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A step of all stages together. ``sources``: seconds of the busiest stage by where its prices come from."""
+    """A step of all stages together."""
 
     step_s: float
     stages: tuple[StagePrediction, ...]
     transfers: tuple[Transfer, ...]
+    #: source of prices (measured, analytic, …) → seconds of the busiest stage
     sources: Mapping[str, float]
 
 
@@ -49,8 +49,11 @@ def predict(
     parts: Sequence[SolvedStage],
     code: str = "none",
 ) -> StepPrediction:
-    """The step that these stages make. ``graph``: at the microbatch's extent. A stage of several chunks is what
-    ``together`` makes of them. code: in which activations travel between them."""
+    """The prediction of a step with these stages.
+
+    graph: at the microbatch's extent. parts: a stage of several chunks comes from ``merge_chunks``. code: the tensor
+    codec of activations between stages.
+    """
     stages = [part.stage for part in parts]
     num_chunks = max(len(stage.chunks) for stage in stages)
     chunks = num_chunks if num_chunks > 1 else None
@@ -94,9 +97,9 @@ def _with_messages(
     )
 
 
-def together(parts: Sequence[SolvedStage]) -> SolvedStage:
-    """The chunks of one stage, priced one by one with their own microbatches in flight, as a stage: what they do and
-    keep adds up, and what they hold for a moment does not."""
+def merge_chunks(parts: Sequence[SolvedStage]) -> SolvedStage:
+    """One stage from its chunks, which were priced one by one with their own microbatches in flight. Seconds and kept
+    bytes add up; temporary bytes do not."""
     if len(parts) == 1:
         return parts[0]
     first, predictions = parts[0], [part.prediction for part in parts]
@@ -303,7 +306,9 @@ def simulate_stages(
     each = [seconds[s][c] for s, c in places]
     if schedule == PIPEDREAM:
         forward, backward = [f for f, _, _ in each], [b for _, b, _ in each]
-        return steady(microbatches, forward, backward, ahead, [stage.step_s for stage in predictions], back)
+        return simulate_steady_state(
+            microbatches, forward, backward, ahead, [stage.step_s for stage in predictions], back
+        )
     return simulate(
         made,
         [forward for forward, _, _ in each],

@@ -1,14 +1,15 @@
-"""Small instances: pipelines tried by what they really take and hold, in place of what tables say.
+"""Exact refinement of small graphs: build many pipelines, and rank them by their simulated seconds and counted memory.
 
-Tables add up: a gradient costs its share of a full bucket, a weight counts once per layer that reads it, an op's
-temporaries are cut evenly over the mesh. In models of a few ops that are most of a step and of the memory, and the
-best pipeline may be one that tables find too slow by a little or too large. So, where the plan at hand is not proven to
-be the best and the graph has few ops, the best pipelines of the tables *without a memory limit* are assembled, those
-with the least clock first, as long as it leaves hope.
+Cost tables add up: a gradient costs its share of a full bucket, a weight counts once per layer that reads it, an op's
+temporaries are cut evenly over the mesh. In models of a few ops that is most of a step and of the memory, and tables
+may find the best pipeline a little too slow or too large. So if the graph has few ops and its best plan is not proven
+to be optimal, the best pipelines of the tables *without a memory limit* are built, those with the least clock first,
+while they may win.
 
-The memory limit is kept by the assembled stages. With e the bytes of a stage by the rules and u those that it really
-holds (``stage``), u − limit too much: it is solved again, exactly, within e − (u − limit), until u fits or no
-choice is that lean; then, as e − u is another one for every choice, between the last that was too much and that.
+The built stages keep the memory limit. Let e be the estimated bytes of a stage and u those that it really holds, u −
+limit too much. The stage is solved again, exactly, within e − (u − limit), until u fits or no strategy is that lean. As
+e − u differs between strategies, a bisection then looks between the last limit that was too much and the first that was
+not.
 """
 
 from __future__ import annotations
@@ -19,117 +20,123 @@ from dataclasses import replace
 from math import inf
 
 from ..plan.plan import Plan
-from .build_plan import Known, excess_bytes, finish, held_by_rules, measured, stage_limits
-from .other_schedules import TIE
+from .build_plan import BuiltStages, build_plan, estimated_bytes, excess_bytes, stage_limits, with_measured_memory
+from .other_schedules import TIE_TOLERANCE
 from .space import CHUNKED
-from .state import INTERRUPTED, SLACK, Candidate, Search, alike
-from .tables import ENDLESS, tables_of
+from .state import INTERRUPTED, LIMIT_SLACK, Candidate, SearchState, same_decisions
+from .tables import NO_LIMIT, tables_of
 
-__all__ = ["least_to_beat", "may_settle", "settled"]
+__all__ = ["can_refine", "refine_plans", "time_to_beat"]
 
-TOP_K = 16  # pipelines per microbatch count and price of a byte
-MOST = 60  # that are assembled,
-MOST_OPS = 1000  # and the ops of these together
-SLOWER = 1.03  # how far the clock may be above what a pipeline takes
-ROUGHLY = 1.3  # and the estimates by which the dynamic program leaves out
-FULLER = 1.5  # how far tables may be above what a stage holds
-NEAR = 0.03  # of the bytes of all stages: limits closer than that are alike
-TIMES = 10  # that a pipeline's stages are made leaner
+PIPELINES_PER_TABLE = 16  # per microbatch count and memory multiplier
+MAX_BUILT_PIPELINES = 60
+MAX_BUILT_OPS = 1000  # ops of all built pipelines together
+CLOCK_TOLERANCE = 1.03  # by which the clock may be above the simulated seconds
+ESTIMATE_TOLERANCE = 1.3  # by which the dynamic program's estimates may be above them
+MAX_FULLNESS = 1.5  # by which tables may be above the bytes that a stage holds
+LIMIT_TOLERANCE = 0.03  # of the bytes of all stages: limits closer than that are alike
+MAX_MEMORY_TRIALS = 10  # limits that are tried for one candidate
 
 
-def may_settle(search: Search) -> bool:
-    """Whether ``settled`` may find anything here."""
+def can_refine(search: SearchState) -> bool:
+    """True if ``refine_plans`` may find anything here."""
     thorough = search.tables is not None and search.thorough and not search.cut_short
-    return thorough and search.space.guide in search.space.schedules and search.small
+    return thorough and search.space.base_schedule in search.space.schedules and search.small
 
 
-def settled(search: Search, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
-    """``plans`` (fastest first) and what is better than they are, at most ``top_k``, fastest first."""
-    found, seen = list(plans), set[object]()
+def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
+    """The best ``top_k`` of ``plans`` and of all plans that refinement builds, fastest first."""
+    refined, seen = list(plans), set[object]()
     try:
-        for floor_s, candidate in _queue(search, least_to_beat(found, top_k)) if _open(search, found) else ():
-            most = least_to_beat(found, top_k)
-            if floor_s >= most * SLOWER or time.perf_counter() > search.stop or not _open(search, found):
+        for floor_s, candidate in _queue(search, time_to_beat(refined, top_k)) if _open(search, refined) else ():
+            most = time_to_beat(refined, top_k)
+            if floor_s >= most * CLOCK_TOLERANCE or time.perf_counter() > search.deadline or not _open(search, refined):
                 break
             if (key := _key(candidate)) in seen:
                 continue
-            if len(seen) >= min(MOST, MOST_OPS // max(1, search.num_ops)):
+            if len(seen) >= min(MAX_BUILT_PIPELINES, MAX_BUILT_OPS // max(1, search.num_ops)):
                 break
             seen.add(key)
             for plan in _under_all(search, candidate, most):
-                if not any(alike(plan, other) for other in found):
-                    found = sorted([*found, plan], key=lambda one: one.prediction.step_s)[:top_k]
+                if not any(same_decisions(plan, other) for other in refined):
+                    refined = sorted([*refined, plan], key=lambda one: one.prediction.step_s)[:top_k]
     except KeyboardInterrupt:
-        if not found:
+        if not refined:
             raise
         search.cut_short = INTERRUPTED
-    return found
+    return refined
 
 
-def _open(search: Search, plans: Sequence[Plan]) -> bool:
-    """Whether something may be faster than the best plan."""
-    return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE)
+def _open(search: SearchState, plans: Sequence[Plan]) -> bool:
+    """True if something may be faster than the best plan."""
+    return not plans or search.bound_s < plans[0].prediction.step_s * (1 - TIE_TOLERANCE)
 
 
-def least_to_beat(plans: Sequence[Plan], top_k: int) -> float:
-    """What a plan must undercut."""
+def time_to_beat(plans: Sequence[Plan], top_k: int) -> float:
+    """The seconds that a plan must undercut to be among the best."""
     return plans[top_k - 1].prediction.step_s if len(plans) >= top_k else inf
 
 
-def _queue(search: Search, most: float) -> list[tuple[float, Candidate]]:
-    """(the least clock of these cuts and meshes at any price, candidate), the fastest first."""
-    tables, guide = tables_of(search), search.space.guide
-    tables.best = most * ROUGHLY
-    found = list(tables.unlimited([m for m in tables.counts if search.bounds[m, guide] < most], TOP_K))
-    least, lean = dict[object, float](), dict[object, float]()
-    for one in found:
-        cuts = _cuts(one)
-        least[cuts] = min(least.get(cuts, inf), one.clock_s - one.hidden_s)
-        lean[cuts] = min(lean.get(cuts, inf), _fullness(one))
+def _queue(search: SearchState, limit_s: float) -> list[tuple[float, Candidate]]:
+    """(the least clock of the candidate's cuts and meshes at any multiplier, the candidate), fastest first."""
+    tables, base_schedule = tables_of(search), search.space.base_schedule
+    tables.best = limit_s * ESTIMATE_TOLERANCE
+    candidates = list(
+        tables.without_memory_limit(
+            [m for m in tables.counts if search.bounds[m, base_schedule] < limit_s], PIPELINES_PER_TABLE
+        )
+    )
+    least_clock_s, least_fullness = dict[object, float](), dict[object, float]()
+    for candidate in candidates:
+        cuts = _cuts(candidate)
+        least_clock_s[cuts] = min(least_clock_s.get(cuts, inf), candidate.clock_s - candidate.hidden_s)
+        least_fullness[cuts] = min(least_fullness.get(cuts, inf), _fullness(candidate))
     ranked = [
-        (least[_cuts(one)], one.clock_s, number, one) for number, one in enumerate(found) if lean[_cuts(one)] <= FULLER
+        (least_clock_s[_cuts(candidate)], candidate.clock_s, number, candidate)
+        for number, candidate in enumerate(candidates)
+        if least_fullness[_cuts(candidate)] <= MAX_FULLNESS
     ]
-    return [(floor_s, one) for floor_s, _, _, one in sorted(ranked, key=lambda entry: entry[:3])]
+    return [(floor_s, candidate) for floor_s, _, _, candidate in sorted(ranked, key=lambda entry: entry[:3])]
 
 
 def _fullness(candidate: Candidate) -> float:
-    """What the fullest stage holds by its tables, in parts of what it may."""
+    """The fraction of its limit that the fullest stage holds by its tables."""
     pipeline = candidate.pipeline
-    return max(size * ENDLESS / limit for size, limit in zip(pipeline.peak_bytes, pipeline.limit_bytes))
+    return max(size * NO_LIMIT / limit for size, limit in zip(pipeline.peak_bytes, pipeline.limit_bytes))
 
 
 def _cuts(candidate: Candidate) -> object:
-    """The microbatches, and which layers are on which devices in which shape."""
+    """The microbatches, and the layers, devices and mesh of each stage."""
     stages = zip(candidate.pipeline.stages, candidate.rows)
     return candidate.microbatches, tuple((one[0], one[1], one.device_offset, row.submesh) for one, row in stages)
 
 
 def _key(candidate: Candidate) -> object:
-    """What assembling depends on."""
-    made = []
+    """Everything that the built plan depends on."""
+    choices = []
     for stage, row in zip(candidate.pipeline.stages, candidate.rows):
         _, modes, states = row.composer.choices(row.row, stage.first_layer, stage.end_layer)
-        made.append((modes, states[0], states[-1]))
-    return _cuts(candidate), tuple(made)
+        choices.append((modes, states[0], states[-1]))
+    return _cuts(candidate), tuple(choices)
 
 
-def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
-    """The plan of a candidate whose stages are as lean as they must be; None where it is not faster than ``most``."""
+def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | None:
+    """The plan of a candidate with stages just lean enough to fit; None if it is not faster than ``most``."""
     best: Plan | None = None
     wide: list[float] = []  # what stages may hold by the rules: too much
     tight: list[float] = []  # little enough, or more little than there is
     limits: list[float] = []
-    known: Known = {}
-    for _ in range(TIMES):
-        plan = finish(search, candidate, limits, known)
-        limits = limits or [limit * SLACK for limit in stage_limits(search, plan)]
-        held = [held_by_rules(one) for one in plan.prediction.stages]
+    known: BuiltStages = {}
+    for _ in range(MAX_MEMORY_TRIALS):
+        plan = build_plan(search, candidate, limits, known)
+        limits = limits or [limit * LIMIT_SLACK for limit in stage_limits(search, plan)]
+        held = [estimated_bytes(one) for one in plan.prediction.stages]
         if plan.prediction.step_s >= most or any(size > limit for size, limit in zip(held, limits)):
             if not wide:
                 return None
             tight = limits  # too slow, or no choice is as lean
         else:
-            real = measured(search, plan)
+            real = with_measured_memory(search, plan)
             over = excess_bytes(search, real)
             if max(over) <= 0.0:
                 best, most, tight = real, plan.prediction.step_s, limits
@@ -138,7 +145,7 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
             else:
                 wide = [min(size, limit) if extra > 0 else limit for size, limit, extra in zip(held, limits, over)]
         if tight:
-            if sum(wide) - sum(tight) <= NEAR * sum(wide):
+            if sum(wide) - sum(tight) <= LIMIT_TOLERANCE * sum(wide):
                 break
             limits = [(one + other) / 2 for one, other in zip(wide, tight)]
         else:
@@ -146,14 +153,14 @@ def _fitted(search: Search, candidate: Candidate, most: float) -> Plan | None:
     return best
 
 
-def _under_all(search: Search, candidate: Candidate, most: float) -> Iterator[Plan]:
-    """The plan of a candidate of the guide, and of the same cuts under the other families without chunks where these
-    are faster still."""
+def _under_all(search: SearchState, candidate: Candidate, most: float) -> Iterator[Plan]:
+    """Yield the plan of a candidate, and those of the same cuts under the other schedules without chunks that are
+    faster still."""
     plan = _fitted(search, candidate, most)
     if plan is None:
         return
     yield plan
-    most = plan.prediction.step_s * (1 - TIE)
+    most = plan.prediction.step_s * (1 - TIE_TOLERANCE)
     for name in search.space.schedules if len(plan.stages) > 1 else ():
         if name not in (candidate.schedule, *CHUNKED):
             other = _fitted(search, replace(candidate, schedule=name), most)

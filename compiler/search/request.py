@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cost.gradient_communication import AskedCommunication
 from ..frontend.mixed_precision import check_precision
-from .constraints import Constraints, by_layer, parse_constraints
+from .constraints import Constraints, layer_modes_of, parse_constraints
 from .parallel_shape import Strategy, check_batch, parse_strategy
 from .space import Space
 
@@ -77,7 +77,7 @@ class PlanRequest:
 
     def parsed_constraints(self) -> Constraints:
         """The constraints, with the recompute modes of layers that are named by pattern."""
-        return replace(parse_constraints(self.constraints), layer_modes=by_layer(self.recompute))
+        return replace(parse_constraints(self.constraints), layer_modes=layer_modes_of(self.recompute))
 
     @property
     def open_space(self) -> Space:

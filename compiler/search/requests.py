@@ -1,8 +1,8 @@
-"""The fastest of several searches of one request: in each precision that is open, and, where gradients may travel in
-other ways than the backend's own, also without these.
+"""The fastest plans of several searches for one request, and Pareto fronts.
 
-The second is in the space of the first, and a search may miss what a narrower one finds; so more freedom never makes a
-plan slower. The least bound of all searches holds for what is taken.
+A request is searched once in each open precision and, if gradients may travel in other ways than the backend's own,
+also without these. The second search is in the space of the first, but a search may miss what a narrower one finds: so
+more freedom never makes a plan slower. The least bound of all searches holds for the result.
 """
 
 from __future__ import annotations
@@ -19,72 +19,81 @@ from ..errors import InfeasibleError
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph
 from ..plan.plan import Plan
-from .driver import best_plans, recorded, search_plans, start_search, without_gc
-from .optimality import bounded, proving
+from .driver import best_plans, search_plans, start_search, with_provenance, without_gc
+from .optimality import proof_processes, with_bounds
 from .request import PlanRequest
-from .state import INTERRUPTED, alike
+from .state import INTERRUPTED, same_decisions
 
-__all__ = ["fastest", "filled", "make_front", "searched", "undominated"]
+__all__ = ["fastest_plans", "make_pareto_front", "memory_share", "pareto_front", "search_all"]
 
 
 Make = Callable[[Graph, PlanRequest], list[Plan]]
 
 
-def searched(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
-    """What ``make`` (``make_plans`` or ``make_front``, with the cluster bound) finds, once for each search; those in
-    which nothing fits are left out, and plans that the runtime cannot run where only others are asked for. A time limit
-    is shared evenly. Raises InfeasibleError if nothing fits in any of them, ValueError if nothing that fits can run."""
-    graphs = list({id(one): one for one in (in_precision(graph, name) for name in request.precisions())}.values())
+def search_all(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan]]:
+    """The plans of ``make`` (``make_plans`` or ``make_pareto_front``, with the cluster bound) for each search of a
+    request.
+
+    Searches in which nothing fits are left out, and so are plans that the runtime cannot run if only others are asked
+    for. A time limit is shared evenly. Raises InfeasibleError if nothing fits in any search, ValueError if nothing that
+    fits can run.
+    """
+    graphs = list(
+        {
+            id(precise_graph): precise_graph
+            for precise_graph in (in_precision(graph, name) for name in request.precisions())
+        }.values()
+    )
     space, limit = request.open_space, request.time_limit_s
     exactly = space.communication.exactly()
     spaces = [space] if exactly == space.communication else [replace(space, communication=exactly), space]
     share_s = limit / (len(graphs) * len(spaces)) if limit else limit
-    found, error = [], None
+    searches, error = [], None
     refused: Plan | None = None
-    for one in graphs:
+    for precise_graph in graphs:
         for narrow in spaces:
             try:
-                plans = make(one, replace(request, space=narrow, time_limit_s=share_s))
+                plans = make(precise_graph, replace(request, space=narrow, time_limit_s=share_s))
             except InfeasibleError as missed:
                 error = missed
                 continue
             if runs := [plan for plan in plans if not (space.executable_only and plan.not_executable())]:
-                found.append(runs)
+                searches.append(runs)
             else:
                 refused = plans[0]
-    if not found:
+    if not searches:
         if error is not None:
             raise error
         assert refused is not None
         refused.require_executable()
-    return found
+    return searches
 
 
-def fastest(found: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
+def fastest_plans(searches: Sequence[Sequence[Plan]], count: int) -> list[Plan]:
     """The ``count`` fastest distinct plans of several searches, fastest first, with the bound of all of them."""
-    if len(found) == 1:
-        return list(found[0])[:count]
-    bound_s = min(plan.prediction.bound_s for plans in found for plan in plans)
+    if len(searches) == 1:
+        return list(searches[0])[:count]
+    bound_s = min(plan.prediction.bound_s for plans in searches for plan in plans)
     passes = Counter[str]()
-    for plans in found:
+    for plans in searches:
         passes.update(plans[0].provenance["passes"])
-    kept: list[Plan] = []
-    for plan in sorted((plan for plans in found for plan in plans), key=lambda plan: plan.prediction.step_s):
-        if not any(alike(plan, other) for other in kept):
+    distinct: list[Plan] = []
+    for plan in sorted((plan for plans in searches for plan in plans), key=lambda plan: plan.prediction.step_s):
+        if not any(same_decisions(plan, other) for other in distinct):
             prediction = replace(plan.prediction, bound_s=min(bound_s, plan.prediction.step_s))
             provenance = {**plan.provenance, "passes": {name: round(s, 4) for name, s in passes.items()}}
-            kept.append(replace(plan, prediction=prediction, provenance=provenance))
-    return kept[:count]
+            distinct.append(replace(plan, prediction=prediction, provenance=provenance))
+    return distinct[:count]
 
 
 # ---- The front of step time against peak memory: the same search again and again under a lower memory
 # limit
 
 
-SMALLER = 8 / 9  # a plan of the front fills at most this part of what the one before fills
+MEMORY_STEP = 8 / 9  # a plan of the front fills at most this part of what the one before fills
 
 
-def make_front(
+def make_pareto_front(
     graph: Graph,
     cluster: Cluster,
     request: PlanRequest,
@@ -102,10 +111,10 @@ def make_front(
     begin = time.perf_counter()
     search = start_search(graph, cluster, request, capture_s, progress)
     front: list[Plan] = []
-    with without_gc(), proving(search):
-        front += bounded(search, best_plans(search))
+    with without_gc(), proof_processes(search):
+        front += with_bounds(search, best_plans(search))
         while len(front) < request.count and not search.cut_short:
-            search.share = filled(front[-1]) * SMALLER
+            search.memory_share = memory_share(front[-1]) * MEMORY_STEP
             try:
                 smaller, _ = search_plans(search)
             except KeyboardInterrupt:
@@ -113,13 +122,13 @@ def make_front(
                 break
             if not smaller:
                 break
-            front += bounded(search, smaller)
+            front += with_bounds(search, smaller)
     search.passes["total"] = time.perf_counter() - begin
-    return [recorded(search, plan, []) for plan in undominated(front)]
+    return [with_provenance(search, plan, []) for plan in pareto_front(front)]
 
 
-def filled(plan: Plan) -> float:
-    """The largest share that a plan fills of the memory that any of its devices has beside the framework."""
+def memory_share(plan: Plan) -> float:
+    """The largest fraction of a device's memory, less the framework's, that a plan fills."""
     usable = usable_bytes(Cluster.from_json(json.dumps(plan.cluster)))
     return max(
         (predicted.peak_bytes - predicted.memory_bytes["framework"]) / min(usable[d] for d in stage.devices)
@@ -127,11 +136,11 @@ def filled(plan: Plan) -> float:
     )
 
 
-def undominated(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that no other one is both faster and smaller than, fastest first."""
-    ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, filled(plan)))
-    found: list[Plan] = []
+def pareto_front(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of which none is both slower and larger than another, fastest first."""
+    ordered = sorted(plans, key=lambda plan: (plan.prediction.step_s, memory_share(plan)))
+    front: list[Plan] = []
     for plan in ordered:
-        if not found or filled(plan) < filled(found[-1]):
-            found.append(plan)
-    return found
+        if not front or memory_share(plan) < memory_share(front[-1]):
+            front.append(plan)
+    return front

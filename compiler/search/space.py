@@ -1,4 +1,4 @@
-"""What a search may choose from, before any price is known: submeshes, microbatch counts, and the kinds of decision.
+"""The decisions that are open in a search, before any price is known: submeshes, microbatch counts, kinds of decision.
 
     space    ::= schedules, chunks, residencies, recompute modes, sequence splits, limits on tensor work
     submesh  ::= logical shape, number of devices, roles of its axes, where it may start
@@ -34,44 +34,45 @@ __all__ = ["CHUNKED", "SCHEDULES", "Space", "Submesh", "forced_submeshes", "micr
 
 CHUNKED = ("interleaved", "zb-v")  # schedules of several chunks per stage
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # from simple to involved
-POSITIONS = 64  # a submesh is at least this part of the cluster
-EVERY_SIZE = 8  # clusters of up to this many devices are divided in every way
-EVERY_HOSTS = 4  # clusters of up to this many hosts are divided into any number of them
+MAX_POSITIONS = 64  # a submesh is at least this part of the cluster
+MAX_DEVICES_ANY_SIZE = 8  # clusters of up to this many devices are divided in every way
+MAX_HOSTS_ANY_NUMBER = 4  # clusters of up to this many hosts are divided into any number of them
 
 
 @dataclass(frozen=True)
 class Space:
-    """The kinds of decision that are open.
+    """The kinds of decision that are open."""
 
-    schedules: families of ``schedule.generate``; chunks: how many a stage may hold where the family has several;
-    residencies: patterns of ``parameter_sharding.PATTERNS`` that a parameter may take (a parameter that can take none
-    of them is replicated); recompute: modes that a layer may take; sequence: whether matmuls and attentions may be cut
-    along the sequence; executable_only: leave out what the runtime cannot run; min_tensor, max_tensor: at least and at
-    most this many devices of a stage share the work of one sample's ops; tensor_inside_host: and they lie in one host;
-    communication: by which algorithms and in which codes gradients may travel. loose: replicas of every stage send each
-    other nothing but gradients and the loss.
-    """
-
+    #: names of ``families.generate``
     schedules: tuple[str, ...] = ("1f1b",)
+    #: numbers of virtual stages per device group, for schedules that may have several
     chunks: tuple[int, ...] = (2, 3, 4)
+    #: ``parameter_sharding.PATTERNS`` that a parameter may take; one that can take none of them is replicated
     residencies: tuple[str, ...] = ("replicated",)
+    #: modes that a layer may take
     recompute: tuple[str, ...] = ("none",)
+    #: True: matmuls and attentions may be cut along the sequence
     sequence: bool = False
+    #: True: plans that the runtime cannot run are left out
     executable_only: bool = False
+    #: the least and the largest number of devices of a stage that share the work of one sample's ops
     min_tensor: int = 1
     max_tensor: int | None = None
+    #: True: these devices lie in one host
     tensor_inside_host: bool = False
+    #: algorithms and codecs in which gradients may travel
     communication: Communication = EXACT
+    #: True: independent replicas; those of a stage send each other nothing but gradients and the loss
     loose: bool = False
 
     @property
-    def guide(self) -> str:
-        """The family under which pipelines are searched: 1F1B, or GPipe where that alone is open."""
+    def base_schedule(self) -> str:
+        """The schedule under which pipelines are searched first: 1F1B, or GPipe if that alone is open."""
         return "gpipe" if self.schedules == ("gpipe",) else "1f1b"
 
     @classmethod
     def whole(cls) -> Space:
-        """Everything that the search opens by itself, whether the runtime can run it or not."""
+        """The space of all decisions that the search opens by itself, whether the runtime can run them or not."""
         return cls(schedules=SCHEDULES, residencies=PATTERNS, recompute=RECOMPUTE_MODES, sequence=True)
 
     @classmethod
@@ -130,15 +131,17 @@ def _one_of(what: str, asked: str, known: Sequence[str], executable: bool) -> st
 
 @dataclass(frozen=True)
 class Submesh:
-    """A way to use some devices for a stage: logical shape, what each axis is for (``Restriction.roles``; () where that
-    is open), and the devices where it may start; ``site`` is the one whose prices stand for all. place: where a forced
-    division wants it, as (first layer, end layer). alike: the site of a submesh of the same shape whose prices are the
-    same but for messages to other stages; −1: its own."""
+    """A way to use some devices for a stage."""
 
+    #: the logical mesh
     shape: tuple[int, ...]
+    #: the role of each axis (``Restriction.roles``); () if they are open
     roles: tuple[str | None, ...]
+    #: devices from which it may start; all have equal prices
     offsets: tuple[int, ...]
+    #: (first layer, end layer) of its stage in a forced division
     place: tuple[int, int] | None = None
+    #: the site of a submesh of the same shape whose prices differ in messages to other stages alone; −1: its own
     alike: int = -1
 
     @property
@@ -153,7 +156,7 @@ class Submesh:
 
 
 def site_of(offsets: Sequence[int]) -> int:
-    """Of offsets of equal prices the one to price: one with neighbours in front and behind, if there is one, as their
+    """The offset to price of several with equal prices: one with neighbours on both sides if there is one, since their
     messages are priced there."""
     return offsets[0 if offsets[0] > 0 else min(1, len(offsets) - 1)]
 
@@ -174,13 +177,13 @@ def microbatch_counts(global_batch: int, strategy: Strategy | None) -> list[int]
 def submeshes(cluster: Cluster, space: Space, sizes: Sequence[int] | None = None) -> list[Submesh]:
     """Every submesh that a stage may have; sizes: only these numbers of devices."""
     starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
-    found = []
+    subs = []
     for size in sizes if sizes is not None else _sizes(cluster):
         for offsets, alike in _sites(cluster, size, starts):
             for shape in _shapes(size, max(host.num_devices for host in cluster.hosts)):
                 for roles in _roles(shape, space, _inside(cluster, offsets[0], shape)):
-                    found.append(Submesh(shape, roles, offsets, alike=alike))
-    return found
+                    subs.append(Submesh(shape, roles, offsets, alike=alike))
+    return subs
 
 
 def forced_submeshes(cluster: Cluster, strategy: Strategy, bounds: Sequence[int] | None) -> list[Submesh]:
@@ -201,18 +204,18 @@ def forced_submeshes(cluster: Cluster, strategy: Strategy, bounds: Sequence[int]
 
 def _sizes(cluster: Cluster) -> list[int]:
     total, counts = cluster.num_devices, sorted({host.num_devices for host in cluster.hosts})
-    if total <= EVERY_SIZE:
+    if total <= MAX_DEVICES_ANY_SIZE:
         return list(range(1, total + 1))
     widest, hosts = counts[-1], len(cluster.hosts)
     sizes = {1 << k for k in range(widest.bit_length()) if 1 << k <= widest} | set(counts) | {total}
     if len(counts) == 1:
-        several = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
+        several = range(1, hosts + 1) if hosts <= MAX_HOSTS_ANY_NUMBER else [1 << k for k in range(hosts.bit_length())]
         sizes |= {widest * k for k in several if k <= hosts}
     else:  # runs of uneven hosts
         starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
-        runs = range(1, hosts + 1) if hosts <= EVERY_HOSTS else [1 << k for k in range(hosts.bit_length())]
+        runs = range(1, hosts + 1) if hosts <= MAX_HOSTS_ANY_NUMBER else [1 << k for k in range(hosts.bit_length())]
         sizes |= {starts[i + k] - starts[i] for k in runs for i in range(hosts - k + 1)}
-    return sorted(size for size in sizes if size * POSITIONS >= total)
+    return sorted(size for size in sizes if size * MAX_POSITIONS >= total)
 
 
 def _shapes(size: int, per_host: int) -> list[tuple[int, ...]]:
@@ -228,10 +231,10 @@ def _shapes(size: int, per_host: int) -> list[tuple[int, ...]]:
 def _sites(
     cluster: Cluster, size: int, starts: Sequence[int], coarse: bool = True
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Where ``size`` devices may start (inside one host, or at a host's first device), offsets of equal prices
-    together; and ``Submesh.alike`` of each."""
+    """The offsets from which ``size`` devices may start (inside one host, or at a host's first device), those of equal
+    prices together; and ``Submesh.alike`` of each."""
     total, hosts = cluster.num_devices, cluster.hosts
-    step = -(-total // POSITIONS) if coarse else 1
+    step = -(-total // MAX_POSITIONS) if coarse else 1
     kinds = {host: index for index, host in reversed(list(enumerate(dict.fromkeys(hosts))))}
     groups: dict[tuple[tuple[int, int], ...], list[int]] = {}  # (kind, devices) by host, after (front, behind) inside
     for number in range(len(hosts)):
@@ -261,20 +264,22 @@ def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool
 
 
 def _roles(shape: tuple[int, ...], space: Space, inside: Sequence[bool]) -> list[tuple[str | None, ...]]:
-    """What the axes may be for: () where anything goes. Else every assignment that keeps the limits on tensor
-    parallelism: "data" where an axis may not be for tensors, "tensor" where it must be, None where it is open. Where
-    replicas are to be loose, some axis is "data"."""
+    """The roles that the axes may have: () if there is no limit.
+
+    Otherwise every assignment that keeps the limits on tensor parallelism: "data" where an axis may not be for tensors,
+    "tensor" where it must be, None where it is open. For independent replicas some axis is "data".
+    """
     size, low = prod(shape), space.min_tensor
     high = size if space.max_tensor is None else space.max_tensor
     mays = [not space.tensor_inside_host or near for near in inside]
     if low <= 1 and size <= high and all(mays) and not space.loose:
         return [()]
-    found: list[tuple[str | None, ...]] = []
+    assignments: list[tuple[str | None, ...]] = []
     for roles in product(("data", "tensor", None) if low > 1 else ("data", None), repeat=len(shape)):
         least = prod(extent for extent, role in zip(shape, roles) if role == "tensor")
         most = prod(extent for extent, role in zip(shape, roles) if role != "data")
         if space.loose and not any(role == "data" and extent > 1 for extent, role in zip(shape, roles)):
             continue
         if low <= least and most <= high and all(may or role == "data" for may, role in zip(mays, roles)):
-            found.append(roles)
-    return found
+            assignments.append(roles)
+    return assignments

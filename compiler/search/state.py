@@ -1,4 +1,4 @@
-"""What a search is asked, what it has found, and what all its passes share."""
+"""The state of a search, its candidates, and the passes before it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,35 @@ from ..ir.graph import Graph, rescale
 from ..pipeline.table import InfeasiblePipeline, Pipeline
 from ..plan.plan import Plan
 from ..workers import ForkedTask
-from .constraints import Constraints, Resolved, distinguished, resolve
+from .constraints import Constraints, Resolved, distinguish_layers, resolve
 from .parallel_shape import Strategy
 from .request import PlanRequest
 from .space import Space, Submesh, microbatch_counts
 
 __all__ = [
-    "INTERRUPTED", "SLACK", "TIMED_OUT", "Candidate", "Miss", "PurePlan", "Search", "StageRow", "alike",
-    "batch_bytes", "prepare",
+    "INTERRUPTED",
+    "LIMIT_SLACK",
+    "TIMED_OUT",
+    "Candidate",
+    "Miss",
+    "PurePlan",
+    "SearchState",
+    "StageRow",
+    "batch_bytes",
+    "prepare_search",
+    "same_decisions",
 ]  # fmt: skip
 
 
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
-SMALL_OPS = 60  # of the largest graph that is small
-SLACK = 1.02  # of the limit: how far above it what a stage really holds may be
+SMALL_OPS = 60  # ops of the largest graph that is small
+LIMIT_SLACK = 1.02  # of the memory limit: the most that a stage may really hold
 
 
 @dataclass(frozen=True, eq=False)
 class StageRow:
-    """Where a stage's choices are found: the composer, and the row (variant, level) of its tables."""
+    """A row (variant, level) of a composer's tables, which has the strategies of a stage."""
 
     composer: IntervalComposer
     row: Row
@@ -56,15 +65,19 @@ class Candidate:
     schedule: str
     pipeline: Pipeline
     rows: tuple[StageRow, ...]
-    clock_s: float  # the makespan on a clock, by the tables' seconds
-    pace_s: float = 0.0  # of the stage that is the busiest: per microbatch,
-    once_s: float = 0.0  # and at the end of the step
-    hidden_s: float = 0.0  # what of that may run beside the last backward, at the most
+    #: the makespan on a clock, by the tables' seconds
+    clock_s: float
+    #: seconds per microbatch of the busiest stage
+    pace_s: float = 0.0
+    #: seconds per step of that stage, beside its microbatches
+    once_s: float = 0.0
+    #: the most of ``once_s`` that may overlap with the last backward
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Miss:
-    """Why nothing fits with so many microbatches, and where the choices of the stage that misses most are found."""
+    """The reason why nothing fits with so many microbatches, and the table row of the stage that misses most."""
 
     why: InfeasiblePipeline
     microbatches: int
@@ -72,8 +85,8 @@ class Miss:
 
 
 @dataclass
-class Search:
-    """What is asked, and what all passes share."""
+class SearchState:
+    """The request as a search reads it, and the values that its passes share."""
 
     graph: Graph
     cluster: Cluster
@@ -82,29 +95,49 @@ class Search:
     space: Space
     layering: Layering
     strategy: Strategy | None = None
+    #: the number that was asked for; None: open
     microbatches: int | None = None
     constraints: Constraints = field(default_factory=Constraints)
+    #: the constraints on this model's layers, weights and ops
     resolved: Resolved = field(default_factory=Resolved)
+    #: called with the name of a pass and the fraction of it that is done
     progress: Callable[[str, float], None] = lambda name, fraction: None
-    stop: float = inf  # on time.perf_counter's clock
+    #: time on ``time.perf_counter``'s clock after which the search ends with what it has
+    deadline: float = inf
+    #: pass → seconds
     passes: dict[str, float] = field(default_factory=dict)
-    bounds: dict[tuple[int, str], float] = field(default_factory=dict)  # (microbatches, schedule) → seconds
+    #: (microbatches, schedule) → seconds that no plan undercuts
+    bounds: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: strategies of ops that all cost tables share; made with the first tables
     samples: Samples | None = None
-    cut_short: str = ""  # why the search ended before it was done
-    beside: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)  # (shape, microbatches, level)
-    # → bytes that stages turned out to hold beside what tables say
-    asked: Space | None = None  # the space before the constraints narrowed it
-    request: PlanRequest | None = None  # None: of a search that a test put together
-    share: float = 1.0  # of the memory of each device, what plans may fill
-    counts: tuple[int, ...] = ()  # microbatch counts to look at; empty: all that there are
-    thorough: bool = True  # whether to look further than at the first pipelines of all counts
-    tables: object | None = None  # the SearchTables that passes share, see ``tables.tables_of``
-    workers: int = 1  # processes: of more than one, the others are forks
-    proof: ForkedTask[dict[tuple[int, str], float]] | None = None  # of what will be known of ``bounds``,
-    proven_s: float = 0.0  # as far as that is less
-    alternatives: bool = False  # whether to say what the best plans of the pure kinds would cost
-    aside: ForkedTask[dict[str, PurePlan]] | None = None  # these
-    kept: RowCache | None = None  # rows of other searches
+    #: the reason for an early end; empty if the search was not cut short
+    cut_short: str = ""
+    #: (mesh shape, microbatches, level) → bytes that stages turned out to hold above their tables' estimate
+    memory_corrections: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)
+    #: the space before the constraints narrowed it
+    unconstrained_space: Space | None = None
+    #: None in a search that a test put together
+    request: PlanRequest | None = None
+    #: the share of each device's memory that plans may fill
+    memory_share: float = 1.0
+    #: microbatch counts to search; empty: all
+    counts: tuple[int, ...] = ()
+    #: False: only the first pipelines of all counts are wanted
+    thorough: bool = True
+    #: the ``SearchTables`` of the search, see ``tables.tables_of``
+    tables: object | None = None
+    #: processes; all but the first are forks
+    workers: int = 1
+    #: the fork (or later call) that lifts ``bounds``
+    proof_task: ForkedTask[dict[tuple[int, str], float]] | None = None
+    #: seconds up to which ``proof_task`` lifts them
+    proof_limit_s: float = 0.0
+    #: True: the best plans of the pure strategies are wanted, too
+    alternatives: bool = False
+    #: the fork that searches for these
+    pure_task: ForkedTask[dict[str, PurePlan]] | None = None
+    #: cost-table rows of other searches, read and added to
+    row_cache: RowCache | None = None
 
     @cached_property
     def num_ops(self) -> int:
@@ -113,7 +146,7 @@ class Search:
 
     @property
     def small(self) -> bool:
-        """Whether the graph is so small that looking at everything takes little."""
+        """True if the graph is so small that an exhaustive search takes little."""
         return self.num_ops <= SMALL_OPS
 
     @contextmanager
@@ -126,11 +159,11 @@ class Search:
             self.passes[name] = self.passes.get(name, 0.0) + time.perf_counter() - start
 
     def keeping(self) -> AbstractContextManager[object]:
-        """Within it, ``kept`` takes what is made: a fork keeps its own rows."""
-        return nullcontext() if self.kept is None else self.kept.keeping()
+        """A scope in which ``row_cache`` stores what is made: a fork stores its own rows."""
+        return nullcontext() if self.row_cache is None else self.row_cache.keeping()
 
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
-        """What a stage may not do whose axes have these roles."""
+        """The restriction of stages with these roles of their axes."""
         return Restriction(
             roles=roles,
             executable_only=self.space.executable_only,
@@ -143,13 +176,13 @@ class Search:
 
     @property
     def bound_s(self) -> float:
-        """What no plan of the space undercuts; 0 before the floors are known."""
+        """The lower bound on all plans of the space; 0 before there are any bounds."""
         open_ = self.space.schedules
         return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
 
 
-def batch_bytes(search: Search) -> float:
-    """Of a step's whole batch, which every device holds."""
+def batch_bytes(search: SearchState) -> float:
+    """Bytes of a step's whole batch, which every device holds."""
     graph = search.graph
     return float(sum(_whole_bytes(node, graph, search.global_batch) for node in graph.placeholders("input")))
 
@@ -166,7 +199,7 @@ def _whole_bytes(node: Node, graph: Graph, batch: int) -> int:
 # ---- The passes before the search, and everything that can be refused at once
 
 
-def prepare(graph: Graph, cluster: Cluster, request: PlanRequest) -> Search:
+def prepare_search(graph: Graph, cluster: Cluster, request: PlanRequest) -> SearchState:
     """The passes before the search, and everything that can be refused at once."""
     assert request.global_batch is not None, "a request has its batch when a search begins"
     global_batch, microbatches, strategy = request.global_batch, request.microbatches, request.forced_strategy
@@ -199,22 +232,22 @@ def prepare(graph: Graph, cluster: Cluster, request: PlanRequest) -> Search:
             "use fewer microbatches or a larger global_batch"
         )
     resolved = resolve(constraints, graph, layering)
-    layering, resolved = distinguished(layering, graph, constraints, resolved)
-    return Search(
+    layering, resolved = distinguish_layers(layering, graph, constraints, resolved)
+    return SearchState(
         graph, cluster, global_batch, request.optimizer, space, layering, strategy, microbatches, constraints, resolved,
-        passes=passes, asked=asked, request=request,
+        passes=passes, unconstrained_space=asked, request=request,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class PurePlan:
-    """The best of a pure kind, its rows left out; or why there is none."""
+    """The best candidate of a pure strategy, without its rows; or the reason why there is none."""
 
     best: Candidate | None = None
     why: str = ""
 
 
-def alike(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of a model make the same decisions."""
+def same_decisions(plan: Plan, other: Plan) -> bool:
+    """True if two plans of a model make the same decisions."""
     names = ("stages", "microbatches", "schedule", "precision")
     return all(getattr(plan, name) == getattr(other, name) for name in names)

@@ -17,7 +17,7 @@ import torch
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
 from meshwright.compiler.search.driver import best_plans
-from meshwright.compiler.search.state import prepare
+from meshwright.compiler.search.state import prepare_search
 from meshwright.compiler.workers import ForkedTask, run_all
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
@@ -147,10 +147,12 @@ def test_alternatives_are_the_best_of_all_microbatch_counts() -> None:
         model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
         tokens = torch.zeros(64, 16, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
-    search = prepare(graph, cluster, request_of(64))
+    search = prepare_search(graph, cluster, request_of(64))
     found = pure_plans(search)
     for m in (1, 2, 4, 8, 16, 32, 64):
-        for name, alone in pure_plans(replace(search, microbatches=m, tables=None, bounds={}, beside={})).items():
+        for name, alone in pure_plans(
+            replace(search, microbatches=m, tables=None, bounds={}, memory_corrections={})
+        ).items():
             assert alone.best is None or found[name].best.clock_s <= alone.best.clock_s * (1 + 1e-3), (name, m)
     (plan,) = best_plans(search)
     said = find_alternatives(plan, found)

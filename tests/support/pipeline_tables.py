@@ -1,9 +1,25 @@
 """Random and even tables of stage costs, small enough to be enumerated."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from meshwright.compiler.pipeline.table import Floors, Lagrange, PipelineTable, StageConstraints, StageOption
+from meshwright.compiler.pipeline.table import (
+    LagrangianBound,
+    LowerBounds,
+    PipelineTable,
+    StageConstraints,
+    StageOption,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundedTable(PipelineTable):
+    """A table with lower bounds of its stages."""
+
+    floors: LowerBounds | None = None
 
 
 def random_options(rng: np.random.Generator, devices: int, shapes: int, levels: int) -> list[StageOption]:
@@ -20,9 +36,7 @@ def random_options(rng: np.random.Generator, devices: int, shapes: int, levels: 
     return options
 
 
-def random_table(
-    rng: np.random.Generator, layers: int, devices: int, shapes: int, levels: int, m: int
-) -> PipelineTable:
+def random_table(rng: np.random.Generator, layers: int, devices: int, shapes: int, levels: int, m: int) -> BoundedTable:
     """Integer seconds and bytes, so that sums are exact; memory often binds; floors of all the levels of a shape."""
     options = random_options(rng, devices, shapes, levels)
     shape = (len(options), layers, layers + 1)
@@ -44,12 +58,12 @@ def random_table(
     rows = []
     for byte, saved_byte, whole in ((0.5, 0.5, False), (4.0, 1.0, True), (1.0, 6.0, False)):
         value = pace + (step / m if whole else 0.0) + byte * resident + saved_byte * saved
-        rows.append(Lagrange(byte, saved_byte, least(value), whole))
-    floors = Floors(
+        rows.append(LagrangianBound(byte, saved_byte, least(value), whole))
+    floors = LowerBounds(
         tuple(options[::levels]), least(pace), least(pace + step / m), least(step), least(transfer), least(transient),
         None if entry is None else least(entry), 1 / 3, 1 / 3, tuple(rows),
     )  # fmt: skip
-    return PipelineTable(
+    return BoundedTable(
         layers, devices, tuple(options), pace, transfer, step, resident, saved, transient, entry, floors=floors
     )
 

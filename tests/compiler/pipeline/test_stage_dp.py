@@ -8,10 +8,10 @@ import pytest
 from meshwright.compiler.pipeline.bounds import candidate_makespan
 from meshwright.compiler.pipeline.families import generate, in_flight_formula
 from meshwright.compiler.pipeline.simulate import simulate
-from meshwright.compiler.pipeline.stage_dp import bound_of, describe_pipeline, solve
+from meshwright.compiler.pipeline.stage_dp import RankingLimits, bound_of, describe_pipeline, solve
 from meshwright.compiler.pipeline.table import (
-    Floors,
     InfeasiblePipeline,
+    LowerBounds,
     PipelineSolution,
     PipelineTable,
     StageChoice,
@@ -60,14 +60,14 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
                 value = path if split else describe_pipeline(table, m, schedule, stages).estimate_s
                 best[key] = min(best.get(key, inf), value)
                 latency, fastest = min(latency, total), min(fastest, clock(table, stages, schedule, m))
-        found = solve(table, m, schedule, constraints, top_k=5, slack=inf, visits=10**6)
+        found = solve(table, m, schedule, constraints, RankingLimits(5, inf, 10**6))
         if not best:
             assert isinstance(found, InfeasiblePipeline), (case, found)
             assert found.missing_bytes == least, (case, found)
             outcomes["memory" if isfinite(least) else "layout"] += 1
             if isfinite(least):
                 options = [replace(o, limit_bytes=tuple(x + least for x in o.limit_bytes)) for o in table.options]
-                more = solve(replace(table, options=tuple(options), floors=None), m, schedule, constraints)
+                more = solve(replace(table, options=tuple(options)), m, schedule, constraints)
                 assert isinstance(more, PipelineSolution)
                 assert found.missing_bytes == found.needed_bytes - found.limit_bytes
             continue
@@ -84,10 +84,11 @@ def test_agrees_with_every_pipeline_of_small_tables(seed):
         assert sorted(got.values())[:5] == pytest.approx(expected[:5]), case
         if schedule == "zb-h1":
             assert min(one.latency_s for one in found.pipelines) <= latency * 1.002, case
-        assert found.bound_s <= fastest * (1 + 1e-9), case
+        bound_s = bound_of(table.floors, devices, m, schedule, constraints, found.best.estimate_s * (1 + 1e-12))
+        assert bound_s <= fastest * (1 + 1e-9), case
         outcomes["solved"] += 1
         outcomes["binding"] += free < expected[0]
-        outcomes["tight"] += found.bound_s >= 0.9 * fastest
+        outcomes["tight"] += bound_s >= 0.9 * fastest
         outcomes["several"] += len(expected) >= 5
     assert outcomes["solved"] >= 20, outcomes
     assert outcomes["tight"] >= 15, outcomes
@@ -110,7 +111,9 @@ def test_adjacent_options_leave_no_device_idle_in_front(schedule):
                 value = describe_pipeline(one, m, schedule, stages).estimate_s
                 best[True] = min(best[True], value)
                 best[False] = best[False] if gaps else min(best[False], value)
-        assert solve(one, m, schedule, slack=inf).best.estimate_s == pytest.approx(best[False], rel=1e-9)
+        assert solve(one, m, schedule, limits=RankingLimits(slack=inf)).best.estimate_s == pytest.approx(
+            best[False], rel=1e-9
+        )
         seen.add(best[True] < best[False])
     assert True in seen  # somewhere a gap would have looked better
 
@@ -128,7 +131,7 @@ def test_uneven_hosts_are_exact(hosts, sizes):
                 made = describe_pipeline(one, m, schedule, stages)
                 value = made.path_s if schedule == "zb-h1" else made.estimate_s
                 values[meshes(one, stages)] = min(value, values.get(meshes(one, stages), inf))
-        found = solve(one, m, schedule, top_k=3, slack=inf)
+        found = solve(one, m, schedule, limits=RankingLimits(3, inf))
         assert isinstance(found, PipelineSolution)
         got = sorted(
             {meshes(one, each.stages): each.path_s if schedule == "zb-h1" else each.estimate_s
@@ -194,7 +197,7 @@ def test_many_layers_agree_with_a_plain_recurrence():
                             turns = max(ceil(m / q) * (t + behind), (m - q + 1) * t + 2 * behind if m > q else 0.0)
                             best, least = min(best, max(m * t, t + x + value[left], turns)), min(least, t + behind)
                 value[i, d, s], sums[i, d, s] = best, least
-    found = solve(table, m, slack=inf)
+    found = solve(table, m, limits=RankingLimits(slack=inf))
     expected = min(value[0, devices, s] for s in range(1, devices + 1))
     assert found.least_s == pytest.approx(expected)
     assert expected <= found.best.estimate_s <= expected * 1.02
@@ -234,7 +237,6 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
         table = random_table(rng, layers, devices, 2, 2, m)
         free = solve(table, m, schedule, explain=False)
         if isinstance(free, InfeasiblePipeline):
-            assert free.bound_s >= bound_of(table, m, schedule, StageConstraints(), trials=0) * (1 - 1e-9)
             continue
         seconds = min(
             clock(table, stages, schedule, m)
@@ -242,17 +244,21 @@ def test_a_cut_off_leaves_out_what_does_not_matter_alone(schedule):
             if over_the_limit(table, stages, schedule, m) <= 0
         )
         for most in (free.best.estimate_s * 1.001, free.best.estimate_s * 0.999, seconds * 0.8):
-            found = solve(table, m, schedule, most=most)
-            assert min(found.bound_s, most) <= seconds * (1 + 1e-9)
+            found = solve(table, m, schedule, limits=RankingLimits(most=most))
+            bound_s = bound_of(table.floors, devices, m, schedule, StageConstraints(), most)
+            assert min(bound_s, most) <= seconds * (1 + 1e-9)
             if isinstance(found, InfeasiblePipeline):
                 assert most < free.best.estimate_s or schedule == "zb-h1"
-                assert found.bound_s <= most
-                left_out += found.bound_s == most
+                assert bound_s <= most
+                left_out += bound_s == most
                 continue
             assert found.best.estimate_s <= most
             assert found.best.estimate_s == pytest.approx(free.best.estimate_s) or schedule == "zb-h1"
             kept += 1
-        bounds = [bound_of(table, m, schedule, StageConstraints(), 1.5 * seconds, count) for count in (0, 2, 6)]
+        bounds = [
+            bound_of(table.floors, devices, m, schedule, StageConstraints(), 1.5 * seconds, count)
+            for count in (0, 2, 6)
+        ]
         assert bounds == sorted(bounds)
         assert bounds[-1] <= seconds * (1 + 1e-9)
     assert min(kept, left_out) >= 10, (kept, left_out)
@@ -266,9 +272,10 @@ def test_messages_count_as_often_as_microbatches_wait_for_them():
     table = replace(
         table, transfer_s=np.full(table.pace_s.shape, 2.0), pace_s=np.where(end - first == 1, 1.0, inf)[None]
     )
-    floors = Floors(table.options, table.pace_s, transfer_s=table.transfer_s)
-    found = solve(replace(table, floors=floors), 40)
-    assert found.bound_s == found.best.estimate_s == 10 * (4 + 6) + 1 > found.best.path_s
+    floors = LowerBounds(table.options, table.pace_s, transfer_s=table.transfer_s)
+    found = solve(table, 40)
+    bound_s = bound_of(floors, 4, 40, "1f1b", StageConstraints())
+    assert bound_s == found.best.estimate_s == 10 * (4 + 6) + 1 > found.best.path_s
 
 
 def test_bad_arguments():
@@ -283,7 +290,7 @@ def test_bad_arguments():
         solve(table, 1, constraints=StageConstraints(frozenset({1}), frozenset({1})))
     with pytest.raises(ValueError, match="but got 'chimera'"):
         solve(table, 1, "chimera")
-    with pytest.raises(ValueError, match=r"pipeline_chunks\.chunked, but got 'zb-v'"):
+    with pytest.raises(ValueError, match=r"virtual_stages\.solve_chunked, but got 'zb-v'"):
         solve(table, 1, "zb-v")
     with pytest.raises(ValueError, match="pace_s has shape"):
         replace(table, pace_s=table.pace_s[:, :2])

@@ -31,7 +31,7 @@ def graph() -> Graph:
 def ladders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The microbatch counts whose submeshes, all or some, got the ladder."""
     seen: list[int] = []
-    whole, some = SearchTables.prepare_ladder, SearchTables.prepare_uniform
+    whole, some = SearchTables.prepare_ladder, SearchTables.prepare_uniform_ladder
 
     def noted(self, counts):
         seen.extend(counts)
@@ -42,7 +42,7 @@ def ladders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return some(self, m, *rest)
 
     monkeypatch.setattr(SearchTables, "prepare_ladder", noted)
-    monkeypatch.setattr(SearchTables, "prepare_uniform", noted_too)
+    monkeypatch.setattr(SearchTables, "prepare_uniform_ladder", noted_too)
     return seen
 
 
@@ -54,7 +54,7 @@ def planned(graph: Graph, mib: float) -> Plan:
 def test_where_memory_is_plenty_nobody_climbs_the_ladder(graph, ladders, monkeypatch):
     plan = planned(graph, PLENTY)
     assert not ladders
-    monkeypatch.setattr(SearchTables, "tight", lambda self, m, first_s: True)
+    monkeypatch.setattr(SearchTables, "gains_from_memory", lambda self, m, first_s: True)
     monkeypatch.setattr(SearchTables, "faster_without_limit", lambda self, m, most: True)
     climbed = planned(graph, PLENTY)
     assert ladders

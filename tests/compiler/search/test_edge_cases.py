@@ -16,7 +16,7 @@ from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.pipeline.families import generate
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.parallel_shape import parse_strategy
-from meshwright.compiler.search.requests import filled
+from meshwright.compiler.search.requests import memory_share
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
@@ -161,7 +161,7 @@ def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.compiler.search.tables.SearchTables.floors", interrupted)
+    monkeypatch.setattr("meshwright.compiler.search.tables.SearchTables.compute_lower_bounds", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_plan(graph, with_devices(2), 16)
 
@@ -180,7 +180,7 @@ def test_the_front_trades_time_for_memory() -> None:
     front = mw.pareto(model, with_devices(2), example_inputs=args, global_batch=64, points=4, recompute="none", zero=0)
     assert 2 <= len(front) <= 4
     assert [p.prediction.step_s for p in front] == sorted(p.prediction.step_s for p in front)
-    shares = [filled(p) for p in front]
+    shares = [memory_share(p) for p in front]
     assert shares == sorted(shares, reverse=True)
     assert len(set(shares)) == len(shares)
     for plan in front:

@@ -14,7 +14,7 @@ from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search import build_plan, driver
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
-from meshwright.compiler.search.state import SLACK
+from meshwright.compiler.search.state import LIMIT_SLACK
 from meshwright.models import GPT
 
 from tests.support.clusters import FRAMEWORK, limited
@@ -32,7 +32,7 @@ def graph() -> Graph:
 
 def fitting(graph: Graph, mib: float, **asked: object) -> Plan:
     plan = make_plan(graph, limited(mib), 64, alternatives=False, **{"space": Space.whole()} | asked)
-    assert all(stage.peak_bytes - FRAMEWORK <= mib * 2**20 * SLACK for stage in plan.prediction.stages)
+    assert all(stage.peak_bytes - FRAMEWORK <= mib * 2**20 * LIMIT_SLACK for stage in plan.prediction.stages)
     return plan
 
 
@@ -40,11 +40,11 @@ def test_what_tables_think_too_little_of_is_solved_again_within_less(graph, monk
     """The stage fills what its tables left free, and then holds more than there is; what the tables chose fits."""
     tried = []
 
-    def noted(search, candidate, limits_bytes=(), known=None):
+    def noted(search, candidate, limits_bytes=(), built=None):
         tried.append(tuple(limits_bytes))
-        return build_plan.finish(search, candidate, limits_bytes, known)
+        return build_plan.build_plan(search, candidate, limits_bytes, built)
 
-    monkeypatch.setattr(driver, "finish", noted)
+    monkeypatch.setattr(driver, "build_plan", noted)
     steps = [
         fitting(graph, share * WHOLE, strategy=parse_strategy("dp8")).prediction.step_s for share in (0.3, 0.25, 0.22)
     ]
@@ -57,12 +57,12 @@ def test_nothing_is_assembled_twice(graph, monkeypatch):
     """Where nothing fits, each candidate is put together once, and once within each limit."""
     tried = Counter()
 
-    def noted(search, candidate, limits_bytes=(), known=None):
+    def noted(search, candidate, limits_bytes=(), built=None):
         held = [round(size) for size in candidate.pipeline.peak_bytes]
         tried[candidate.microbatches, candidate.schedule, f"{candidate.clock_s:.6g}", *held, *limits_bytes] += 1
-        return build_plan.finish(search, candidate, limits_bytes, known)
+        return build_plan.build_plan(search, candidate, limits_bytes, built)
 
-    monkeypatch.setattr(driver, "finish", noted)
+    monkeypatch.setattr(driver, "build_plan", noted)
     with pytest.raises(InfeasibleError, match="missing"):
         make_plan(graph, limited(0.17 * WHOLE), 64, strategy=parse_strategy("dp8"), space=Space.whole())
     assert tried
@@ -82,7 +82,7 @@ def test_rules_count_what_gathered_weights_hold(graph, monkeypatch, mode, asked)
         held.append([one.memory_bytes["activations"] + one.memory_bytes["temporary"] for one in stages])
         return real
 
-    monkeypatch.setattr(build_plan, "measured", noted)
+    monkeypatch.setattr(build_plan, "with_measured_memory", noted)
     space = replace(Space.whole(), residencies=("zero3" if "strategy" in asked else "replicated",), recompute=(mode,))
     asked = {key: parse_strategy(value) if key == "strategy" else value for key, value in asked.items()}
     fitting(graph, 0.6 * WHOLE, space=space, microbatches=4 if "strategy" in asked else 1, **asked)

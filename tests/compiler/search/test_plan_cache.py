@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written_costs_nothing(tmp_path: Path, monkeypatc
 
 
 def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MOST", 2)
+    monkeypatch.setattr(plan_cache, "MAX_CACHED_PLANS", 2)
     for batch in (8, 16, 24):
         asked(global_batch=batch)
     assert len(list(folder.iterdir())) == 2

@@ -10,7 +10,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.ir.graph import Graph
 from meshwright.compiler.search import optimality
 from meshwright.compiler.search.driver import start_search
-from meshwright.compiler.search.explore import candidates
+from meshwright.compiler.search.explore import find_candidates
 from meshwright.compiler.search.space import Space
 from meshwright.models import GPT
 
@@ -71,10 +71,10 @@ def test_what_is_proven_far_enough_is_not_proven_again(graph, monkeypatch):
 def test_what_was_proven_outlives_another_look(graph):
     """Where nothing that was found fits, the search looks again, and begins with its bounds anew."""
     search = start_search(graph, limited(PLENTY), request_of(64, space=Space.whole()), 0.0, lambda *_: None)
-    _, found = candidates(search)
-    optimality.prove(search, found[0].clock_s)
+    _, found = find_candidates(search)
+    optimality.start_proof(search, found[0].clock_s)
     proven = dict(search.bounds)
     assert search.bound_s > 0.5 * found[0].clock_s
     search.bounds.update(dict.fromkeys(search.bounds, 0.0))
-    assert optimality.bounded(search, []) == []
+    assert optimality.with_bounds(search, []) == []
     assert search.bounds == proven

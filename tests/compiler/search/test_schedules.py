@@ -13,15 +13,15 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.pipeline.families import generate, known_schedules
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.stage_dp import bound_of
-from meshwright.compiler.pipeline.table import Floors, Lagrange, StageConstraints
+from meshwright.compiler.pipeline.table import LagrangianBound, LowerBounds, StageConstraints
 from meshwright.compiler.pipeline.virtual_stages import quick_bound
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import model_faults
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.optimality import family_bounds
-from meshwright.compiler.search.other_schedules import TIE, simplest_first
+from meshwright.compiler.search.other_schedules import TIE_TOLERANCE, simplest_index
 from meshwright.compiler.search.space import SCHEDULES, Space
-from meshwright.compiler.search.state import SLACK
+from meshwright.compiler.search.state import LIMIT_SLACK
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 
@@ -82,7 +82,7 @@ def test_every_family_gives_a_plan_by_name(graph, cluster, by_name, schedule, tm
 def test_the_best_of_all_is_no_slower_than_any(graph, cluster, by_name):
     plan = planned(graph, cluster, "auto")
     steps = {name: by_name[name].prediction.step_s for name in SCHEDULES}  # those that optimise the same
-    assert plan.prediction.step_s <= min(steps.values()) * (1 + TIE)
+    assert plan.prediction.step_s <= min(steps.values()) * (1 + TIE_TOLERANCE)
     assert plan.schedule != "1f1b"
     assert plan.prediction.step_s < 0.95 * steps["1f1b"]
     assert plan.prediction.bound_s <= min(steps.values())
@@ -109,9 +109,9 @@ def test_memory_decides_among_schedules(graph, cluster, by_name, share):
         except InfeasibleError:
             continue
         steps[name] = plan.prediction.step_s
-        assert max(stage.peak_bytes for stage in plan.prediction.stages) <= framework + share * held * SLACK
+        assert max(stage.peak_bytes for stage in plan.prediction.stages) <= framework + share * held * LIMIT_SLACK
     assert set(steps) == ({"1f1b", "auto"} if share == 1.0 else {"1f1b", "interleaved", "zb-v", "auto"})
-    assert steps["auto"] <= min(steps.values()) * (1 + TIE)
+    assert steps["auto"] <= min(steps.values()) * (1 + TIE_TOLERANCE)
 
 
 def test_one_that_no_stages_have_room_for_is_refused_with_what_does(graph, cluster):
@@ -123,9 +123,9 @@ def test_one_that_no_stages_have_room_for_is_refused_with_what_does(graph, clust
 
 def test_of_equally_fast_ones_the_simplest_is_taken():
     assert {*SCHEDULES, "pipedream"} == set(known_schedules())
-    assert simplest_first(["zb-v", "1f1b", "gpipe"], [1.0, 1.0005, 1.0]) == 1
-    assert simplest_first(["zb-v", "1f1b", "gpipe"], [1.0, 1.01, 1.0]) == 2
-    assert simplest_first(["zb-v", "1f1b"], [1.0, 1.01]) == 0
+    assert simplest_index(["zb-v", "1f1b", "gpipe"], [1.0, 1.0005, 1.0]) == 1
+    assert simplest_index(["zb-v", "1f1b", "gpipe"], [1.0, 1.01, 1.0]) == 2
+    assert simplest_index(["zb-v", "1f1b"], [1.0, 1.01]) == 0
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -177,11 +177,11 @@ def split_bound(table, m, weight):
     rows = list(floors.rows)
     for byte, saved_byte in ((0.0, 0.0), (0.5, 0.5), (1.0, 6.0)):
         value = trip + byte * table.resident + saved_byte * table.saved
-        rows.append(Lagrange(byte, saved_byte, value.reshape(shape).min(axis=1), trip=True))
-    floors = Floors(
+        rows.append(LagrangianBound(byte, saved_byte, value.reshape(shape).min(axis=1), trip=True))
+    floors = LowerBounds(
         floors.options, floors.pace_s, transfer_s=floors.transfer_s, entry_s=floors.entry_s, rows=tuple(rows)
     )
-    return bound_of(floors.alone(table.num_devices), m, "zb-h1", StageConstraints(), 1e6, 2)
+    return bound_of(floors, table.num_devices, m, "zb-h1", StageConstraints(), 1e6, 2)
 
 
 @pytest.mark.parametrize("seed", range(40))

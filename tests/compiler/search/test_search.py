@@ -285,19 +285,19 @@ def test_a_microbatch_too_small_for_all_devices(graphs):
 def test_what_the_first_looks_rule_out_would_not_have_won(cluster, layers, monkeypatch):
     """Looks three at a time, the middle first, find no slower a plan than a look at everything at once."""
     graph = capture(*ZOO["gpt"](512, device="meta", layers=layers))
-    looks = SearchTables.looks
+    looks = SearchTables.solve_counts
     seen: list[int] = []
 
     def watched(self, prices):
         seen.append(len(prices))
         return looks(self, prices)
 
-    monkeypatch.setattr(SearchTables, "looks", watched)
+    monkeypatch.setattr(SearchTables, "solve_counts", watched)
     few = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
     waves, looked = list(seen), sum(seen)
     seen.clear()
-    monkeypatch.setattr(SearchTables, "_hopeful", lambda self, counts: list(counts))
-    monkeypatch.setattr("meshwright.compiler.search.tables.LOOKS", 100)
+    monkeypatch.setattr(SearchTables, "_competitive", lambda self, counts: list(counts))
+    monkeypatch.setattr("meshwright.compiler.search.tables.COUNTS_PER_ROUND", 100)
     every = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
     assert max(waves) <= 3
     assert looked < sum(seen)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops.local_ops import dropout
 from meshwright.compiler.memory.abstract_run import AbstractComm
-from meshwright.compiler.pipeline.families import delay, generate, in_flight_formula, lag_steps, stashed
+from meshwright.compiler.pipeline.families import delay, generate, in_flight_formula, lag_steps, stashed_versions
 from meshwright.compiler.pipeline.schedule import in_flight, validate
 from torch import nn
 from torch.func import functional_call
@@ -307,7 +307,7 @@ def test_runs_over_any_number_of_steps_with_delays_as_told(p: int) -> None:
                     assert batch - done // m == min(batch, delay(stage, p, m, k))
                 else:
                     done += 1
-            assert stashed(stage, p, m) == max(delay(stage, p, m, k) for k in range(m))
+            assert stashed_versions(stage, p, m) == max(delay(stage, p, m, k) for k in range(m))
 
 
 def planned(schedule: str, m: int) -> mw.Plan:
@@ -330,8 +330,8 @@ def test_predicts_a_step_without_a_bubble_and_the_versions(m: int) -> None:
     alone = [sum(8 * p.numel() for name, p in Model().named_parameters() if name in stage.chunks[0].parameters)
              for stage in plan.stages]  # fmt: skip
     for s, (one, size) in enumerate(zip(stages, alone, strict=True)):
-        assert one.memory_bytes["parameters"] >= (1 + stashed(s, 4, m)) * (size - 8 * 2 * WIDTH * WIDTH)
-        assert one.memory_bytes["parameters"] <= (1 + stashed(s, 4, m)) * size + 1024
+        assert one.memory_bytes["parameters"] >= (1 + stashed_versions(s, 4, m)) * (size - 8 * 2 * WIDTH * WIDTH)
+        assert one.memory_bytes["parameters"] <= (1 + stashed_versions(s, 4, m)) * size + 1024
 
 
 def test_auto_never_changes_the_optimisation() -> None:
