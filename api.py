@@ -21,7 +21,7 @@ from .compiler.intra_op.vectorised.row_cache import RowCache
 from .compiler.ir.graph import Graph
 from .compiler.memory.buffers import with_replicas
 from .compiler.plan.plan import Plan
-from .compiler.plan.validation import require
+from .compiler.plan.validation import require_valid
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
@@ -399,8 +399,7 @@ class _GivenPlan(_RequestedPlan):
         self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
     ) -> tuple[Plan, int]:
         """The given plan."""
-        require(self.given, graph, self.cluster)
-        self.given.require_executable(graph)
+        require_valid(self.given, graph, self.cluster, runnable=True)
         return self.replicas.decided(self.given, graph)
 
 

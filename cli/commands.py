@@ -298,7 +298,7 @@ def _why(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ..compiler.plan.validation import check_plan
+    from ..compiler.plan.validation import validate
 
     plan = _load(arguments.plan)
     graph = cluster = None
@@ -314,7 +314,7 @@ def _check(arguments: argparse.Namespace) -> int:
             progress("capture", 0.0)
             graph = capture(target.model, target.args, target.kwargs)
         progress("check", 0.0)
-        faults = check_plan(plan, graph, cluster)
+        faults = validate(plan, graph, cluster)
     for fault in faults:
         print(fault)
     if faults:

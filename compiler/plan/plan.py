@@ -23,21 +23,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.codecs import CODECS
-from ...costmodel.collectives import REDUCTIONS
 from ...costmodel.files import read_document, write_atomically
 from ..ir.graph import Graph
 from ..ir.spec import Pair, Spec, parse_pair, parse_spec, spec_text
 from .methods import method
-from .tensor_codecs import carrier_faults
 
 __all__ = [
     "BUCKET_BYTES",
@@ -54,8 +50,6 @@ __all__ = [
     "Transfer",
     "gradient_buckets",
     "parameter_stages",
-    "stage_faults",
-    "transfer_faults",
     "upgraded",
 ]  # fmt: skip
 
@@ -464,30 +458,15 @@ class Plan:
     # ---- does it belong here?
 
     def not_executable(self, graph: Graph | None = None) -> list[str]:
-        """What of this plan the runtime cannot run yet, a line each; with the captured graph also which ops."""
+        """The decisions of this plan that the runtime cannot execute yet, a line each; with the captured graph also the
+        ops. The code is ``validation.runtime_faults``."""
         lines: list[str] = method("not_executable")(self, graph)
         return lines
 
-    def require_executable(self, graph: Graph | None = None) -> None:
-        """Raise ValueError with all of ``not_executable``, if there is any."""
-        method("require_executable")(self, graph)
-
     def check(self) -> list[str]:
-        """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
-        faults = [*carrier_faults(self.codes)]
-        if self.microbatches < 1 or self.global_batch % self.microbatches:
-            faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
-        taken: dict[int, int] = {}
-        for index, stage in enumerate(self.stages):
-            faults += [f"stage {index}: {fault}" for fault in stage_faults(stage, RECOMPUTE_MODES)]
-            for device in stage.devices:
-                if device in taken:
-                    faults.append(f"device {device} is in stages {taken[device]} and {index}")
-                if not 0 <= device < self.num_devices:
-                    faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
-                taken[device] = index
-        for transfer in self.transfers:
-            faults += transfer_faults(transfer, self.stages)
+        """The contradictions inside of the document, which a person may have edited; empty if there are none. The code
+        is ``validation.validate``, which also compares a plan with its model and its cluster."""
+        faults: list[str] = method("check")(self)
         return faults
 
 
@@ -525,53 +504,6 @@ def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
             for stage in data["stages"]
         ]
     return {**found, "version": 2, "precision": "model"}
-
-
-# ---- What is inconsistent in a plan's document by itself, a line each; ``validation`` holds it against the
-# model
-
-
-def stage_faults(stage: Stage, modes: Sequence[str]) -> Iterator[str]:
-    """Of one stage. modes: of recomputation."""
-    axes = len(stage.mesh_shape)
-    if prod(stage.mesh_shape) != len(stage.devices):
-        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
-    for chunk in stage.chunks:
-        for name, labels in chunk.ops.items():
-            if len(labels) != axes:
-                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
-        first, end = chunk.layers
-        if chunk.recompute and len(chunk.recompute) != end - first:
-            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
-        for mode in dict.fromkeys(chunk.recompute):
-            if mode not in modes:
-                yield f"recompute {mode!r} is none of {', '.join(modes)}"
-        for name, home in chunk.parameters.items():
-            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
-                if len(spec) != axes:
-                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
-    for wire in stage.wire:
-        if not all(0 <= axis < axes for axis in wire.axes):
-            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
-        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
-            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
-            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
-
-
-def transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
-    """Of one transfer."""
-    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
-    known = 0 <= min(source, target) <= max(source, target) < len(stages)
-    if not known or (source >= target if not several else source == target):
-        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
-        return
-    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
-    for index, number, verb in ends:
-        chunks = stages[index].chunks
-        if not 0 <= number < len(chunks):
-            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
-        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
-            yield f"stage {index} does not {verb} {transfer.node}"
 
 
 # ---- Which gradients travel together: the flat pieces in which partial gradients are summed

@@ -38,7 +38,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
 
     The bound and the alternatives are of the search on the old prices and fall away: ``bound_s`` is the step. Raises
     ValueError if the cluster has another number of devices than the plan, or if the plan's decisions do not fit the
-    graph (``validation.require`` says more).
+    graph (``validation.require_valid`` says more).
     """
     if cluster.num_devices != plan.num_devices:
         raise ValueError(

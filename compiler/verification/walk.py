@@ -18,7 +18,7 @@ from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair, Spec, spec_text, without_partials
 from ..plan.plan import ParameterSharding, Plan
-from ..plan.validation import require
+from ..plan.validation import require_valid
 from .capture_check import check_capture as compare_capture
 from .chunk_programs import PlacedChunk, actions_of, parts_of, shrunk
 from .compare import Difference, Tolerance, Verification, difference
@@ -67,7 +67,7 @@ def verify(
     kwargs = dict(example_kwargs or {})
     args = tuple(example_inputs)
     captured = capture(model, args, kwargs, tuple(targets), loss_fn, batch_dims)
-    require(plan, captured)
+    require_valid(plan, captured)
     if not any(result.kind == "loss" for result in captured.results):
         raise ValueError("a check needs gradients, but got a model without a loss; give loss_fn, or a model with one")
     missed = compare_capture(model, captured, args, kwargs, tuple(targets), loss_fn) if check_capture else ""
