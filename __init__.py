@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not yet."""
-    return sorted({*globals(), *__all__})
+    """The public names, imported or not yet, and none of this module's own imports."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

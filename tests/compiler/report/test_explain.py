@@ -132,7 +132,7 @@ def test_the_page_has_every_part(mixed: Plan) -> None:
     assert mixed.model in text
     assert "64 = 8 microbatches × 8 samples" in text
     assert "stage 0: mesh 2 data × 2 tensor" in text
-    assert "the shape was asked for: pp 2, dp 2, tp 2" in text
+    assert "the parallel shape was given: pp 2, dp 2, tp 2" in text
     count = mixed.prediction.stages[0].collectives["forward all_reduce"]
     assert f"stage 0: {count} × forward all-reduce" in text
     assert len(re.findall(r"^  stage [01] .*[0-9₀-₉]$|^  stage [01] .*[=·]+$", text, re.MULTILINE)) >= 2
@@ -154,12 +154,12 @@ def test_equal_stages_are_told_together(graph: Graph) -> None:
     assert text.count("Plan\n") == 1
 
 
-def test_what_else_there_was(automatic: Plan) -> None:
+def test_alternatives_are_listed(automatic: Plan) -> None:
     text = explain(automatic)
     assert {row["name"] for row in automatic.prediction.alternatives} == {"data", "tensor", "pipeline"}
-    part = text.split("What else there was\n")[1].split("\n\n")[0]
+    part = text.split("Alternatives\n")[1].split("\n\n")[0]
     for row in automatic.prediction.alternatives:
-        line = next(line for line in part.splitlines() if f"pure {row['name']}" in line)
+        line = next(line for line in part.splitlines() if f"{row['name']} parallel only" in line)
         expected = "–" if row["step_s"] is None else seconds_text(row["step_s"])
         assert expected in line
 
