@@ -54,12 +54,12 @@ class Planner(Protocol):
 
     @property
     def needs_cluster(self) -> bool:
-        """Whether the ranks' own machine is to be measured first."""
+        """True if the ranks' own machine must be measured first."""
         ...
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes that messages may travel in, which a measurement of the machine needs to know."""
+        """The codecs that messages may use; a measurement of the machine times them."""
         ...
 
     def decide(
@@ -75,7 +75,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What ``parallelize`` was told of the model and its training, beside the plan."""
+    """The arguments of ``parallelize`` about the model and its training, beside the plan."""
 
     loss_fn: Callable[..., torch.Tensor] | None = None
     batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
@@ -88,7 +88,7 @@ class TrainingOptions:
     compile: bool | str = False
     looseness: LocalUpdates = SYNCHRONOUS
     pad_to_multiple_of: int | None = None
-    #: whether the capture is held against the model; None: where that is cheap
+    #: compare the capture with the model; None: where that is cheap
     check_capture: bool | None = None
 
 
@@ -167,8 +167,8 @@ class Parallel:
         return Compiler(self._backend, layering.layer_of, classes, cache_directory() / "inductor")
 
     def _compare(self, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
-        """Hold the capture against the model, at the first bind, where it is asked for or cheap. A padded capture has
-        other inputs, and checks of its own."""
+        """Compare the capture with the model, at the first bind, if asked for or cheap. A padded capture has other inputs, and
+        checks of its own."""
         options = self._options
         wanted = is_cheap(graph) if options.check_capture is None else options.check_capture
         has_loss = any(result.kind == "loss" for result in graph.results)
@@ -310,7 +310,7 @@ class Parallel:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied with in the next backward, under fp16; None where nothing is scaled."""
+        """The factor on the loss in the next backward, under fp16; None if the loss is not scaled."""
         scale = self.session.loss_scale
         return None if scale is None else scale.scale
 
@@ -329,12 +329,12 @@ class Parallel:
 
     @property
     def data_index(self) -> int:
-        """Which part of the batch this rank passes under data="local"."""
+        """The index of the part of the batch that this rank passes under data="local"."""
         return self.session.data_index
 
     @property
     def data_count(self) -> int:
-        """Into how many parts the batch falls under data="local"."""
+        """The number of parts of the batch under data="local"."""
         return self.session.data_count
 
     def report(self, threshold: float = THRESHOLD) -> Report:
@@ -434,16 +434,15 @@ class Parallel:
         load_checkpoint(self.session, path)
 
 
-# ---- ``Outputs``: what a model that trains by a plan gives for inputs, captured and lowered for each
-# kind of them
+# ---- outputs of a model in training: captured and lowered once for each kind of inputs
 
 
 _Bound = dict[int, tuple[Plan, list[ChunkProgram]]]  # batch → plan, and this rank's programs
 
 
 class Outputs:
-    """Of ``model``, whose weights are those of ``session``. graph: of the training; batch_dims: of its inputs;
-    pad_to_multiple_of: as in ``parallelize``. Called by all ranks alike."""
+    """Computes the outputs of ``model`` with the weights of ``session``. graph: of the training; batch_dims: of its
+    inputs; pad_to_multiple_of: as in ``parallelize``. Every rank calls it alike."""
 
     def __init__(
         self,
@@ -506,7 +505,7 @@ class Outputs:
         return graph.constants[source.name].clone() if source.kind == "constant" else state.whole(source.name)
 
     def _buffers(self) -> dict[str, dict[int, Pair]]:
-        """Buffer → stage → how it lies there."""
+        """Buffer → stage → its pair there."""
         out: dict[str, dict[int, Pair]] = {}
         for node in self._graph.placeholders("buffer"):
             for index, stage in enumerate(self._session.plan.stages):
@@ -517,7 +516,7 @@ class Outputs:
 
 
 def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
-    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
+    """The key of an input for a capture: a tensor's dtype and extents without the batch, any other value itself."""
     if not isinstance(leaf, torch.Tensor):
         return (repr(leaf),)
     return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))

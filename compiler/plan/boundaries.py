@@ -32,18 +32,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BoundaryMetadata:
-    """What other chunks must know of one.
-
-    flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or
-    written, with their specs; written: those that get a new value.
-    """
+    """The facts about one chunk that other chunks must know."""
 
     receives: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
     sends: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
+    #: send → (True if it depends on a trainable parameter, the receives on which it depends)
     flows: Mapping[str, tuple[bool, frozenset[str]]] = field(default_factory=dict)
     inputs: tuple[InputUse, ...] = ()
     parameters: Mapping[str, Spec] = field(default_factory=dict)
+    #: buffers that the chunk reads or writes, with their specs
     buffers: Mapping[str, Spec] = field(default_factory=dict)
+    #: buffers that get a new value
     written: tuple[str, ...] = ()
     outputs: Mapping[str, TensorType] = field(default_factory=dict)
     loss: TensorType | None = None
@@ -59,7 +58,7 @@ class BoundaryTransfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether both chunks lie on one stage: no message then."""
+        """True if both chunks lie on one stage; then there is no message."""
         return self.source[0] == self.target[0]
 
 

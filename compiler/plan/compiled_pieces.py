@@ -1,7 +1,7 @@
-"""A local program in pieces that a compiler may take whole: runs of ops between what has to run by itself.
+"""Pieces of a local program for ``torch.compile``: runs of ops between those that have to run by themselves.
 
-By itself runs what talks to other devices, what has a shape that depends on data, what belongs to no layer (it is made
-of no activations), and every function that is not known here. A *piece* has ops of one layer, or of the few that make a
+An op runs by itself if it talks to other devices, if its shape depends on data, if it belongs to no layer (it is made
+of no activations), or if its function is not known here. A *piece* has ops of one layer, or of the few that make a
 block of the model (``units``), which are all repeated by the backward or all not (``segments``). It is one node of the
 program and one of autograd, so gradients of a layer come when the backward is through with it, and what stands between
 pieces runs as before.
@@ -33,7 +33,7 @@ from ..rules.common import argument, parameters
 __all__ = ["MakePiece", "in_pieces", "units"]
 
 MakePiece = Callable[[torch.fx.Graph], Callable[..., tuple[Any, ...]]]
-"""What calls a graph of plain ops, from tensors to a tuple; a function, which autograd can differentiate"""
+"""A maker of functions: a graph of plain ops → a function from tensors to a tuple, which autograd can differentiate."""
 
 _Kind = tuple[int, bool, int]  # (segment or -1, whether a repetition leaves it out, unit)
 
@@ -155,7 +155,7 @@ def _compiles(node: Node) -> bool:
 
 
 def _may_draw(node: Node) -> bool:
-    """Whether an op may draw numbers: all that are tagged so, but an attention without dropout."""
+    """True if an op may draw random numbers: all that are tagged so, except an attention without dropout."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
     return "dropout_p" not in parameters(node) or bool(argument(node, "dropout_p"))
@@ -182,7 +182,7 @@ def _made_of(graph: torch.fx.Graph, apart: Collection[int]) -> set[Node]:
 
 
 def _dropout_arguments(x: Any, p: Any, op_index: Any, cuts: Any = ()) -> tuple[Node, float, int, local_ops.Cuts]:
-    """Of a call of ``local_ops.dropout``, by its signature."""
+    """The arguments of a call of ``local_ops.dropout``, by its signature."""
     return x, p, op_index, cuts
 
 

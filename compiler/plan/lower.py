@@ -1,4 +1,5 @@
-"""Plan → local programs: each op on local shapes, reshards where a producer's pair is not the consumer's.
+"""Lowering of a plan to local programs: each op on local shapes, with a reshard wherever the producer's pair is not the
+consumer's.
 
 One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
 conjugate, which is what the search priced. The program names mesh axes, not ranks: every device of a stage runs the

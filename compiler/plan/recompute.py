@@ -37,22 +37,26 @@ ALIASES = {"layer": "full"}
 
 @dataclass(frozen=True, eq=False)
 class Recompute:
-    """repeated: ops that the backward runs once more. kept: tensors that cross a border between layers. layer_of: node
-    → its layer; empty where nothing is recomputed. modes: per layer, as it runs. plain: ops of layers that keep all
-    that autograd saves. heavy: ops of "selective" layers whose outputs are kept."""
+    """The ops that are recomputed and the tensors that are saved for it; false if nothing is recomputed."""
 
+    #: ops that the backward runs once more
     repeated: frozenset[str] = frozenset()
+    #: tensors that cross a border between layers, which are saved
     kept: frozenset[str] = frozenset()
+    #: node → its layer; empty where nothing is recomputed
     layer_of: Mapping[str, int] = field(default_factory=dict)
+    #: the mode in which each layer runs
     modes: tuple[str, ...] = ()
+    #: ops of layers that save all that autograd does
     plain: frozenset[str] = frozenset()
+    #: ops of "selective" layers whose outputs are saved
     heavy: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.layer_of)
 
     def converts_again(self, tensor: str) -> bool:
-        """Whether the backward repeats conversions of ``tensor``."""
+        """True if the backward repeats conversions of ``tensor``."""
         return (tensor in self.repeated or tensor in self.heavy) and tensor not in self.kept
 
     def modes_of(self, layers: tuple[int, int]) -> tuple[str, ...]:
@@ -65,8 +69,8 @@ NOTHING = Recompute()
 
 
 def recompute_of(graph: Graph, layering: Layering, modes: Mapping[int, str] | str, schedule: str) -> Recompute:
-    """What these modes mean: one for all layers, or by layer ("none" for those left out). ValueError for an unknown
-    one."""
+    """The ``Recompute`` of these modes: one for all layers, or by layer ("none" for those left out). ValueError for an
+    unknown mode."""
     every = range(len(layering.layers))
     asked = {k: _known(modes if isinstance(modes, str) else modes.get(k, "none")) for k in every}
     if all(mode == "none" for mode in asked.values()):
@@ -139,7 +143,7 @@ class PlanLayers:
 
     @cached_property
     def recompute(self) -> Recompute:
-        """Of all layers."""
+        """The recomputation of all layers."""
         modes = modes_in(self.plan.stages)
         return recompute_of(self.graph, self.layering, modes, self.plan.schedule) if modes else NOTHING
 

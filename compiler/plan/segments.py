@@ -74,7 +74,7 @@ def _made_of(gathers: Collection[Node], graph: torch.fx.Graph) -> set[str]:
 
 
 def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute, mode: str) -> bool:
-    """Whether a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
+    """True if a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
     again. Slices of what crosses a border are taken again where the layer itself reads them: the alternative is to run
     it in two parts."""
     maker = node.args[0] if node.args else None
@@ -147,7 +147,7 @@ def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
 
 
 def _read_again(node: Node, unit: _Unit, heavy: Collection[str]) -> bool:
-    """Whether an op that is repeated reads what this one makes."""
+    """True if an op that is repeated reads the result of this one."""
     for user in node.users:
         if user in unit.nodes and (
             _read_again(user, unit, heavy) if user.target is operator.getitem else user.name not in heavy
@@ -275,12 +275,12 @@ class _First:
         self.lasting.update(x.untyped_storage()._cdata for x in _tensors(self.inputs))
 
     def pack(self, x: torch.Tensor) -> int:
-        """What a repeated op saves: its place."""
+        """Save the place of a tensor in place of the tensor."""
         self.count += 1
         return self.count - 1
 
     def dear(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Call it and keep its results."""
+        """Call an op that is not repeated, and keep its results."""
         given = {
             x.untyped_storage()._cdata: (place, x.dtype)
             for place, x in enumerate(_tensors((*args, *kwargs.values())))
@@ -305,7 +305,7 @@ class _First:
         return made
 
     def unpack(self, key: Any) -> torch.Tensor:
-        """What was saved there; given away, so that asking again repeats the part again."""
+        """Return the tensor that was saved there. It is kept no longer, so asking twice repeats the part twice."""
         if isinstance(key, torch.Tensor):
             return key
         if key not in self.found:
@@ -335,7 +335,7 @@ class _Again:
         self.count += 1
 
     def dear(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """What it made in the forward; its operands are there now."""
+        """Return the results of the forward; the operands of the op exist again now."""
         operands = list(_tensors((*args, *kwargs.values())))
         for number, one in enumerate(self.first.wanted[index]):
             self.found[index, number] = one.of(operands[one.place])

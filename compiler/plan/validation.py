@@ -236,7 +236,7 @@ def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
 
 
 def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
-    """Tensors that a stage reads but neither makes nor receives, or should receive or send but nobody brings or makes."""
+    """Tensors that a stage reads but neither makes nor receives, or should pass on but nobody brings or makes."""
     nodes = graph.by_name()
     brought = {(transfer.node, transfer.target, transfer.target_chunk) for transfer in plan.transfers}
     for index, stage in enumerate(plan.stages):  # and what another chunk of the stage makes is there

@@ -1,4 +1,4 @@
-"""A cluster refitted to what a run measured, so that the same plan's prediction becomes what happened.
+"""Recalibration: a cluster refitted to the measurements of a run, so that the plan's prediction agrees with them.
 
 Each kind of work has a factor, measured ÷ predicted seconds summed over the stages (on one host for what devices do)::
 
@@ -32,23 +32,26 @@ from .step_report import Report
 __all__ = ["Recalibration", "refit"]
 
 _ROUNDS = 5
-_CLOSE = 0.01  # relative: nearer than this is agreement
-_SMALL = 0.01  # of the step: less is not worth a factor
-_WINS = 0.03  # a plan must be faster by this fraction to be worth a change
+_TOLERANCE = 0.01  # relative: closer than this is agreement
+_NEGLIGIBLE_SHARE = 0.01  # of the step: less is not worth a factor
+_LEAST_GAIN = 0.03  # a plan must be faster by this fraction to be worth a change
 
 Price = Callable[[Cluster], Plan]  # the plan's own decisions, priced on another cluster
 
 
 @dataclass(frozen=True)
 class Recalibration:
-    """What ``recalibrate`` found: the refitted cluster with its factors, the running plan's prediction on it, and the
-    best plan on it."""
+    """The result of ``recalibrate``: the refitted cluster with its factors, the running plan priced on it, and the best
+    plan on it."""
 
     cluster: Cluster
     factors: CalibrationFactors
     measured_step_s: float
-    predicted_step_s: float  # of the running plan, before
-    current: Plan  # the running plan, priced again
+    #: of the running plan, before the refit
+    predicted_step_s: float
+    #: the running plan, priced again
+    current: Plan
+    #: the best plan on the refitted cluster
     best: Plan
     steps: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -61,9 +64,9 @@ class Recalibration:
 
     @property
     def wins(self) -> bool:
-        """Whether another plan is faster by enough to change."""
+        """True if another plan is faster by enough to change."""
         same = (self.best.stages, self.best.microbatches) == (self.current.stages, self.current.microbatches)
-        return not same and self.gain >= _WINS
+        return not same and self.gain >= _LEAST_GAIN
 
     def text(self) -> str:
         """A few lines for people."""
@@ -124,7 +127,7 @@ def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[C
         current = price(refitted)
     for _ in range(_ROUNDS):  # what no term reaches
         ratio = report.measured_step_s / current.prediction.step_s
-        if abs(ratio - 1) < _CLOSE:
+        if abs(ratio - 1) < _TOLERANCE:
             break
         factors = factors.all_by(ratio)
         refitted = scaled_cluster(cluster, factors, share)
@@ -142,7 +145,7 @@ def _still_off(
     def ratio(names: Sequence[str], members: Sequence[int]) -> float:
         wanted = sum(measured[stage, name] for stage in members for name in names)
         priced = sum(clock.expected[stage][name] for stage in members for name in names)
-        if max(wanted, priced) < _SMALL * step_s * len(members) or wanted <= 0 or priced <= 0:
+        if max(wanted, priced) < _NEGLIGIBLE_SHARE * step_s * len(members) or wanted <= 0 or priced <= 0:
             return 1.0
         return limited(wanted / priced)
 
@@ -163,7 +166,7 @@ def _still_off(
         else 0.0
         for members in of_host
     )
-    action_s = tuple(value if abs(value) * actions > _SMALL * step_s else 0.0 for value in action_s)
+    action_s = tuple(value if abs(value) * actions > _NEGLIGIBLE_SHARE * step_s else 0.0 for value in action_s)
     return CalibrationFactors(
         filled["forward"],
         filled["backward"],
@@ -175,13 +178,13 @@ def _still_off(
 
 
 def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], step_s: float) -> float:
-    """How many times longer transfers take, if they are what the step still lacks once all else is as measured."""
+    """The factor on transfers that explains the rest of the step once all other terms are as measured."""
     if not clock.has_transfers:
         return 1.0
     terms = {stage: {name: s for (at, name), s in measured.items() if at == stage} for stage, _ in measured}
     replaced = {(stage, name): terms[stage] for stage, name in measured if name != "waiting"}
     low, high = 1 / LIMIT, LIMIT
-    if abs(clock.run(replaced) - step_s) < _CLOSE * step_s:
+    if abs(clock.run(replaced) - step_s) < _TOLERANCE * step_s:
         return 1.0
     for _ in range(40):
         middle = (low * high) ** 0.5
@@ -196,7 +199,7 @@ def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], ste
 
 def _is_nothing(factors: CalibrationFactors) -> bool:
     values = (*factors.forward, *factors.backward, *factors.optimizer, factors.collectives, factors.transfers)
-    return all(abs(value - 1) < _CLOSE for value in values) and not any(factors.action_s)
+    return all(abs(value - 1) < _TOLERANCE for value in values) and not any(factors.action_s)
 
 
 # ---- making room for factors

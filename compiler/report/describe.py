@@ -1,4 +1,4 @@
-"""What a plan says of axes, layers and weights, in words: the values that ``explain.py`` lays out as text.
+"""The words for a plan's mesh axes, layers and weights, which ``explain.py`` lays out as text.
 
 A plan names ops (``linear_3``) with one label per mesh axis, and parameters with their residency; that is enough for
 the role of every axis and for how every weight lies. With the graph each op is named by its module, so rows also say
@@ -135,8 +135,8 @@ def spell(label: str) -> str:
 
 
 def axis_roles(stage: Stage) -> tuple[str, ...]:
-    """What each mesh axis is for, by what its heavy ops cut: "data", "tensor", "sequence", "expert", a mixture like
-    "data+tensor", or "replicas" where they cut nothing."""
+    """The role of each mesh axis, by the dims that it cuts in heavy ops: "data", "tensor", "sequence", "expert", a
+    mixture like "data+tensor", or "replicas" where it cuts nothing."""
     roles = []
     for axis in range(len(stage.mesh_shape)):
         votes = Counter(
@@ -172,7 +172,7 @@ def recompute_words(plan: Plan) -> str:
 
 
 def residency_words(plan: Plan) -> str:
-    """How many parameters lie in which pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
+    """The number of parameters in each sharding pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
     homes = {name: home for stage in plan.stages for chunk in stage.chunks for name, home in chunk.parameters.items()}
     counts = Counter(_PATTERNS[home.pattern] for home in homes.values())
     if set(counts) <= {"replicated"}:
@@ -181,8 +181,8 @@ def residency_words(plan: Plan) -> str:
 
 
 def wire_words(stage: Stage) -> str:
-    """What the gradients of a stage are summed over, and how and how many where that is not the backend's own and
-    exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
+    """The axes over which the gradients of a stage are summed, with algorithm, compressor and bytes where they are not
+    the backend's own and exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
     names, texts = axis_names(stage), []
     for wire in stage.wire:
         text = " and ".join(names[axis] for axis in wire.axes)
@@ -201,7 +201,7 @@ def _over(items: Sequence[tuple[str, str]]) -> str:
 
 
 def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
-    """How a parameter lies: what is cut over which axis, and over which its gradient is summed."""
+    """The dims of a parameter that are cut with their axes, and the axes over which its gradient is summed."""
 
     def cuts(spec: Spec) -> list[tuple[str, str]]:
         return [(meanings[axis].get(p.dim, f"dim {p.dim}"), axes[axis]) for axis, p in enumerate(spec) if p.is_shard]
@@ -244,11 +244,12 @@ def _meanings(chunk: Chunk, num_axes: int) -> list[dict[int, str]]:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Some weights or ops of one layer: their names, how their work is cut ("" without the graph, which alone knows),
-    and how their weights lie."""
+    """Weights or ops of one layer that are split alike."""
 
     names: tuple[str, ...]
+    #: the split of their work; "" without the graph, which alone knows it
     work: str
+    #: the split of their weights
     weights: str
 
 
@@ -324,7 +325,7 @@ def _short(name: str, layer: str) -> str:
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many leading words two paths share."""
+    """The number of leading words that two paths share."""
     return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
@@ -406,7 +407,7 @@ def merged(first: Sequence[Group], last: Sequence[Group]) -> list[Group] | None:
 
 
 def op_summary(stage: Stage) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Per family of heavy ops, how often its work is cut how: ``[("matmul", [("batch over data", 12)])]``."""
+    """The splits of the work of each family of heavy ops, counted: ``[("matmul", [("batch over data", 12)])]``."""
     axes = axis_names(stage)
     counts: dict[str, Counter[str]] = {}
     for chunk in stage.chunks:

@@ -534,7 +534,7 @@ def idle_text(plan: Plan) -> str:
 
 
 def _idle_reason(plan: Plan) -> str:
-    """Why a plan leaves devices idle, as far as the document tells."""
+    """The reason why a plan leaves devices idle, as far as the document tells."""
     if plan.provenance.get("strategy"):
         return "the given strategy does not use them"
     whole = [(row["step_s"], row["name"]) for row in plan.prediction.alternatives if row.get("step_s")]

@@ -1,7 +1,7 @@
-"""The same decisions at other prices: a plan read again with the measurements of another cluster.
+"""Repricing: the same decisions of a plan with the prices of another cluster.
 
 Every op keeps its labels, every parameter, input and boundary its placement; only the prediction is new. Recalibration,
-edited plans and benchmarks ask for this; nothing is searched.
+edited plans and benchmarks use this; nothing is searched.
 """
 
 from __future__ import annotations

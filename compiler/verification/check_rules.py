@@ -77,7 +77,7 @@ def check_choice(
     operands: list[torch.Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """What is wrong with one choice on one mesh, in words; an empty list if execution confirms it.
+    """List the faults of one choice on one mesh, in words; empty if execution confirms the choice.
 
     Raises ValueError if the choice is not offered, and whatever the op itself raises when run whole.
     """
@@ -154,7 +154,7 @@ def _uneven(
     columns: Iterable[tuple[str, Sequence[Pair], Sequence[torch.Tensor]]],
     mesh_shape: tuple[int, ...],
 ) -> Iterator[str]:
-    """What a choice that cannot be run says wrongly of shapes, and of messages along axes that are not there."""
+    """Faults of a choice that cannot be run: uneven shapes, and messages along axes that do not exist."""
     for side, pairs, tensors in columns:
         for k, (pair, tensor) in enumerate(zip(pairs, tensors)):
             parts = [1] * tensor.dim()
@@ -271,8 +271,9 @@ def _has_sizes(node: Node, shape: tuple[int, ...]) -> bool:
 
 @dataclass
 class RuleReport:
-    """What the checker found over some graphs. checked: choices per op signature; the rest: texts by signature."""
+    """The findings of the checker over some graphs, by op signature."""
 
+    #: number of choices that were checked
     checked: dict[str, int] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
     missing: dict[str, list[str]] = field(default_factory=dict)

@@ -139,17 +139,17 @@ class LockstepComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent: the one before its ``after``, the one behind its ``before``."""
+        """Return ``after`` of the neighbour before this device along the axis, and ``before`` of the one behind it."""
         from_before = None if after is None else self._neighbour(after, axis, -1, cyclic)
         return from_before, None if before is None else self._neighbour(before, axis, 1, cyclic)
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """What the device at ``source`` sent, which is here at once."""
+        """Receive the tensor that the device at ``source`` sent, without delay."""
         came = self._exchange(x.contiguous(), "send", axis, "one")[source]
         return lambda: came
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Here:
-        """The sum over the axes, which is here at once."""
+        """Sum over the axes, without delay."""
         for axis in axes:
             x = self.all_reduce(x, axis)
         return Here(x)

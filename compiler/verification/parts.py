@@ -127,7 +127,7 @@ class Devices:
     # ---- tensors
 
     def tensor(self, microbatch: int, node: str) -> Parts:
-        """What the devices hold of a node of this microbatch's forward."""
+        """The devices' parts of a node of this microbatch's forward."""
         return [one[node] for one in self.saved[microbatch]]
 
     def resharded(self, blocks: Parts, source: Spec, target: Spec) -> Parts:

@@ -28,15 +28,17 @@ Key = tuple[int, str]  # (index of a part, name of a node in its program)
 
 @dataclass
 class WholeRun:
-    """What one microbatch is: every tensor and gradient by where it stands in the parts (None: no gradient reaches
-    it), and each weight's gradient."""
+    """All tensors and gradients of one microbatch, keyed by their place in the parts."""
 
     loss: Tensor
     values: dict[Key, Tensor]
+    #: None: no gradient reaches the tensor
     gradients: dict[Key, Tensor | None]
+    #: the gradient of each weight
     weights: dict[str, Tensor | None]
     largest_gradient: float = 0.0
-    sizes: dict[Key, float] = field(default_factory=dict)  # the largest magnitude of a tensor and of what it is made of
+    #: the largest magnitude of a tensor and of its operands
+    sizes: dict[Key, float] = field(default_factory=dict)
 
 
 class SingleDevice:
@@ -80,8 +82,8 @@ class SingleDevice:
         return self._gradients(loss, values, leaves, scale)
 
     def _slot(
-        self, part: PlacedChunk, kind: str, name: str, node: str, inputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor],
-        at: Mapping[Key, Any],
+        self, part: PlacedChunk, kind: str, name: str, node: str, inputs: Mapping[str, Tensor],
+        leaves: Mapping[str, Tensor], at: Mapping[Key, Any],
     ) -> Tensor:  # fmt: skip
         if kind == "receive":
             sender = self.parts[part.origins[name]]

@@ -137,7 +137,7 @@ def close(a: torch.Tensor, b: torch.Tensor, rtol: float) -> bool:
 
 @dataclass
 class DeviceRun:
-    """What one device computed: outputs, and one gradient per operand (None: no gradient reaches it)."""
+    """The results of one device: outputs, and one gradient per operand (None: no gradient reaches it)."""
 
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None]

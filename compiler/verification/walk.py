@@ -1,4 +1,4 @@
-"""``verify``: a plan's devices against one device, in the order of the schedule."""
+"""``verify``: every tensor of a plan's devices compared with one device, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify(
     seed: int = 0,
     check_capture: bool = True,
 ) -> Verification:
-    """Whether a plan computes what one device computes: a small numerical check in this process, without the cluster.
+    """Check numerically that a plan computes what one device computes, in this process and without the cluster.
 
     Every device of every stage runs its local program (devices are threads), tensors go from stage to stage as at run
     time, in the order of the schedule. Each op's output, each reshard, transfer, loss, new buffer, gradient of a tensor
@@ -90,8 +90,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a comparison is of."""
+class _Subject:
+    """The tensor that a comparison is about."""
 
     kind: str
     part: PlacedChunk
@@ -102,7 +102,7 @@ class _Told:
 
 
 @dataclass
-class _Found:
+class _Findings:
     compared: int = 0
     worst: float = 0.0
     worst_tensor: str = ""
@@ -130,7 +130,7 @@ class _Walk:
                 raise ValueError(
                     f"a check needs a finite loss, but got {float(run.loss)}; give other inputs or weights"
                 )
-        self.found = _Found()
+        self.found = _Findings()
         self.reduced: dict[str, list[tuple[PlacedChunk, Parts, Spec]]] = {}  # weight → its gradients, part by part
         self.homes = [self._homes(part) for part in self.parts]
         self.devices = []
@@ -174,7 +174,7 @@ class _Walk:
         for position, node in enumerate(part.nodes):
             if "pair" in node.meta and isinstance(devices.saved[microbatch][0][node.name], Tensor):
                 kind = "transfer" if position < len(received) and node.name in received else "value"
-                told = _Told(kind, part, node.meta["tensor"], node.meta["pair"].value, microbatch,
+                told = _Subject(kind, part, node.meta["tensor"], node.meta["pair"].value, microbatch,
                              (0, microbatch, part.index, position))  # fmt: skip
                 self._compare(told, node.name, devices.tensor(microbatch, node.name), lambda run: run.values)
 
@@ -198,7 +198,7 @@ class _Walk:
             self._stop(part, error, microbatch)
         for position, node in enumerate(part.nodes):
             if "pair" in node.meta and self.truth[microbatch].values[part.index, node.name].is_floating_point():
-                told = _Told("gradient", part, node.meta["tensor"], node.meta["pair"].cotangent, microbatch,
+                told = _Subject("gradient", part, node.meta["tensor"], node.meta["pair"].cotangent, microbatch,
                              (1, microbatch, -part.index, -position))  # fmt: skip
                 self._compare_gradient(told, node, found.get(node.name))
         for slot in part.program.slots:
@@ -221,7 +221,7 @@ class _Walk:
         arrived = moved(blocks, exit.type.shape, *ends)
         back.setdefault((source.index, name, microbatch), []).append(arrived)
         node = next(s.node for s in part.program.slots if s.name == name and s.kind == "receive")
-        told = _Told("gradient transfer", source, name, ends[1].spec, microbatch, (1, microbatch, -part.index, 1))
+        told = _Subject("gradient transfer", source, name, ends[1].spec, microbatch, (1, microbatch, -part.index, 1))
         expected = self.truth[microbatch].gradients[part.index, node]
         if expected is not None:
             self._check(told, arrived, expected, self._gradient_size(microbatch, expected))
@@ -237,7 +237,7 @@ class _Walk:
             home = self.homes[part.index][slot.name]
             blocks = devices.resharded(devices.gradients[slot.name], home.leaf.cotangent, home.gradient)
             self.reduced.setdefault(slot.name, []).append((part, blocks, home.gradient))
-            told = _Told("weight gradient", part, slot.name, home.gradient, None, (2, part.index, len(self.reduced)))
+            told = _Subject("weight gradient", part, slot.name, home.gradient, None, (2, part.index, len(self.reduced)))
             self._check_weight(told, blocks, [run.gradients[part.index, slot.node] for run in self.truth])
 
     def _tie(self) -> None:
@@ -247,16 +247,18 @@ class _Walk:
             for away, blocks, there in several[1:]:
                 more = moved(blocks, self.weights[name].shape, away.layout(there), part.layout(spec))
                 total = [a + b for a, b in zip(total, more, strict=True)]
-            told = _Told("weight gradient", part, name, spec, None, (3, 0, 0))
+            told = _Subject("weight gradient", part, name, spec, None, (3, 0, 0))
             self._check_weight(told, total, [run.weights[name] for run in self.truth])
 
-    def _check_weight(self, told: _Told, blocks: Parts, grads: Sequence[Tensor | None]) -> None:
+    def _check_weight(self, told: _Subject, blocks: Parts, grads: Sequence[Tensor | None]) -> None:
         expected = sum((x for x in grads if x is not None), torch.zeros_like(self.weights[told.tensor]))
         self._check(told, blocks, expected, self._gradient_size(0, expected))
 
     # ---- comparing
 
-    def _compare(self, told: _Told, node: str, blocks: Parts, values: Callable[[WholeRun], Mapping[Any, Any]]) -> None:
+    def _compare(
+        self, told: _Subject, node: str, blocks: Parts, values: Callable[[WholeRun], Mapping[Any, Any]]
+    ) -> None:
         assert told.microbatch is not None
         key = (told.part.index, node)
         expected = values(self.truth[told.microbatch])[key]
@@ -264,7 +266,7 @@ class _Walk:
         others = [values(run)[key] for i, run in enumerate(self.truth) if i != told.microbatch]
         self._check(told, [x.detach() for x in blocks], expected, size, others)
 
-    def _compare_gradient(self, told: _Told, node: Node, grads: Sequence[Tensor | None] | None) -> None:
+    def _compare_gradient(self, told: _Subject, node: Node, grads: Sequence[Tensor | None] | None) -> None:
         assert told.microbatch is not None
         key = (told.part.index, node.name)
         expected = self.truth[told.microbatch].gradients[key]
@@ -285,7 +287,9 @@ class _Walk:
     def _gradient_size(self, microbatch: int, expected: Tensor) -> float:
         return max(_largest(expected), self.tolerance.floor * self.truth[microbatch].largest_gradient)
 
-    def _check(self, told: _Told, blocks: Parts, expected: Tensor, size: float, others: Sequence[Tensor] = ()) -> None:
+    def _check(
+        self, told: _Subject, blocks: Parts, expected: Tensor, size: float, others: Sequence[Tensor] = ()
+    ) -> None:
         size = size or 1.0
         mesh = told.part.mesh_shape
         error, cause = difference(blocks, told.spec, mesh, expected, size, self.tolerance, others)
@@ -295,7 +299,7 @@ class _Walk:
         if not error <= self.tolerance.relative:
             self.found.differences.append((told.order, self._difference(told, error, size, cause)))
 
-    def _difference(self, told: _Told, error: float, size: float, cause: str) -> Difference:
+    def _difference(self, told: _Subject, error: float, size: float, cause: str) -> Difference:
         node = self.nodes.get(told.tensor)
         maker = None if node is None or node.op == "placeholder" else output_of(node)[0]
         op, module = ("", "") if maker is None else (op_name(maker), str(maker.meta.get("module", "")))
@@ -312,7 +316,7 @@ class _Walk:
             ((i, n) for i, n in enumerate(part.nodes) if n.name == error.node), (len(part.nodes), part.nodes[-1])
         )
         order = (0, microbatch, part.index, position) if forward else (1, microbatch, -part.index, 0)
-        told = _Told("value" if forward else "gradient", part, node.meta["tensor"], (), microbatch, order)
+        told = _Subject("value" if forward else "gradient", part, node.meta["tensor"], (), microbatch, order)
         cause = f"a device fails there: {error}"
         self.found.differences.append((order, self._difference(told, float("inf"), 1.0, cause)))
         raise _StoppedError from error
