@@ -167,8 +167,8 @@ class Parallel:
         return Compiler(self._backend, layering.layer_of, classes, cache_directory() / "inductor")
 
     def _compare(self, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
-        """Compare the capture with the model, at the first bind, if asked for or cheap. A padded capture has other inputs, and
-        checks of its own."""
+        """Compare the capture with the model, at the first bind, if asked for or cheap. A padded capture has other
+        inputs, and checks of its own."""
         options = self._options
         wanted = is_cheap(graph) if options.check_capture is None else options.check_capture
         has_loss = any(result.kind == "loss" for result in graph.results)
