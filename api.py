@@ -87,31 +87,37 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     global_batch: samples per step, by default that of the example. optimizer: the name of a torch.optim class, which
     sizes the optimizer state.
 
-    The search decides everything else, unless it is given. microbatches; strategy: ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``,
-    or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "gpipe", "1f1b",
-    "interleaved", "zb-h1" or "zb-v" (or "pipedream", which changes the optimisation: docs/runtime.md); recompute:
-    "none", "full" (keep only what crosses a border between layers, and run each layer's forward again for its
-    backward), "selective" (keep the outputs of its heavy ops as well), or a mode by pattern of layer names, of which
-    the last that fits counts ("none" where none does); zero: 0 to 3, what parameters are sharded of over the devices
-    that share them, where that is possible (0: nothing); sequence: whether sequences and space may be cut. executable:
-    only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
+    The search decides everything else, unless it is given:
 
-    communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
-    ``costmodel.algorithms``; "auto-lossy": compressed, too, by codes of ``costmodel.codecs``; or names of those that
-    are allowed besides. A mapping says that of "gradients", and in which code (``codecs.CARRIERS``: "bf16", "int8", …)
-    "activations" travel between stages, and "weights" under ZeRO-3: both are lossy, and only what is asked for.
-    precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
-    gradients of two bytes, with fp32 master weights and optimizer states), or "auto": the faster of "model" and "bf16".
+    microbatches    their number
+    strategy        ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``, or stages one by one, each with its share of the
+                    layers: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``
+    schedule        "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "pipedream" only if it is asked for, since it
+                    changes the optimisation (docs/runtime.md)
+    recompute       "none"; "full": save only what crosses a border between layers, and run each layer's forward again
+                    for its backward; "selective": save the outputs of heavy ops as well; or a mode by pattern of layer
+                    names, of which the last match counts ("none" for layers without a match)
+    zero            0 to 3: the ZeRO level of parameters, where it is possible (0: nothing is sharded)
+    sequence        False: do not shard sequence or spatial dimensions
+    executable      True: only plans that ``parallelize`` can execute (see ``Plan.not_executable``)
+    communication   how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
+                    ``costmodel.collectives``; "auto-lossy": also compressed by codecs of ``costmodel.codecs``; or names
+                    of those that are allowed. A mapping has that for "gradients", and codecs (``codecs.CARRIERS``:
+                    "bf16", "int8", …) for "activations" between stages and for "weights" under ZeRO-3. Both are lossy,
+                    and used only if they are asked for
+    precision       "model" (its own dtypes); "bf16" or "fp16" (activations, weights and gradients of two bytes, with
+                    fp32 master weights and optimizer states); "auto": the faster of "model" and "bf16"
+    constraints     what is pinned or forbidden, in the words of docs/search.md: "stage boundary at blocks.4", "no
+                    tensor parallel"
 
-    constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
-    parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
-    top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first. cache: whether what was
-    found for the same question before may answer it, and this answer be kept ($MESHWRIGHT_CACHE_DIR, as data).
-    workers: processes that search; more than one are forks of this process, so leave it at 1 where other threads run or
-    an accelerator is in use. The plan is the same.
+    time_limit_s: after so many seconds, or Ctrl-C, take the best plan so far, with its gap and a note. top_k: return
+    that many plans with different cuts, meshes or microbatch counts as a list, fastest first. cache: an earlier answer
+    to the same question may be taken, and this one is saved ($MESHWRIGHT_CACHE_DIR, as data). workers: processes that
+    search, for the same plan. More than one are forks of this process, so leave it at 1 where other threads run or an
+    accelerator is in use.
 
-    Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
-    missing where and what would fit.
+    Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or the
+    missing memory and what would fit.
     """
     request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
     example = _Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
@@ -153,8 +159,8 @@ def pareto(
     progress: Progress | None = None,
     workers: int = 1,
 ) -> list[Plan]:
-    """The Pareto front of step time and peak memory: at most ``points`` plans, fastest first. Each plan needs less memory
-    than the one before it.
+    """The Pareto front of step time and peak memory: at most ``points`` plans, fastest first. Each plan needs less
+    memory than the one before it.
 
     The other arguments as in ``plan``. Each plan's gap is against the bound under its own memory limit.
     """
@@ -435,8 +441,8 @@ def _check_beside_plan(plan: Plan, request: PlanRequest) -> None:
 
 
 def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
-    """The cluster that ``mesh`` describes; None if the ranks' own machine must be measured. ValueError if its size is not
-    the world's."""
+    """The cluster that ``mesh`` describes; None if the ranks' own machine must be measured. ValueError if its size is
+    not the world's."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -170,9 +170,9 @@ class Parallel:
         """Compare the capture with the model, at the first bind, if asked for or cheap. A padded capture has other
         inputs, and checks of its own."""
         options = self._options
-        wanted = is_cheap(graph) if options.check_capture is None else options.check_capture
+        compare = is_cheap(graph) if options.check_capture is None else options.check_capture
         has_loss = any(result.kind == "loss" for result in graph.results)
-        if wanted and has_loss and self._session is None and not options.pad_to_multiple_of:
+        if compare and has_loss and self._session is None and not options.pad_to_multiple_of:
             check_capture(self._model, graph, args, kwargs, targets, options.loss_fn)
 
     def _agreed(
@@ -216,8 +216,8 @@ class Parallel:
         nodes = graph.placeholders("buffer")
         hidden = {node.meta["source"].name for node in nodes if not node.meta["source"].persistent}
         buffers = {name: x for name, x in self._model.named_buffers() if name in hidden}
-        known = set(self._model.state_dict())
-        if unknown := [name for name in given if name not in known]:
+        names = set(self._model.state_dict())
+        if unknown := [name for name in given if name not in names]:
             raise ValueError(
                 f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; "
                 "is it of another model?"
@@ -380,10 +380,10 @@ class Parallel:
             return self._planner.plan_again(graph, cluster, plan)
 
         def find() -> Recalibration:
-            found = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
+            result = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
             if path is not None:
-                found.cluster.save(os.fspath(path))
-            return found
+                result.cluster.save(os.fspath(path))
+            return result
 
         return from_first(find)
 
@@ -466,12 +466,12 @@ class Outputs:
         for result in graph.results:
             if result.kind == "output":
                 source = nodes[result.node].meta.get("source")
-                found = outputs.get(result.name)
+                value = outputs.get(result.name)
                 if source is not None:
-                    found = self._given(source, flat, graph)
-                elif found is not None:
-                    found = padding.cut(result.name, found)
-                leaves[int(result.name)] = found
+                    value = self._given(source, flat, graph)
+                elif value is not None:
+                    value = padding.cut(result.name, value)
+                leaves[int(result.name)] = value
         return pytree.tree_unflatten(leaves, graph.output_spec)
 
     def _bound(

@@ -36,9 +36,9 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
     dist.all_gather_object(walls, [step.wall_s for step in steps])
     count = min(map(len, walls))
     chosen = [steps[len(steps) - count + at] for at in middle(walls)]
-    mine = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
+    own_times = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (mine, meetings(chosen)))
+    dist.all_gather_object(everyone, (own_times, meetings(chosen)))
     ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
     notes = []
     cores = usable_cores()

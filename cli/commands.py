@@ -365,11 +365,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         progress("building", 0.0)
         target = build_target(arguments.model)
         progress("verify", 0.0)
-        found = verification.verify(
+        result = verification.verify(
             plan, target.model, example_inputs=target.args, example_kwargs=target.kwargs, dtype=arguments.dtype
         )
-    print(found)
-    return 0 if found else BAD_INPUT
+    print(result)
+    return 0 if result else BAD_INPUT
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ def answers_only() -> Iterator[None]:
     with contextlib.redirect_stdout(sys.stderr):
         _flush()
         try:
-            kept = os.dup(1)
+            stdout_copy = os.dup(1)
         except OSError:  # nobody has a stdout
             yield
             return
@@ -53,8 +53,8 @@ def answers_only() -> Iterator[None]:
             yield
         finally:
             _flush()
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout_copy, 1)
+            os.close(stdout_copy)
 
 
 def _flush() -> None:

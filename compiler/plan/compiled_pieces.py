@@ -171,11 +171,11 @@ def _computes(node: Node) -> bool:
 
 def _made_of(graph: torch.fx.Graph, apart: Collection[int]) -> set[Node]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    found = {inputs[position] for position in apart}
+    derived = {inputs[position] for position in apart}
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    return derived
 
 
 # ---- the new program
@@ -215,8 +215,8 @@ class _Rewriting:
             return
         piece = self.home.get(node)
         nodes = [node] if piece is None else piece.nodes
-        mine = set(nodes)
-        inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in mine))
+        members = set(nodes)
+        inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in members))
         for operand in inputs:
             self._place(operand)
         if piece is None:
@@ -225,7 +225,7 @@ class _Rewriting:
             self._call(piece, inputs)
 
     def _call(self, piece: _Piece, inputs: Sequence[Node]) -> None:
-        body, mine = torch.fx.Graph(), set(piece.nodes)
+        body, members = torch.fx.Graph(), set(piece.nodes)
         given = [self.new[node] for node in inputs]
         inner = {node: body.placeholder(f"x{index}") for index, node in enumerate(inputs)}
         for node in piece.nodes:
@@ -239,7 +239,7 @@ class _Rewriting:
                 continue
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), inner.__getitem__)
             inner[node] = body.call_function(target, args, dict(kwargs))
-        outputs = [node for node in piece.nodes if any(user not in mine for user in node.users)]
+        outputs = [node for node in piece.nodes if any(user not in members for user in node.users)]
         body.output(tuple(inner[node] for node in outputs))
         call = self.out.create_node("call_function", self.make(body), tuple(given), name=f"piece_{len(self.new)}")
         names = {call.name}

@@ -87,16 +87,16 @@ def _steps(node: torch.fx.Node) -> Sequence[tuple[Any, ...]]:
 
 def _reach(program: ChunkProgram) -> dict[torch.fx.Node, set[str]]:
     """Node → the kinds of exits that depend on it."""
-    found: dict[torch.fx.Node, set[str]] = {}
+    kinds_of: dict[torch.fx.Node, set[str]] = {}
     for node in reversed(program.module.graph.nodes):
-        kinds = found.setdefault(node, set())
+        kinds = kinds_of.setdefault(node, set())
         if node.op == "output":
             for exit, value in zip(program.exits, node.args[0], strict=True):
-                found.setdefault(value, set()).add(exit.kind)
+                kinds_of.setdefault(value, set()).add(exit.kind)
             continue
         for operand in node.all_input_nodes:
-            found.setdefault(operand, set()).update(kinds)
-    return found
+            kinds_of.setdefault(operand, set()).update(kinds)
+    return kinds_of
 
 
 LOSS_NUMBERS = 1  # in a message: the loss itself, or the count behind a mean
@@ -123,9 +123,9 @@ def converts_over(source: Pair, target: Pair, kind: TensorType, grad: bool, axis
     ways = [(source.value, target.value)]
     if grad and kind.is_float:
         ways.append((target.cotangent, source.cotangent))
-    for one, other in ways:
+    for start, end in ways:
         try:
-            steps = steps_between(one, other)
+            steps = steps_between(start, end)
         except ValueError:
             return False
         for step in steps:

@@ -88,8 +88,8 @@ class ParameterSharding:
             return "custom"
         if self.stored == cut:
             frozen = self.compute.cotangent == value
-            wanted = ("microbatch", "step" if frozen else "microbatch")
-            return "zero3" if (self.gather, self.reduce) == wanted else "custom"
+            frequencies = ("microbatch", "step" if frozen else "microbatch")
+            return "zero3" if (self.gather, self.reduce) == frequencies else "custom"
         if self.gather != "step":
             return "custom"
         return "zero2" if self.reduce == "microbatch" else "zero1"
@@ -512,13 +512,13 @@ def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
         modes = ["none" if layer == last else mode for layer in range(*map(int, chunk["layers"]))]
         return {**chunk, "recompute": modes}
 
-    found: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
+    document: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
     if isinstance(data.get("stages"), list) and all(isinstance(stage, Mapping) for stage in data["stages"]):
-        found["stages"] = [
+        document["stages"] = [
             {**stage, "wire": [], "chunks": [with_modes(chunk) for chunk in stage.get("chunks", ())]}
             for stage in data["stages"]
         ]
-    return {**found, "version": 2, "precision": "model"}
+    return {**document, "version": 2, "precision": "model"}
 
 
 # ---- Gradient buckets: the flat pieces in which partial gradients are summed

@@ -71,9 +71,9 @@ NOTHING = Recompute()
 def recompute_of(graph: Graph, layering: Layering, modes: Mapping[int, str] | str, schedule: str) -> Recompute:
     """The ``Recompute`` of these modes: one for all layers, or by layer ("none" for those left out). ValueError for an
     unknown mode."""
-    every = range(len(layering.layers))
-    asked = {k: _known(modes if isinstance(modes, str) else modes.get(k, "none")) for k in every}
-    if all(mode == "none" for mode in asked.values()):
+    layers = range(len(layering.layers))
+    mode_of = {k: _known(modes if isinstance(modes, str) else modes.get(k, "none")) for k in layers}
+    if all(mode == "none" for mode in mode_of.values()):
         return NOTHING
     last = {result.node for result in graph.results if result.kind == "loss"} if schedule == "1f1b" else set()
     at_once = {index for index, layer in enumerate(layering.layers) if last & set(layer.ops)}
@@ -83,15 +83,15 @@ def recompute_of(graph: Graph, layering: Layering, modes: Mapping[int, str] | st
         if index in at_once:
             continue
         for name in layer.ops:
-            if asked[index] == "none":
+            if mode_of[index] == "none":
                 members["plain"].add(name)
             else:
-                dear = asked[index] == "selective" and _is_heavy(nodes[name])
+                dear = mode_of[index] == "selective" and _is_heavy(nodes[name])
                 members["heavy" if dear else "repeated"].add(name)
     return Recompute(
         kept=frozenset(name for names in layering.crossing for name in names),
         layer_of={name: index for index, layer in enumerate(layering.layers) for name in layer.ops},
-        modes=tuple("none" if index in at_once else asked[index] for index in every),
+        modes=tuple("none" if index in at_once else mode_of[index] for index in layers),
         **{name: frozenset(found) for name, found in members.items()},
     )
 
@@ -104,8 +104,8 @@ def _is_heavy(node: Node) -> bool:
 def _known(mode: str) -> str:
     mode = ALIASES.get(mode, mode)
     if mode not in RECOMPUTE_MODES:
-        known = ", ".join(map(repr, RECOMPUTE_MODES))
-        raise ValueError(f"recompute is one of {known}, but got {mode!r}; use one of them")
+        offered = ", ".join(map(repr, RECOMPUTE_MODES))
+        raise ValueError(f"recompute is one of {offered}, but got {mode!r}; use one of them")
     return mode
 
 
@@ -117,7 +117,7 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
     """
     if isinstance(asked, str):
         return dict.fromkeys(range(len(names)), _known(asked))
-    found = dict.fromkeys(range(len(names)), "none")
+    mode_of = dict.fromkeys(range(len(names)), "none")
     for pattern, mode in asked.items():
         fits = [k for k, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not fits:
@@ -125,8 +125,8 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
             raise ValueError(
                 f"recompute= names layers by patterns that fit some, but got {pattern!r}; the layers are {shown}"
             )
-        found |= dict.fromkeys(fits, _known(mode))
-    return found
+        mode_of |= dict.fromkeys(fits, _known(mode))
+    return mode_of
 
 
 class PlanLayers:

@@ -66,11 +66,11 @@ def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompu
 
 def _made_of(gathers: Collection[Node], graph: torch.fx.Graph) -> set[str]:
     """Names of the nodes that gather weights, and of those made of such weights alone."""
-    found = set(gathers)
+    derived = set(gathers)
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return {node.name for node in found}
+        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    return {node.name for node in derived}
 
 
 def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute, mode: str) -> bool:
@@ -169,12 +169,12 @@ def _units(graph: torch.fx.Graph, segments: Sequence[Segment]) -> list[_Unit]:
         if node in placed or node.op != "call_function":
             return
         nodes = home[node]
-        mine = set(nodes)
-        inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in mine))
-        placed.update(mine)
+        members = set(nodes)
+        inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in members))
+        placed.update(members)
         for operand in inputs:
             visit(operand)
-        outputs = [node for node in nodes if any(user not in mine for user in node.users)]
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
         units.append(_Unit(nodes, of.get(node.name), inputs, outputs))
 
     for node in calls:
@@ -221,12 +221,12 @@ class Repeated(torch.nn.Module):
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """The part's outputs; its backward will run it again."""
         if not torch.is_grad_enabled():
-            made: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
-            return made
+            outputs: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
+            return outputs
         run = _First(self.body, self.ops, self.kept, inputs, replace(current()))
         with saved_tensors_hooks(run.pack, run.unpack):
-            made = self.body.forward(run, *inputs)
-        return made
+            outputs = self.body.forward(run, *inputs)
+        return outputs
 
 
 @dataclass(frozen=True)

@@ -137,15 +137,15 @@ def _stage_faults(stage: Stage) -> Iterator[str]:
         if not all(0 <= axis < axes for axis in wire.axes):
             yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
         if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
-            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
-            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
+            names = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
+            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {names}"
 
 
 def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
     """Ends of one transfer that do not exist, or do not send and receive its tensor."""
     source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
-    known = 0 <= min(source, target) <= max(source, target) < len(stages)
-    if not known or (source >= target if not several else source == target):
+    exist = 0 <= min(source, target) <= max(source, target) < len(stages)
+    if not exist or (source >= target if not several else source == target):
         yield f"transfer of {transfer.node} goes from stage {source} to {target}"
         return
     ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))

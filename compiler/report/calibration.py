@@ -143,11 +143,11 @@ def _still_off(
     stages = range(len(plan.stages))
 
     def ratio(names: Sequence[str], members: Sequence[int]) -> float:
-        wanted = sum(measured[stage, name] for stage in members for name in names)
+        measured_s = sum(measured[stage, name] for stage in members for name in names)
         priced = sum(clock.expected[stage][name] for stage in members for name in names)
-        if max(wanted, priced) < _NEGLIGIBLE_SHARE * step_s * len(members) or wanted <= 0 or priced <= 0:
+        if max(measured_s, priced) < _NEGLIGIBLE_SHARE * step_s * len(members) or measured_s <= 0 or priced <= 0:
             return 1.0
-        return limited(wanted / priced)
+        return limited(measured_s / priced)
 
     of_host = [[stage for stage in stages if hosts[stage] == host] for host in range(num_hosts)]
     each = {
@@ -192,9 +192,9 @@ def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], ste
             low = middle
         else:
             high = middle
-    found = (low * high) ** 0.5
+    factor = (low * high) ** 0.5
     # where transfers hide behind ops, or the step lacks nothing, their factor means nothing
-    return found if 1 / 20 < found < 20 else 1.0
+    return factor if 1 / 20 < factor < 20 else 1.0
 
 
 def _is_nothing(factors: CalibrationFactors) -> bool:
@@ -232,12 +232,12 @@ def _send_wires(cluster: Cluster, plan: Plan) -> list[CollectiveMeasurement]:
     factors of their own."""
     if not plan.transfers or any(wire.kind == "send" for wire in cluster.wires):
         return []
-    found: dict[int, CollectiveMeasurement] = {}
+    wires: dict[int, CollectiveMeasurement] = {}
     large = float(2**30)
     for transfer in plan.transfers:
-        here, there = plan.stages[transfer.source].devices[-1], plan.stages[transfer.target].devices[0]
-        members = 2 if cluster.host_of(here) == cluster.host_of(there) else 1
-        alpha = p2p_seconds(cluster, here, there, 1.0)
-        piece = Piece(0.0, alpha, (p2p_seconds(cluster, here, there, large) - alpha) / large)
-        found[members] = CollectiveMeasurement("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
-    return list(found.values())
+        sender, receiver = plan.stages[transfer.source].devices[-1], plan.stages[transfer.target].devices[0]
+        members = 2 if cluster.host_of(sender) == cluster.host_of(receiver) else 1
+        alpha = p2p_seconds(cluster, sender, receiver, 1.0)
+        piece = Piece(0.0, alpha, (p2p_seconds(cluster, sender, receiver, large) - alpha) / large)
+        wires[members] = CollectiveMeasurement("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
+    return list(wires.values())

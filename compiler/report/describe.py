@@ -147,8 +147,8 @@ def axis_roles(stage: Stage) -> tuple[str, ...]:
         )
         votes.pop("", None)
         total = sum(votes.values())
-        found = [role for role, count in votes.most_common() if 4 * count > total]
-        roles.append("+".join(found) or "replicas")
+        frequent = [role for role, count in votes.most_common() if 4 * count > total]
+        roles.append("+".join(frequent) or "replicas")
     return tuple(roles)
 
 
@@ -227,16 +227,16 @@ def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: S
 
 def _meanings(chunk: Chunk, num_axes: int) -> list[dict[int, str]]:
     """Per axis, what a cut of weight dim d can be, from the labels that stand on this axis."""
-    found: list[dict[int, list[str]]] = [{} for _ in range(num_axes)]
+    words_of: list[dict[int, list[str]]] = [{} for _ in range(num_axes)]
     for op, labels in chunk.ops.items():
         for (stem, dim), label in _WEIGHT_DIMS.items():
             if stem != _stem(op):
                 continue
             for axis, chosen in enumerate(labels[:num_axes]):
-                words = found[axis].setdefault(dim, [])
+                words = words_of[axis].setdefault(dim, [])
                 if chosen == label and spell(label) not in words:
                     words.append(spell(label))
-    return [{dim: " or ".join(words) for dim, words in axis.items() if words} for axis in found]
+    return [{dim: " or ".join(words) for dim, words in axis.items() if words} for axis in words_of]
 
 
 # ---- rows
@@ -332,7 +332,7 @@ def _shared(one: Sequence[str], other: Sequence[str]) -> int:
 def _assign(parameters: Sequence[str], layers: Sequence[str]) -> list[tuple[str, int]]:
     """Each parameter with the number of the layer whose name shares most of its path, else with its successor's."""
     paths = [layer.split(".") for layer in layers]
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     following = len(layers) - 1
     for parameter in reversed(parameters):
         path = parameter.split(".")
@@ -342,8 +342,8 @@ def _assign(parameters: Sequence[str], layers: Sequence[str]) -> list[tuple[str,
         if best and any(n == best and (best > 1 or len(other) == 1) for n, other in zip(shared, paths)):
             candidates = [k for k, n in enumerate(shared) if n == best]
             following = following if following in candidates and path[best:-1] == [] else candidates[0]
-        found.append((parameter, following))
-    return found[::-1]
+        pairs.append((parameter, following))
+    return pairs[::-1]
 
 
 # ---- equal neighbours

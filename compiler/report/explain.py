@@ -119,7 +119,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     )
     passes = plan.provenance.get("passes", {})
     slow = sorted(((s, name) for name, s in passes.items() if name not in ("total", "capture")), reverse=True)[:3]
-    asked = " for the given parallel shape" if plan.provenance.get("strategy") else ""
+    for_shape = " for the given parallel shape" if plan.provenance.get("strategy") else ""
     facts = [
         (
             "model",
@@ -138,7 +138,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             f" {rate_text(plan.global_batch / prediction.step_s)} samples/s,"
             f" {tflops_per_device(plan):.3g} TFLOPS per device",
         ),
-        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
+        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{for_shape}"),
         (
             "schedule",
             f"{_schedule_name(plan)}, {count_text(len(plan.stages), 'stage')},"
@@ -302,8 +302,8 @@ def _memory(plan: Plan, width: int) -> list[str]:
         sums.append(Counter())
         for cause, size in stage.memory_bytes.items():
             sums[-1][shown.get(cause, cause)] += size  # type: ignore[assignment]
-    names = list(dict.fromkeys(name for found in sums for name in found))
-    rows = [[*(found[name] for name in names), sum(found.values())] for found in sums]
+    names = list(dict.fromkeys(name for by_cause in sums for name in by_cause))
+    rows = [[*(by_cause[name] for name in names), sum(by_cause.values())] for by_cause in sums]
     legend_line = "  runtime = framework overhead, input batch, message buffers"
     return [*_by_stage([*names, "total"], rows, bytes_text, width), legend_line]
 
@@ -372,12 +372,12 @@ def _prices(plan: Plan, width: int) -> list[str]:
     if text := _source_shares(plan):
         lines += wrapped(text, width, "  ", "    ")
     cluster = _cluster(plan)
-    seen: set[str] = set()
+    devices: set[str] = set()
     for host in cluster.hosts:
         device = host.device
-        if device.name in seen:
+        if device.name in devices:
             continue
-        seen.add(device.name)
+        devices.add(device.name)
         kinds = list(dict.fromkeys(curve.kind for curve in device.curves))
         if kinds:
             text = f"measured: {', '.join(kinds)}, memory rate and launch; everything else: roofline from these rates"
@@ -538,12 +538,12 @@ def _idle_reason(plan: Plan) -> str:
     if plan.provenance.get("strategy"):
         return "the given strategy does not use them"
     whole = [(row["step_s"], row["name"]) for row in plan.prediction.alternatives if row.get("step_s")]
-    asked = " that keeps the constraints" if plan.provenance.get("constraints") else ""
+    constrained = " that keeps the constraints" if plan.provenance.get("constraints") else ""
     if not whole:
-        return f"no plan on more devices{asked} was predicted to be faster"
+        return f"no plan on more devices{constrained} was predicted to be faster"
     step_s, name = min(whole)
     return (
-        f"no plan on more devices{asked} was predicted to be faster ({name} parallel only, on all of them: "
+        f"no plan on more devices{constrained} was predicted to be faster ({name} parallel only, on all of them: "
         f"{seconds_text(step_s)} a step, this plan {seconds_text(plan.prediction.step_s)})"
     )
 

@@ -56,14 +56,16 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
         plan.code("activations"),
     )  # fmt: skip
-    kept = [n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)]
+    notes_kept = [
+        n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)
+    ]
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=step.step_s,
         stages=step.stages,
         flops=plan.prediction.flops,
         replicated_flops=plan.prediction.replicated_flops,
-        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *kept))),
+        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *notes_kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}

@@ -144,8 +144,8 @@ class _Question:
         ops_named = [op for op in ops if op == name or self._inside(op, name)]
         if not ops_named:
             modules = {self.nodes[op].meta["module"] for op in ops} - {""}
-            known = [*layers, *sorted(modules), *self.parameters, *ops]
-            near = get_close_matches(name, known, 3, 0.3) or known[:3]
+            names = [*layers, *sorted(modules), *self.parameters, *ops]
+            near = get_close_matches(name, names, 3, 0.3) or names[:3]
             raise ValueError(
                 f"why asks about a layer, module, op or weight of the model, but got {name!r}; "
                 f"use one like {', '.join(near)}"
@@ -183,8 +183,8 @@ class _Question:
 
     def _weights(self, layer: int) -> list[str]:
         ops = self.layering.layers[layer].ops
-        found = [o.name for op in ops for o in tensor_operands(self.nodes[op]) if o.op == "placeholder"]
-        return [name for name in dict.fromkeys(found) if self.nodes[name].meta["source"].kind == "parameter"]
+        placeholders = [o.name for op in ops for o in tensor_operands(self.nodes[op]) if o.op == "placeholder"]
+        return [name for name in dict.fromkeys(placeholders) if self.nodes[name].meta["source"].kind == "parameter"]
 
     def _section(self, stage: int, layer: int, pinned: Mapping[str, str], mode: str | None = None) -> Section:
         """The chunk of ``layer`` with these pins, and this layer in recompute ``mode`` (None: the plan's)."""
@@ -230,23 +230,23 @@ class _Question:
         place = next(
             i for i, (n, k) in enumerate(zip(section.names, section.kinds)) if n == node and k in OPERATOR_KINDS
         )
-        found = _min_marginals(problem, place)
+        marginals = _min_marginals(problem, place)
         if chosen not in problem.operators[place].labels:  # what the plan has is left out of the search now
             return [ChoiceRow(subject, chosen, 0.0, 0.0, "")]
         labels = problem.operators[place].labels
-        held = [self._bytes(section, problem, choice) for _, choice in found]
+        held = [self._bytes(section, problem, choice) for _, choice in marginals]
         base = labels.index(chosen)
         rows = [
             self._row(
                 stage,
                 subject,
                 label,
-                (seconds - found[base][0]) * self.plan.microbatches,
+                (seconds - marginals[base][0]) * self.plan.microbatches,
                 size - held[base],
                 label == chosen,
                 _runs(choice),
             )
-            for label, (seconds, _), size, choice in zip(labels, found, held, section.choices[place])
+            for label, (seconds, _), size, choice in zip(labels, marginals, held, section.choices[place])
         ]
         return sorted(rows, key=lambda row: (not row.chosen, row.seconds))
 
@@ -329,8 +329,11 @@ class _Question:
 def _min_marginals(problem: Problem, place: int) -> list[tuple[float, tuple[int, ...] | None]]:
     """Per choice of one operator the least seconds with it, and the assignment."""
     try:
-        found = eliminate(problem, keep=[place], byte_weight=1e-30)
-        return [(float(cost), found.assignment([c]) if isfinite(cost) else None) for c, cost in enumerate(found.cost)]
+        marginals = eliminate(problem, keep=[place], byte_weight=1e-30)
+        return [
+            (float(cost), marginals.assignment([c]) if isfinite(cost) else None)
+            for c, cost in enumerate(marginals.cost)
+        ]
     except TooWide:
         return [_one(problem, place, c) for c in range(len(problem.operators[place].labels))]
 
@@ -346,8 +349,8 @@ def _one(problem: Problem, place: int, c: int) -> tuple[float, tuple[int, ...] |
 
 def _best(problem: Problem) -> tuple[int, ...] | None:
     try:
-        found = eliminate(problem, byte_weight=1e-30)
-        return found.assignment() if np.isfinite(found.cost) else None
+        solution = eliminate(problem, byte_weight=1e-30)
+        return solution.assignment() if np.isfinite(solution.cost) else None
     except TooWide:
         return getattr(solve(problem), "choice", None)
 

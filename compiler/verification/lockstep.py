@@ -130,8 +130,8 @@ class LockstepComm:
             raise ValueError(f"all rows are sent, but got counts {list(sent)} for {x.shape[0]} rows")
         parts = self._exchange(x, "all_to_all", axis, "uneven")
         counts = self._exchange(torch.tensor(list(sent)), "all_to_all", axis, "counts", logged=False)
-        here = self.index(axis)
-        pieces = [part.split(count.tolist())[here] for part, count in zip(parts, counts)]
+        position = self.index(axis)
+        pieces = [part.split(count.tolist())[position] for part, count in zip(parts, counts)]
         if [len(piece) for piece in pieces] != list(received):
             raise ValueError(f"{list(received)} rows are to arrive, but got {[len(piece) for piece in pieces]}")
         return torch.cat(pieces)
@@ -145,8 +145,8 @@ class LockstepComm:
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
         """Receive the tensor that the device at ``source`` sent, without delay."""
-        came = self._exchange(x.contiguous(), "send", axis, "one")[source]
-        return lambda: came
+        received = self._exchange(x.contiguous(), "send", axis, "one")[source]
+        return lambda: received
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Here:
         """Sum over the axes, without delay."""
@@ -194,15 +194,15 @@ class LockstepComm:
         group.barrier.wait(group.timeout_s)
         posts = list(group.slots)
         group.barrier.wait(group.timeout_s)
-        here = group.coordinates[self.rank]
-        asked = {post[:3] for post in posts}
-        if len(asked) > 1:
-            raise UnlikeError(f"all devices ask for the same collective, but got {sorted(map(str, asked))}")
+        coordinates = group.coordinates[self.rank]
+        requests = {post[:3] for post in posts}
+        if len(requests) > 1:
+            raise UnlikeError(f"all devices ask for the same collective, but got {sorted(map(str, requests))}")
         if axis < 0:
             return [x]
         line = [
             rank
             for rank, there in enumerate(group.coordinates)
-            if there[:axis] + there[axis + 1 :] == here[:axis] + here[axis + 1 :]
+            if there[:axis] + there[axis + 1 :] == coordinates[:axis] + coordinates[axis + 1 :]
         ]
         return [posts[rank][3] for rank in line]

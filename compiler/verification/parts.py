@@ -109,8 +109,8 @@ class Devices:
                 raise FailedError(None, error) from error
             return dict(zip(tracked, grads, strict=True))
 
-        found = self._run(device, microbatch)
-        out = {name: [one.get(name) for one in found] for name in tracked}
+        gradients = self._run(device, microbatch)
+        out = {name: [one.get(name) for one in gradients] for name in tracked}
         self._accumulate(out)
         return out
 
