@@ -10,6 +10,7 @@ import pytest
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.intra_op.stage_cost import CAUSES
 from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.ir.spec import Placement
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import require_valid, validate
 from meshwright.compiler.report.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
@@ -274,3 +275,26 @@ def test_edits_that_do_not_hold_are_named(mixed: Plan, graph: Graph) -> None:
     assert fault == f"parameter {name} of the model is in no stage"
     with pytest.raises(ValueError, match=r"the plan does not hold: .*not divisible"):
         require_valid(replace(mixed, microbatches=7))
+
+
+def test_what_the_runtime_cannot_execute_is_a_fault_only_where_it_must_run(mixed: Plan, graph: Graph) -> None:
+    assert validate(mixed, graph, CLUSTER, runnable=True) == []
+    name, home = next(iter(mixed.stages[0].chunks[0].parameters.items()))
+    custom = replace(home, optimizer=(Placement("S", 0), *home.optimizer[1:]), reduce="step", gather="microbatch")
+    plan = edited(mixed, parameters={**mixed.stages[0].chunks[0].parameters, name: custom})
+    assert custom.pattern == "custom"
+    assert (plan.check(), validate(plan, graph, CLUSTER)) == ([], [])
+    (fault,) = validate(plan, graph, CLUSTER, runnable=True)
+    assert [fault] == plan.not_executable(graph) == [f"parameters in a custom sharding (1: {name})"]
+    with pytest.raises(ValueError, match=r"the runtime cannot execute this plan: parameters in a .*; plan again"):
+        require_valid(plan, runnable=True)
+
+
+def test_all_faults_are_listed_and_the_first_rule_is_raised(mixed: Plan, graph: Graph) -> None:
+    broken = replace(edited(mixed, ops={}), microbatches=7)
+    faults = validate(broken, graph, Cluster.preset("p3.16xlarge", 2), runnable=True)
+    assert faults[0] == "global_batch 64 is not divisible by microbatches 7"
+    assert any("of the model is in no stage" in fault for fault in faults)
+    assert any(fault.startswith("the cluster differs") for fault in faults)
+    with pytest.raises(ValueError, match=r"^the plan does not hold: global_batch 64 [^;]*; plan again, or correct "):
+        require_valid(broken, graph)
