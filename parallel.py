@@ -86,7 +86,7 @@ class TrainingOptions:
     state_dict: Mapping[str, torch.Tensor] | None = None
     seed: int = 0
     compile: bool | str = False
-    looseness: LocalUpdates = SYNCHRONOUS
+    local_updates: LocalUpdates = SYNCHRONOUS
     pad_to_multiple_of: int | None = None
     #: compare the capture with the model; None: where that is cheap
     check_capture: bool | None = None
@@ -151,7 +151,7 @@ class Parallel:
             clip_grad_norm=options.clip_grad_norm,
             data=options.data,
             compiler=compiler,
-            looseness=replace(options.looseness, delay=delay),
+            looseness=replace(options.local_updates, delay=delay),
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code

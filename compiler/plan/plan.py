@@ -4,14 +4,14 @@ Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
-                  optimizer, precision ("model": as the model's own dtypes), codes in which activations between stages
-                  and weights in blocks travel (none at all: as they are)
-    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage but for chunked schedules)
+                  optimizer, precision ("model": the model's own dtypes), codecs of activations between stages and of
+                  weights that are stored in blocks (none at all: as they are)
+    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage, except under schedules with virtual stages)
     chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
-                  parameters {name: residency}, sources {node: pair}, receives {node: pair}, sends {node: spec}
-    wire      ::= mesh axes, algorithm, compressor, bytes    (how the gradients that are partial there are summed)
-    labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
-    residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
+                  parameters {name: sharding}, sources {node: pair}, receives {node: pair}, sends {node: spec}
+    wire      ::= mesh axes, algorithm, compressor, bytes    (the reduction of the gradients that are partial there)
+    labels    ::= label per mesh axis joined by ","   (the named dim of the op that the axis cuts; "whole" if none)
+    sharding  ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
     transfer  ::= node, source stage and chunk, target stage and chunk, seconds of both messages    (value forward,
                   cotangent backward)
 
@@ -150,7 +150,7 @@ class Chunk:
             "layers": list(self.layers),
             "recompute": list(self.recompute),
             "ops": {name: ",".join(labels) for name, labels in self.ops.items()},
-            "parameters": {name: residency.to_json() for name, residency in self.parameters.items()},
+            "parameters": {name: sharding.to_json() for name, sharding in self.parameters.items()},
             "sources": {name: str(pair) for name, pair in self.sources.items()},
             "receives": {name: str(pair) for name, pair in self.receives.items()},
             "sends": {name: spec_text(spec) for name, spec in self.sends.items()},
@@ -524,7 +524,7 @@ def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
 # ---- Gradient buckets: the flat pieces in which partial gradients are summed
 
 
-FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
+FIRST_BUCKET_BYTES = 2**20  # small, so that the first message starts early
 
 
 def gradient_buckets(parameters: Sequence[tuple[Hashable | None, float]], bucket_bytes: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Recompute: which ops run once more for the backward, and which tensors are kept instead of what autograd would keep.
+"""Activation recomputation: the ops that run again for the backward, and the tensors that are saved instead.
 
 Every layer has a mode:
 

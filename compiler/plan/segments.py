@@ -1,4 +1,4 @@
-"""A local program with its recomputed layers in one piece each: ``segments.Repeated`` modules, called by its graph.
+"""Activation checkpointing: each recomputed layer of a local program becomes one ``Repeated`` module of its graph.
 
 A *segment* is a set of nodes: a layer, with the conversions that are repeated with it. Nodes of no segment stay as they
 are, so a program without recomputed layers stays the same. Nodes between those of a segment that do not depend on it,

@@ -135,10 +135,10 @@ def _stage_faults(stage: Stage) -> Iterator[str]:
                     yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
     for wire in stage.wire:
         if not all(0 <= axis < axes for axis in wire.axes):
-            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
+            yield f"gradients are reduced over mesh axes {list(wire.axes)}, but the mesh has {axes} axes"
         if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
-            names = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
-            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {names}"
+            names = f"{', '.join(REDUCTIONS)} or backend, and codecs {', '.join(CODECS)}"
+            yield f"gradients are reduced by {wire.algorithm!r} with codec {wire.compressor!r}; algorithms are {names}"
 
 
 def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:

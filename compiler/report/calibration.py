@@ -202,7 +202,7 @@ def _is_nothing(factors: CalibrationFactors) -> bool:
     return all(abs(value - 1) < _TOLERANCE for value in values) and not any(factors.action_s)
 
 
-# ---- making room for factors
+# ---- entries of the cluster that factors can change
 
 
 def _with_own_rates(cluster: Cluster, plan: Plan) -> Cluster:

@@ -1,6 +1,6 @@
 """The words for a plan's mesh axes, layers and weights, which ``explain.py`` lays out as text.
 
-A plan names ops (``linear_3``) with one label per mesh axis, and parameters with their residency; that is enough for
+A plan names ops (``linear_3``) with one label per mesh axis, and parameters with their sharding; that is enough for
 the role of every axis and for how every weight lies. With the graph each op is named by its module, so rows also say
 how the activations of each module are cut.
 """
@@ -21,8 +21,8 @@ from ..rules import rule_for
 from ..text import bytes_text
 
 __all__ = [
-    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "layer_rows", "layer_span", "merged", "op_summary",
-    "recompute_words", "residency_words", "spell", "wire_words",
+    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "gradient_reduction_words", "layer_rows", "layer_span",
+    "merged", "op_summary", "recompute_words", "sharding_words", "spell",
 ]  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def recompute_words(plan: Plan) -> str:
     return ", ".join(mode if count == 1 else f"{mode} ×{count}" for mode, count in counted)
 
 
-def residency_words(plan: Plan) -> str:
+def sharding_words(plan: Plan) -> str:
     """The number of parameters in each sharding pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
     homes = {name: home for stage in plan.stages for chunk in stage.chunks for name, home in chunk.parameters.items()}
     counts = Counter(_PATTERNS[home.pattern] for home in homes.values())
@@ -180,7 +180,7 @@ def residency_words(plan: Plan) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
 
 
-def wire_words(stage: Stage) -> str:
+def gradient_reduction_words(stage: Stage) -> str:
     """The axes over which the gradients of a stage are summed, with algorithm, compressor and bytes where they are not
     the backend's own and exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
     names, texts = axis_names(stage), []
@@ -200,26 +200,26 @@ def _over(items: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{what} over {axis}" for what, axis in items)
 
 
-def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
+def _weight_words(sharding: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
     """The dims of a parameter that are cut with their axes, and the axes over which its gradient is summed."""
 
     def cuts(spec: Spec) -> list[tuple[str, str]]:
         return [(meanings[axis].get(p.dim, f"dim {p.dim}"), axes[axis]) for axis, p in enumerate(spec) if p.is_shard]
 
-    value = residency.compute.value
+    value = sharding.compute.value
     parts = [_over(cuts(value)) or "whole on every device"]
-    if residency.pattern == "custom":
+    if sharding.pattern == "custom":
         for name, spec in (
-            ("stored", residency.stored),
-            ("gradient", residency.gradient),
-            ("optimizer", residency.optimizer),
+            ("stored", sharding.stored),
+            ("gradient", sharding.gradient),
+            ("optimizer", sharding.optimizer),
         ):
             if spec != value:
                 parts.append(f"{name}: {_over(cuts(spec)) or 'whole'}")
-    elif residency.pattern != "replicated":
-        further = [axes[axis] for axis, (one, other) in enumerate(zip(value, residency.optimizer)) if one != other]
-        parts.append(f"{_PATTERNS[residency.pattern]} over {' and '.join(further)}")
-    summed = [axes[axis] for axis, p in enumerate(residency.compute.cotangent) if p.is_partial]
+    elif sharding.pattern != "replicated":
+        further = [axes[axis] for axis, (one, other) in enumerate(zip(value, sharding.optimizer)) if one != other]
+        parts.append(f"{_PATTERNS[sharding.pattern]} over {' and '.join(further)}")
+    summed = [axes[axis] for axis, p in enumerate(sharding.compute.cotangent) if p.is_partial]
     if summed:
         parts.append("gradient summed over " + " and ".join(summed))
     return "; ".join(parts)

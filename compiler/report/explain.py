@@ -37,13 +37,13 @@ from ..text import (
 from .describe import (
     Group,
     axis_names,
+    gradient_reduction_words,
     layer_rows,
     layer_span,
     merged,
     op_summary,
     recompute_words,
-    residency_words,
-    wire_words,
+    sharding_words,
 )
 
 __all__ = [
@@ -145,7 +145,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
         ),
         ("recompute", recompute_words(plan)),
-        ("weights", residency_words(plan)),
+        ("weights", sharding_words(plan)),
         ("precision", "" if plan.precision == "model" else plan.precision),
         ("codes", ", ".join(f"{what} in {code}" for what, code in plan.codes.items())),
     ]
@@ -332,7 +332,7 @@ def _collectives(plan: Plan, width: int) -> list[str]:
             for name, count in counts
             if name.startswith("step ")
         )
-        summed = wire_words(plan.stages[index])
+        summed = gradient_reduction_words(plan.stages[index])
         rows.append(
             (
                 index,
