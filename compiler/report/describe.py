@@ -21,8 +21,8 @@ from ..rules import rule_for
 from ..text import bytes_text
 
 __all__ = [
-    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "gradient_reduction_words", "layer_rows", "layer_span",
-    "merged", "op_summary", "recompute_words", "sharding_words", "spell",
+    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "gradient_reduction_words", "layer_rows",
+    "layer_span", "merged", "op_summary", "recompute_words", "sharding_words", "spell",
 ]  # fmt: skip
 
 
