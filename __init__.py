@@ -27,8 +27,8 @@ __version__ = "0.1.0"
 _provide(
     explain="meshwright.compiler.report.explain:explain",
     why="meshwright.compiler.report.why:why",
-    not_executable="meshwright.compiler.plan.validation:not_executable",
-    require_executable="meshwright.compiler.plan.validation:require_executable",
+    check="meshwright.compiler.plan.validation:validate",
+    not_executable="meshwright.compiler.plan.validation:runtime_faults",
 )
 
 _HOMES = {
@@ -50,3 +50,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not yet, and none of this module's own imports."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

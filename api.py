@@ -1,4 +1,8 @@
-"""The public functions: the only place that joins capture, search, lowering and runtime."""
+"""The public functions ``plan``, ``pareto`` and ``parallelize``.
+
+This is the only place that joins capture, search and runtime. The public functions come first; below them, capturing
+and searching for a request, and the planners from which a ``Parallel`` gets its plan.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from .compiler.intra_op.vectorised.row_cache import RowCache
 from .compiler.ir.graph import Graph
 from .compiler.memory.buffers import with_replica_memory
 from .compiler.plan.plan import Plan
-from .compiler.plan.validation import require
+from .compiler.plan.validation import require_valid
 from .compiler.search.driver import make_plans
 from .compiler.search.local_sgd import LEAST_GAIN, chosen_delay, delay_taken, worthwhile_delay
 from .compiler.search.parallel_shape import Strategy
@@ -80,43 +84,53 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
 
     cluster: a Cluster, or what ``Cluster.parse`` reads (``"p3.16xlarge:8"``, ``"local:4"``, a file). The example
     tensors give shapes and dtypes; their dim 0 is the batch where its extents agree (``batch_dims`` overrides).
-    global_batch: samples per step, by default that of the example. optimizer: its torch.optim class name, for memory.
+    global_batch: samples per step, by default that of the example. optimizer: the name of a torch.optim class, which
+    sizes the optimizer state.
 
-    Everything else is searched unless given. microbatches; strategy: ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``,
-    or stages one by one: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``, each with its share of the layers; schedule: "gpipe", "1f1b",
-    "interleaved", "zb-h1" or "zb-v" (or "pipedream", which changes the optimisation: docs/runtime.md); recompute:
-    "none", "full" (keep only what crosses a border between layers, and run each layer's forward again for its
-    backward), "selective" (keep the outputs of its heavy ops as well), or a mode by pattern of layer names, of which
-    the last that fits counts ("none" where none does); zero: 0 to 3, what parameters are sharded of over the devices
-    that share them, where that is possible (0: nothing); sequence: whether sequences and space may be cut. executable:
-    only what ``parallelize`` can run (``Plan.not_executable`` lists what it could not).
+    The search decides everything else, unless it is given:
 
-    communication: how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
-    ``costmodel.algorithms``; "auto-lossy": compressed, too, by codes of ``costmodel.codecs``; or names of those that
-    are allowed besides. A mapping says that of "gradients", and in which code (``codecs.CARRIERS``: "bf16", "int8", …)
-    "activations" travel between stages, and "weights" under ZeRO-3: both are lossy, and only what is asked for.
-    precision: "model" (its own dtypes), "bf16" or "fp16" (activations, weights and
-    gradients of two bytes, with fp32 master weights and optimizer states), or "auto": the faster of "model" and "bf16".
+    microbatches    their number
+    strategy        ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``, or stages one by one, each with its share of the
+                    layers: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``
+    schedule        "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "pipedream" only if it is asked for, since it
+                    changes the optimisation (docs/runtime.md)
+    recompute       "none"; "full": save only what crosses a border between layers, and run each layer's forward again
+                    for its backward; "selective": save the outputs of heavy ops as well; or a mode by pattern of layer
+                    names, of which the last match counts ("none" for layers without a match)
+    zero            0 to 3: the ZeRO level of parameters, where it is possible (0: nothing is sharded)
+    sequence        False: do not shard sequence or spatial dimensions
+    executable      True: only plans that ``parallelize`` can execute (see ``Plan.not_executable``)
+    communication   how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
+                    ``costmodel.collectives``; "auto-lossy": also compressed by codecs of ``costmodel.codecs``; or names
+                    of those that are allowed. A mapping has that for "gradients", and codecs (``codecs.CARRIERS``:
+                    "bf16", "int8", …) for "activations" between stages and for "weights" under ZeRO-3. Both are lossy,
+                    and used only if they are asked for
+    precision       "model" (its own dtypes); "bf16" or "fp16" (activations, weights and gradients of two bytes, with
+                    fp32 master weights and optimizer states); "auto": the faster of "model" and "bf16"
+    constraints     what is pinned or forbidden, in the words of docs/search.md: "stage boundary at blocks.4", "no
+                    tensor parallel"
 
-    constraints: what is pinned or forbidden, in the words of docs/search.md ("stage boundary at blocks.4"; "no tensor
-    parallel"). time_limit_s: after so many seconds, or Ctrl-C, the best plan so far is taken, with its gap and a note.
-    top_k: that many plans of other cuts, meshes or microbatch counts, as a list, fastest first. cache: whether what was
-    found for the same question before may answer it, and this answer be kept ($MESHWRIGHT_CACHE_DIR, as data).
-    workers: processes that search; more than one are forks of this process, so leave it at 1 where other threads run or
-    an accelerator is in use. The plan is the same.
+    time_limit_s: after so many seconds, or Ctrl-C, take the best plan so far, with its gap and a note. top_k: return
+    that many plans with different cuts, meshes or microbatch counts as a list, fastest first. cache: an earlier answer
+    to the same question may be taken, and this one is saved ($MESHWRIGHT_CACHE_DIR, as data). workers: processes that
+    search, for the same plan. More than one are forks of this process, so leave it at 1 where other threads run or an
+    accelerator is in use.
 
-    Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or what is
-    missing where and what would fit.
+    Raises ValueError for bad input, InfeasibleError if nothing fits: it names the constraints to blame, or the
+    missing memory and what would fit.
     """
     request = PlanRequest.of(locals(), count=1 if top_k is None else top_k)
-    question = _captured(Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims), model, cluster, request)
+    example = _Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
+    question = _captured(example, model, cluster, request)
 
-    def find(kept: RowCache | None = None) -> list[Plan]:
-        return _fastest(question, progress or _silent, kept)
+    def search(rows: RowCache | None = None) -> list[Plan]:
+        return _fastest_plans(question, progress or _no_progress, rows)
 
-    graph, where, request, capture_s = question
-    found = cached_plans(graph, where, request, find, capture_s) if cache else find()
-    return found[0] if top_k is None else found
+    if cache:
+        plans = cached_plans(question.graph, question.cluster, question.request, search, question.capture_s)
+    else:
+        plans = search()
+    return plans[0] if top_k is None else plans
 
 
 def pareto(
@@ -145,60 +159,22 @@ def pareto(
     progress: Progress | None = None,
     workers: int = 1,
 ) -> list[Plan]:
-    """The front of step time against peak memory: at most ``points`` plans, fastest first, of which each next one fills
-    less of its devices' memory, and none is both faster and smaller than another.
+    """The Pareto front of step time and peak memory: at most ``points`` plans, fastest first. Each plan needs less
+    memory than the one before it.
 
     The other arguments as in ``plan``. Each plan's gap is against the bound under its own memory limit.
     """
     request = PlanRequest.of(locals(), count=points)
-    example = Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
-    graph, where, request, capture_s = _captured(example, model, cluster, request)
+    example = _Example(example_inputs, example_kwargs, targets, loss_fn, batch_dims)
+    question = _captured(example, model, cluster, request)
 
-    def make(graph: Graph, request: PlanRequest) -> list[Plan]:
-        return make_pareto_front(graph, where, request, capture_s=capture_s, progress=progress or _silent)
+    def front_of(graph: Graph, request: PlanRequest) -> list[Plan]:
+        return make_pareto_front(
+            graph, question.cluster, request, capture_s=question.capture_s, progress=progress or _no_progress
+        )
 
-    fronts = search_all(make, graph, request)
+    fronts = search_all(front_of, question.graph, question.request)
     return pareto_front([plan for front in fronts for plan in front])[:points]
-
-
-@dataclass(frozen=True)
-class Example:
-    """Inputs that a model is captured with, and its loss."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    targets: tuple[Any, ...] = ()
-    loss_fn: Callable[..., torch.Tensor] | None = None
-    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
-
-
-#: the model, the cluster, what is asked, and the seconds that the capture took
-_Question = tuple[Graph, Cluster, PlanRequest, float]
-
-
-def _silent(name: str, fraction: float) -> None:
-    """No progress is told."""
-
-
-def _captured(example: Example, model: nn.Module, cluster: Cluster | str, request: PlanRequest) -> _Question:
-    """Everything that a search needs; the batch is that of the example, unless one is asked for."""
-    where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    started = time.perf_counter()
-    args, kwargs, targets = tuple(example.args), dict(example.kwargs or {}), tuple(example.targets)
-    graph = capture(model, args, kwargs, targets, example.loss_fn, example.batch_dims)
-    if request.global_batch is None:
-        request = replace(request, global_batch=batch_extent(graph, flat_inputs(args, kwargs, targets)))
-    return graph, where, request, time.perf_counter() - started
-
-
-def _fastest(question: _Question, progress: Progress = _silent, kept: RowCache | None = None) -> list[Plan]:
-    """The fastest plans over all searches that the request calls for."""
-    graph, cluster, request, capture_s = question
-
-    def make(graph: Graph, request: PlanRequest) -> list[Plan]:
-        return make_plans(graph, cluster, request, capture_s=capture_s, progress=progress, row_cache=kept)
-
-    return fastest_plans(search_all(make, graph, request), request.count)
 
 
 def parallelize(
@@ -247,7 +223,7 @@ def parallelize(
     ``state_dict`` gives them (and ``init`` what it lacks). compile: whether stages train through torch.compile (True:
     inductor; or the name of another backend); what that makes is kept under $MESHWRIGHT_CACHE_DIR for later runs.
 
-    delay, local_steps: replicas that step by themselves, which **changes the optimisation** (docs/runtime.md). delay:
+    delay, local_steps: replicas that take local updates, which **changes the optimisation** (docs/runtime.md). delay:
     the mean of a step's gradients is put in that many steps later, in place of the replica's own; "auto": as many as
     the prediction calls for, none where that does not pay (the plan's notes say which). local_steps > 1:
     parameters are averaged every so many steps, by ``outer_optimizer`` (a function as ``optimizer``; by default they
@@ -267,67 +243,116 @@ def parallelize(
     from .runtime.parameters.optimizer import optimizer_name
     from .runtime.transport.launch import ensure_initialized
 
-    choose = delay == "auto"
-    if isinstance(delay, str) and (not choose or local_steps > 1):
+    automatic_delay = delay == "auto"
+    if isinstance(delay, str) and (not automatic_delay or local_steps > 1):
         raise ValueError(
             f"delay is a number of steps, or 'auto' without local_steps, but got delay={delay!r} and "
             f"local_steps={local_steps}"
         )
-    looseness = LocalUpdates(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
-    if plan is None and zero == "auto" and (choose or not looseness.is_synchronous):
-        zero = 0  # every replica updates all that it has
+    updates = LocalUpdates(0 if isinstance(delay, str) else delay, local_steps, outer_optimizer)
+    if plan is None and zero == "auto" and (automatic_delay or not updates.is_synchronous):
+        zero = 0  # every replica updates all of its parameters, so it needs their whole optimizer state
     if plan is not None and microbatches == plan.microbatches:
-        microbatches = None
+        microbatches = None  # it repeats what the plan has decided
     check_multiple(pad_to_multiple_of)
     name = "AdamW" if optimizer is None else optimizer_name(optimizer)
     request = PlanRequest.of({**locals(), "optimizer": name}, executable=True)
-    if plan is not None and (besides := request.decisions()):
-        raise ValueError(
-            f"a given plan has decided everything (it has {plan.microbatches} microbatches), but got "
-            f"{', '.join(f'{name}={getattr(request, name)!r}' for name in besides)} beside it; leave that out, or plan="
-        )
-    if plan is not None and global_batch not in (None, plan.global_batch):
-        raise ValueError(
-            f"the given plan is for a global batch of {plan.global_batch}, but got global_batch={global_batch}; "
-            "leave it out"
-        )
+    if plan is not None:
+        _check_beside_plan(plan, request)
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
     cluster = _cluster_of(mesh)
     outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
-    replicas = ReplicaRequest(looseness.delay, local_steps, outer, choose)
+    replicas = _ReplicaRequest(updates.delay, local_steps, outer, automatic_delay)
     planner = _RequestedPlan(request, replicas) if plan is None else _GivenPlan(request, replicas, plan, cluster)
     options = TrainingOptions(
-        loss_fn, batch_dims, optimizer, clip_grad_norm, data, init, state_dict, seed, compile, looseness,
+        loss_fn, batch_dims, optimizer, clip_grad_norm, data, init, state_dict, seed, compile, updates,
         pad_to_multiple_of, check_capture,
     )  # fmt: skip
-    made = Parallel(model, cluster, planner, options)
+    parallel = Parallel(model, cluster, planner, options)
     if example_inputs is not None or example_kwargs is not None:
-        made.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))
-    return made
+        parallel.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))
+    return parallel
+
+
+# ---- capture and search
 
 
 @dataclass(frozen=True)
-class ReplicaRequest:
-    """What is asked of replicas that step by themselves: for how many steps means travel, steps between averages of
-    parameters, the name of the optimizer that applies these, and whether the delay is to be chosen."""
+class _Example:
+    """The inputs that a model is captured with, and its loss."""
 
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    targets: tuple[Any, ...] = ()
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Everything that a search needs: a captured model, a cluster and a request."""
+
+    graph: Graph
+    cluster: Cluster
+    request: PlanRequest
+    #: seconds that the capture took, for the plan's provenance
+    capture_s: float = 0.0
+
+
+def _no_progress(name: str, fraction: float) -> None:
+    """Report nothing."""
+
+
+def _captured(example: _Example, model: nn.Module, cluster: Cluster | str, request: PlanRequest) -> _Question:
+    """Capture the model. The batch is that of the example, unless the request has one."""
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    started = time.perf_counter()
+    args, kwargs, targets = tuple(example.args), dict(example.kwargs or {}), tuple(example.targets)
+    graph = capture(model, args, kwargs, targets, example.loss_fn, example.batch_dims)
+    if request.global_batch is None:
+        request = replace(request, global_batch=batch_extent(graph, flat_inputs(args, kwargs, targets)))
+    return _Question(graph, cluster, request, time.perf_counter() - started)
+
+
+def _fastest_plans(question: _Question, progress: Progress = _no_progress, rows: RowCache | None = None) -> list[Plan]:
+    """The fastest plans over all searches that the request calls for."""
+
+    def plans_of(graph: Graph, request: PlanRequest) -> list[Plan]:
+        return make_plans(
+            graph, question.cluster, request, capture_s=question.capture_s, progress=progress, row_cache=rows
+        )
+
+    return fastest_plans(search_all(plans_of, question.graph, question.request), question.request.count)
+
+
+# ---- the planners of ``Parallel``
+
+
+@dataclass(frozen=True)
+class _ReplicaRequest:
+    """The local updates that are asked for."""
+
+    #: steps for which the mean of gradients is on its way
     delay: int = 0
+    #: steps between averages of parameters
     period: int = 1
+    #: the name of the optimizer that applies the averages
     outer: str | None = None
-    choose: bool = False
+    #: choose the delay by the prediction
+    automatic_delay: bool = False
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every step waits for its own gradients."""
+        """True if every step waits for its own gradients."""
         return self.delay == 0 and self.period == 1
 
-    def decided(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
-        """The plan with the memory that such replicas take, and their delay. Raises InfeasibleError where an asked one
-        does not fit."""
+    def applied_to(self, plan: Plan, graph: Graph) -> tuple[Plan, int]:
+        """The plan with the memory that such replicas take, and their delay. Raises InfeasibleError if a delay or
+        period that was asked for does not fit."""
         graph = in_precision(graph, plan.precision)
-        if not self.choose:
+        if not self.automatic_delay:
             return with_replica_memory(plan, graph, self.delay, self.period, self.outer), self.delay
         delay = chosen_delay(plan, graph)
         if delay is not None:
@@ -341,55 +366,54 @@ class _RequestedPlan:
     """The ``parallel.Planner`` that searches, with the code of ``plan``."""
 
     request: PlanRequest
-    replicas: ReplicaRequest
+    replicas: _ReplicaRequest
     needs_cluster: ClassVar[bool] = True
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes that messages may travel in."""
+        """The codecs that messages may use."""
         return self.request.open_space.communication.every_code
 
     def decide(
         self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
     ) -> tuple[Plan, int]:
-        """The best plan; where a delay is to be chosen, of those that one makes faster."""
+        """The fastest plan. If the delay is open, a plan that is faster only with a delay may win."""
         assert cluster is not None
-        global_batch = self.request.global_batch or batch()
-        request = replace(self.request, global_batch=global_batch)
-        question = graph, cluster, request, capture_s
-        found = self._search(question)
-        if self.replicas.choose and worthwhile_delay(found) is not None and chosen_delay(found, graph) is None:
+        request = replace(self.request, global_batch=self.request.global_batch or batch())
+        question = _Question(graph, cluster, request, capture_s)
+        plan = self._search(question)
+        # a delay would pay, but this plan's replicas are not independent: look for one whose replicas are
+        if self.replicas.automatic_delay and worthwhile_delay(plan) is not None and chosen_delay(plan, graph) is None:
             with suppress(InfeasibleError):
-                other = self._search(question, independent=True)
-                delay = chosen_delay(other, graph)
-                if delay is not None and LEAST_GAIN * delay.step_s <= found.prediction.step_s:
-                    found = other
-        return self.replicas.decided(found, graph)
+                independent = self._search(question, independent=True)
+                delay = chosen_delay(independent, graph)
+                if delay is not None and LEAST_GAIN * delay.step_s <= plan.prediction.step_s:
+                    plan = independent
+        return self.replicas.applied_to(plan, graph)
 
     def plan_again(self, graph: Graph, cluster: Cluster, plan: Plan) -> Plan:
-        """The best plan on another cluster, of any strategy."""
+        """The fastest plan on another cluster, of any strategy."""
         request = replace(
             self.request, global_batch=plan.global_batch, optimizer=plan.optimizer, strategy=None, alternatives=False
         )
-        return self._search((graph, cluster, request, 0.0))
+        return self._search(_Question(graph, cluster, request))
 
     def _search(self, question: _Question, independent: bool = False) -> Plan:
-        """The fastest plan; of those whose replicas can step by themselves if ``independent``, and where there are some
-        if that is asked for."""
-        graph, cluster, request, capture_s = question
+        """The fastest plan. With local updates it is the fastest one with independent replicas, if there is any;
+        ``independent`` requires such a plan. Raises InfeasibleError if nothing fits."""
         if independent or not self.replicas.is_synchronous:
-            apart = replace(request, space=replace(request.open_space, loose=True))
+            space = replace(question.request.open_space, loose=True)
             try:
-                return _fastest((graph, cluster, apart, capture_s))[0]
+                return _fastest_plans(replace(question, request=replace(question.request, space=space)))[0]
             except InfeasibleError:
                 if independent:
                     raise
-        return _fastest(question)[0]
+        return _fastest_plans(question)[0]
 
 
 @dataclass(frozen=True)
 class _GivenPlan(_RequestedPlan):
-    """The ``parallel.Planner`` that takes a plan as it is, if it holds for the model and the cluster."""
+    """The ``parallel.Planner`` that takes a plan as it is, if it is valid for the model and the cluster."""
 
     given: Plan
     cluster: Cluster | None
@@ -399,14 +423,28 @@ class _GivenPlan(_RequestedPlan):
         self, graph: Graph, cluster: Cluster | None, batch: Callable[[], int], capture_s: float
     ) -> tuple[Plan, int]:
         """The given plan."""
-        require(self.given, graph, self.cluster)
-        self.given.require_executable(graph)
-        return self.replicas.decided(self.given, graph)
+        require_valid(self.given, graph, self.cluster, runnable=True)
+        return self.replicas.applied_to(self.given, graph)
+
+
+def _check_beside_plan(plan: Plan, request: PlanRequest) -> None:
+    """Raise ValueError if ``parallelize`` got a plan and, beside it, arguments that the plan has decided."""
+    if names := request.decisions():
+        values = ", ".join(f"{name}={getattr(request, name)!r}" for name in names)
+        raise ValueError(
+            f"a given plan has decided everything (it has {plan.microbatches} microbatches), but got {values} beside "
+            "it; leave that out, or plan="
+        )
+    if request.global_batch not in (None, plan.global_batch):
+        raise ValueError(
+            f"the given plan is for a global batch of {plan.global_batch}, but got "
+            f"global_batch={request.global_batch}; leave it out"
+        )
 
 
 def _cluster_of(mesh: DeviceMesh | Mesh | Cluster | None) -> Cluster | None:
-    """The cluster that ``mesh`` describes; None where the ranks' own machine is to be measured. ValueError if it is not
-    the world's size."""
+    """The cluster that ``mesh`` describes; None if the ranks' own machine must be measured. ValueError if its size is
+    not the world's."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -54,12 +54,12 @@ class Planner(Protocol):
 
     @property
     def needs_cluster(self) -> bool:
-        """Whether the ranks' own machine is to be measured first."""
+        """True if the ranks' own machine must be measured first."""
         ...
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """The codes that messages may travel in, which a measurement of the machine needs to know."""
+        """The codecs that messages may use; a measurement of the machine times them."""
         ...
 
     def decide(
@@ -75,7 +75,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What ``parallelize`` was told of the model and its training, beside the plan."""
+    """The arguments of ``parallelize`` about the model and its training, beside the plan."""
 
     loss_fn: Callable[..., torch.Tensor] | None = None
     batch_dims: Mapping[str, int | None] | Sequence[int | None] | None = None
@@ -86,9 +86,9 @@ class TrainingOptions:
     state_dict: Mapping[str, torch.Tensor] | None = None
     seed: int = 0
     compile: bool | str = False
-    looseness: LocalUpdates = SYNCHRONOUS
+    local_updates: LocalUpdates = SYNCHRONOUS
     pad_to_multiple_of: int | None = None
-    #: whether the capture is held against the model; None: where that is cheap
+    #: compare the capture with the model; None: where that is cheap
     check_capture: bool | None = None
 
 
@@ -152,7 +152,7 @@ class Parallel:
                 clip_grad_norm=options.clip_grad_norm,
                 data=options.data,
                 compiler=compiler,
-                local_updates=replace(options.looseness, delay=delay),
+                local_updates=replace(options.local_updates, delay=delay),
             ),
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
@@ -169,12 +169,12 @@ class Parallel:
         return Compiler(self._backend, layering.layer_of, classes, cache_directory() / "inductor")
 
     def _compare(self, graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
-        """Hold the capture against the model, at the first bind, where it is asked for or cheap. A padded capture has
-        other inputs, and checks of its own."""
+        """Compare the capture with the model, at the first bind, if asked for or cheap. A padded capture has other
+        inputs, and checks of its own."""
         options = self._options
-        wanted = is_cheap(graph) if options.check_capture is None else options.check_capture
+        compare = is_cheap(graph) if options.check_capture is None else options.check_capture
         has_loss = any(result.kind == "loss" for result in graph.results)
-        if wanted and has_loss and self._session is None and not options.pad_to_multiple_of:
+        if compare and has_loss and self._session is None and not options.pad_to_multiple_of:
             check_capture(self._model, graph, args, kwargs, targets, options.loss_fn)
 
     def _agreed(
@@ -218,8 +218,8 @@ class Parallel:
         nodes = graph.placeholders("buffer")
         hidden = {node.meta["source"].name for node in nodes if not node.meta["source"].persistent}
         buffers = {name: x for name, x in self._model.named_buffers() if name in hidden}
-        known = set(self._model.state_dict())
-        if unknown := [name for name in given if name not in known]:
+        names = set(self._model.state_dict())
+        if unknown := [name for name in given if name not in names]:
             raise ValueError(
                 f"state_dict= has the names of the model, but got {', '.join(map(repr, unknown[:5]))} besides; "
                 "is it of another model?"
@@ -312,7 +312,7 @@ class Parallel:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied with in the next backward, under fp16; None where nothing is scaled."""
+        """The factor on the loss in the next backward, under fp16; None if the loss is not scaled."""
         scale = self.session.loss_scale
         return None if scale is None else scale.scale
 
@@ -331,12 +331,12 @@ class Parallel:
 
     @property
     def data_index(self) -> int:
-        """Which part of the batch this rank passes under data="local"."""
+        """The index of the part of the batch that this rank passes under data="local"."""
         return self.session.data_index
 
     @property
     def data_count(self) -> int:
-        """Into how many parts the batch falls under data="local"."""
+        """The number of parts of the batch under data="local"."""
         return self.session.data_count
 
     def report(self, threshold: float = THRESHOLD) -> Report:
@@ -382,10 +382,10 @@ class Parallel:
             return self._planner.plan_again(graph, cluster, plan)
 
         def find() -> Recalibration:
-            found = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
+            result = recalibration(plan, report, lambda cluster: reprice(plan, graph, cluster), search)
             if path is not None:
-                found.cluster.save(os.fspath(path))
-            return found
+                result.cluster.save(os.fspath(path))
+            return result
 
         return broadcast_from_rank0(find)
 
@@ -436,16 +436,15 @@ class Parallel:
         load_checkpoint(self.session, path)
 
 
-# ---- ``Outputs``: what a model that trains by a plan gives for inputs, captured and lowered for each
-# kind of them
+# ---- outputs of a model in training: captured and lowered once for each kind of inputs
 
 
 _Bound = dict[int, tuple[Plan, list[ChunkProgram]]]  # batch → plan, and this rank's programs
 
 
 class Outputs:
-    """Of ``model``, whose weights are those of ``session``. graph: of the training; batch_dims: of its inputs;
-    pad_to_multiple_of: as in ``parallelize``. Called by all ranks alike."""
+    """Computes the outputs of ``model`` with the weights of ``session``. graph: of the training; batch_dims: of its
+    inputs; pad_to_multiple_of: as in ``parallelize``. Every rank calls it alike."""
 
     def __init__(
         self,
@@ -469,12 +468,12 @@ class Outputs:
         for result in graph.results:
             if result.kind == "output":
                 source = nodes[result.node].meta.get("source")
-                found = outputs.get(result.name)
+                value = outputs.get(result.name)
                 if source is not None:
-                    found = self._given(source, flat, graph)
-                elif found is not None:
-                    found = padding.cut(result.name, found)
-                leaves[int(result.name)] = found
+                    value = self._given(source, flat, graph)
+                elif value is not None:
+                    value = padding.cut(result.name, value)
+                leaves[int(result.name)] = value
         return pytree.tree_unflatten(leaves, graph.output_spec)
 
     def _bound(
@@ -508,7 +507,7 @@ class Outputs:
         return graph.constants[source.name].clone() if source.kind == "constant" else state.whole(source.name)
 
     def _buffers(self) -> dict[str, dict[int, Pair]]:
-        """Buffer → stage → how it lies there."""
+        """Buffer → stage → its pair there."""
         out: dict[str, dict[int, Pair]] = {}
         for node in self._graph.placeholders("buffer"):
             for index, stage in enumerate(self._session.plan.stages):
@@ -519,7 +518,7 @@ class Outputs:
 
 
 def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
-    """What a capture depends on: a tensor's dtype and extents but for the batch, any other value itself."""
+    """The key of an input for a capture: a tensor's dtype and extents without the batch, any other value itself."""
     if not isinstance(leaf, torch.Tensor):
         return (repr(leaf),)
     return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))

@@ -1,7 +1,7 @@
-"""What a run was worth: the report that ranks make together, and the cluster refitted from it.
+"""The report of a run, gathered from its ranks, and the recalibration from it.
 
-Imported by ``parallel`` only; ``compiler.report.prediction_error`` compares and ``compiler.report.calibration`` refits,
-both without any rank.
+Only ``parallel`` imports this module. ``compiler.report.prediction_error`` compares and ``compiler.report.calibration``
+refits, both without any rank.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["foreign_bytes", "gather_report", "recalibration"]
 
 
 def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: int | None) -> Report:
-    """What every rank measured, compared with the plan; the same on every rank. Collective."""
+    """Compare the measurements of all ranks with the plan; the result is the same on every rank. Collective."""
     steps, world = session.trace.usable(), dist.get_world_size()
     walls: list[Any] = [None] * world
     dist.all_gather_object(walls, [step.wall_s for step in steps])
     count = min(map(len, walls))
     chosen = [steps[len(steps) - count + at] for at in middle_steps(walls)]
-    mine = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
+    own_times = rank_times(session.rank, session.stage, chosen, peak_bytes(session.device), live_bytes)
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, (mine, meeting_times(chosen)))
+    dist.all_gather_object(everyone, (own_times, meeting_times(chosen)))
     ranks = without_skew([times for times, _ in everyone], [met for _, met in everyone])
     notes = []
     cores = usable_cores()
@@ -49,14 +49,18 @@ def gather_report(plan: Plan, session: Session, threshold: float, live_bytes: in
 
 def foreign_bytes(given: Iterable[weakref.ref[torch.Tensor]], session: Session) -> int:
     """Bytes of the original model's tensors, those that are still alive, on this rank beside the session's own."""
-    own = {
+    session_storages = {
         x.untyped_storage().data_ptr() for x in (*session.state.parameters.values(), *session.state.buffers.values())
     }
-    found: dict[int, int] = {}
-    for x in (one() for one in given):
-        if x is not None and x.device.type == session.device.type and x.untyped_storage().data_ptr() not in own:
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(found.values())
+    sizes: dict[int, int] = {}
+    for x in (reference() for reference in given):
+        if (
+            x is not None
+            and x.device.type == session.device.type
+            and x.untyped_storage().data_ptr() not in session_storages
+        ):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 def recalibration(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
 __all__ = ["main"]
 
 BAD_INPUT, INFEASIBLE, INTERRUPTED = 2, 3, 130
-WORKERS = 2  # processes that plan, where there are so many cores
+MAX_WORKERS = 2  # processes that plan, where there are so many cores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,15 +92,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("target", metavar="TARGET", help=target_help)
     plan.add_argument("--cluster", required=True, metavar="CLUSTER", help=cluster_help)
     plan.add_argument("--global-batch", type=_positive, metavar="N", help="samples per step (default: the target's)")
-    plan.add_argument("--microbatches", type=_positive, metavar="M", help="force their number")
-    plan.add_argument("--strategy", metavar="SHAPE", help="force the shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
+    plan.add_argument("--microbatches", type=_positive, metavar="M", help="fix the number of microbatches")
+    plan.add_argument("--strategy", metavar="SHAPE", help="fix the parallel shape: pp2,dp2,tp2, or '3:dp2 + 5:tp2'")
     _add_space(plan)
-    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="torch.optim class, for memory (AdamW)")
-    plan.add_argument("--time-limit", type=_seconds, metavar="S", help="take the best plan after so many seconds")
-    plan.add_argument("--no-cache", dest="cache", action="store_false", help="search even what was found before")
+    plan.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="NAME",
+        help="torch.optim class, used to size optimizer state (default AdamW)",
+    )
+    plan.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="stop after S seconds and take the best plan so far"
+    )
+    plan.add_argument(
+        "--no-cache", dest="cache", action="store_false", help="search again, even if the answer is cached"
+    )
     several = plan.add_mutually_exclusive_group()
-    several.add_argument("--top-k", type=_positive, metavar="K", help="the K best plans of other cuts or meshes")
-    several.add_argument("--pareto", action="store_true", help="the front of step time against peak memory")
+    several.add_argument(
+        "--top-k", type=_positive, metavar="K", help="the K best plans that differ in stages, meshes or microbatches"
+    )
+    several.add_argument("--pareto", action="store_true", help="the Pareto front of step time and peak memory")
     plan.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan (the fastest) to FILE")
     plan.add_argument("--json", action="store_true", help="print one JSON object with the figures, or a list of them")
     plan.set_defaults(run=_plan)
@@ -110,37 +121,54 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="print one JSON object with the figures")
     show.set_defaults(run=_show)
 
-    why = commands.add_parser("why", help="say what other choices of a layer, module, op or weight would cost")
+    why = commands.add_parser("why", help="list what other choices for a layer, module, op or weight would cost")
     why.add_argument("plan", type=Path, metavar="PLAN")
-    why.add_argument("name", metavar="NAME", help="as `show` has it: blocks.0.feed_forward, head.weight, linear_4")
+    why.add_argument(
+        "name", metavar="NAME", help="a name that `show` prints: blocks.0.feed_forward, head.weight, linear_4"
+    )
     why.add_argument("--target", required=True, metavar="TARGET", help=target_help)
     why.set_defaults(run=_why)
 
-    check = commands.add_parser("check", help="say what no longer holds in a plan file")
+    check = commands.add_parser("check", help="list the faults of a plan file, by itself or for a model and a cluster")
     check.add_argument("plan", type=Path, metavar="PLAN")
     check.add_argument("--target", metavar="TARGET", help=target_help)
     check.add_argument("--cluster", metavar="CLUSTER", help=cluster_help)
     check.set_defaults(run=_check)
 
-    verify = commands.add_parser("verify", help="compare what a plan computes with one device, without its cluster")
+    verify = commands.add_parser(
+        "verify", help="check numerically, without the cluster, that a plan computes what one device does"
+    )
     verify.add_argument("plan", type=Path, metavar="PLAN")
     verify.add_argument("--model", required=True, metavar="TARGET", help=target_help)
-    verify.add_argument("--dtype", default="float64", metavar="D", help="float64 or float32 (float64)")
+    verify.add_argument("--dtype", default="float64", metavar="D", help="float64 or float32 (default float64)")
     verify.set_defaults(run=_verify)
 
     profile = commands.add_parser("profile", help="measure this machine, or every rank of a torchrun job")
     profile.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cluster to FILE")
     profile.add_argument("--ranks", type=_positive, metavar="N", help="local ranks (default: one per core or device)")
     profile.add_argument("--budget", type=_seconds, default=60.0, metavar="S", help="seconds to spend (default 60)")
-    profile.add_argument("--quick", action="store_true", help="a few seconds: what parallelize does by itself")
-    profile.add_argument("--model", metavar="TARGET", help=f"measure the ops of its plans, too: {target_help}")
-    profile.add_argument("--global-batch", type=_positive, metavar="N", help="of the model (default: the target's)")
-    profile.add_argument("--optimizer", default="AdamW", metavar="NAME", help="of the model's plans (AdamW)")
-    profile.add_argument("--no-resume", dest="resume", action="store_false", help="forget an interrupted profile")
-    profile.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="how long a rank may be silent")
+    profile.add_argument(
+        "--quick", action="store_true", help="a few seconds: the profile that parallelize takes by itself"
+    )
+    profile.add_argument("--model", metavar="TARGET", help=f"also measure the ops of this model's plans: {target_help}")
+    profile.add_argument(
+        "--global-batch", type=_positive, metavar="N", help="samples per step of the model (default: the target's)"
+    )
+    profile.add_argument(
+        "--optimizer", default="AdamW", metavar="NAME", help="torch.optim class of the model's plans (default AdamW)"
+    )
+    profile.add_argument(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="start again instead of resuming an interrupted profile",
+    )
+    profile.add_argument(
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="seconds that a rank may be silent (default 60)"
+    )
     profile.set_defaults(run=_profile)
 
-    diff = commands.add_parser("diff", help="say what differs between two cluster files")
+    diff = commands.add_parser("diff", help="list the differences between two clusters")
     diff.add_argument("before", metavar="A", help=cluster_help)
     diff.add_argument("after", metavar="B", help=cluster_help)
     diff.set_defaults(run=_diff)
@@ -151,12 +179,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_space(plan: argparse.ArgumentParser) -> None:
-    """What the search may choose from."""
+    """Add the options that open or close parts of the search space."""
     plan.add_argument(
         "--schedule",
         default="auto",
         metavar="NAME",
-        help="auto, gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream (auto)",
+        help="auto, gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream (default auto)",
     )
     plan.add_argument(
         "--recompute",
@@ -167,23 +195,25 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--zero", default="auto", metavar="LEVEL", help="auto, or the level of parameter sharding, 0 to 3"
     )
-    plan.add_argument("--no-sequence", dest="sequence", action="store_false", help="cut no sequences and no space")
-    plan.add_argument("--executable", action="store_true", help="only what the runtime can run")
+    plan.add_argument(
+        "--no-sequence", dest="sequence", action="store_false", help="do not shard sequence or spatial dimensions"
+    )
+    plan.add_argument("--executable", action="store_true", help="only plans that the runtime can execute")
     plan.add_argument(
         "--communication",
         metavar="HOW",
         type=_communication,
-        help="of gradients: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: ring,bf16; "
-        "codes of others with them: activations=int8,weights=int8",
+        help="gradient communication: exact (default), auto (any exact algorithm), auto-lossy (compressed), or names: "
+        "ring,bf16; codecs of other tensors: activations=int8,weights=int8",
     )
     plan.add_argument(
-        "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (model)"
+        "--precision", default="model", metavar="P", help="model (its dtypes), bf16, fp16 or auto (default model)"
     )
     plan.add_argument(
         "--constraint",
         action="append",
         metavar="TEXT",
-        help="such as 'stage boundary at blocks.4' or 'no tensor parallel' (docs/search.md); again for more",
+        help="such as 'stage boundary at blocks.4' or 'no tensor parallel' (docs/search.md); repeatable",
     )
 
 
@@ -241,7 +271,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         if arguments.pareto or arguments.precision == "auto":
             gc.enable()  # what one search leaves is garbage to the next
         progress("capture", 0.0)
-        asked = {
+        request = {
             "example_inputs": target.args,
             "example_kwargs": target.kwargs,
             "global_batch": arguments.global_batch or target.global_batch,
@@ -258,23 +288,23 @@ def _plan(arguments: argparse.Namespace) -> None:
             "constraints": arguments.constraint,
             "time_limit_s": arguments.time_limit,
             "progress": progress,
-            "workers": min(usable_cores(), WORKERS),
+            "workers": min(usable_cores(), MAX_WORKERS),
         }
         several = arguments.pareto or arguments.top_k is not None
         if arguments.pareto:
-            found = api.pareto(target.model, cluster, **asked)
+            plans = api.pareto(target.model, cluster, **request)
         else:
-            found = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **asked)
+            plans = api.plan(target.model, cluster, top_k=arguments.top_k or 1, cache=arguments.cache, **request)
     if arguments.output is not None:
-        found[0].save(arguments.output)
+        plans[0].save(arguments.output)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if arguments.json:
-        figures = [summary_json(plan) for plan in found]
+        figures = [summary_json(plan) for plan in plans]
         print(json.dumps(figures if several else figures[0]))
     elif several:
-        print(compared(found, width()))
+        print(compared(plans, width()))
     else:
-        print(found[0].explain(width=width()))
+        print(plans[0].explain(width=width()))
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -298,7 +328,7 @@ def _why(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ..compiler.plan.validation import check_plan
+    from ..compiler.plan.validation import validate
 
     plan = _load(arguments.plan)
     graph = cluster = None
@@ -314,7 +344,7 @@ def _check(arguments: argparse.Namespace) -> int:
             progress("capture", 0.0)
             graph = capture(target.model, target.args, target.kwargs)
         progress("check", 0.0)
-        faults = check_plan(plan, graph, cluster)
+        faults = validate(plan, graph, cluster)
     for fault in faults:
         print(fault)
     if faults:
@@ -335,11 +365,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         progress("building", 0.0)
         target = build_target(arguments.model)
         progress("verify", 0.0)
-        found = verification.verify(
+        result = verification.verify(
             plan, target.model, example_inputs=target.args, example_kwargs=target.kwargs, dtype=arguments.dtype
         )
-    print(found)
-    return 0 if found else BAD_INPUT
+    print(result)
+    return 0 if result else BAD_INPUT
 
 
 def _profile(arguments: argparse.Namespace) -> int:

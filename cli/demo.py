@@ -117,7 +117,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
 
 
 def measure_rank() -> str:
-    """What these ranks are, as ``parallelize`` would plan on: the document of a Cluster, alike on every rank."""
+    """The document of the Cluster that ``parallelize`` would plan on for these ranks; the same on every rank."""
     return default_cluster().to_json()
 
 

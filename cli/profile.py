@@ -1,4 +1,5 @@
-"""``meshwright profile``: on the ranks of a torchrun job, or on local ranks that it starts itself; and its table."""
+"""``meshwright profile``: profiles the ranks of a torchrun job, or local ranks that it starts itself, and prints a
+table."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _MODEL_SHARE = 0.5  # of the budget, for the ops of a model
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     output: str | None
     budget_s: float
@@ -132,7 +133,7 @@ def _profiled(options: Options, progress: Callable[[str, float], None]) -> str:
 
 
 def table(cluster: Cluster) -> str:
-    """What was measured, for people."""
+    """The measurements of a cluster as text."""
     lines = [cluster.text()]
     if cluster.wires:
         rows: list[Sequence[str]] = [

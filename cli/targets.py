@@ -33,23 +33,23 @@ def build_target(name: str) -> PlanningTarget:
         return PlanningTarget(built.model, built.args, built.kwargs, built.global_batch)
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module_name), attribute)()
+        returned = getattr(importlib.import_module(module_name), attribute)()
     except Exception as error:
         raise ValueError(f"target {name!r} cannot be made: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
-    return _unpacked(name, made)
+    return _unpacked(name, returned)
 
 
 def _unpacked(name: str, made: Any) -> PlanningTarget:
-    wanted = "a target returns (model, example inputs) or (model, args, kwargs)"
+    rule = "a target returns (model, example inputs) or (model, args, kwargs)"
     if not isinstance(made, tuple | list) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         got = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
-        raise ValueError(f"{wanted}, but {name!r} returned {got}")
+        raise ValueError(f"{rule}, but {name!r} returned {got}")
     args, kwargs = made[1], made[2] if len(made) == 3 else {}
     if isinstance(args, dict) and len(made) == 2:
         args, kwargs = (), args
     if not isinstance(kwargs, dict):
-        raise ValueError(f"{wanted}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
+        raise ValueError(f"{rule}, but the kwargs of {name!r} are {type(kwargs).__name__}; return a dict")
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
     return PlanningTarget(made[0], args, dict(kwargs), None)

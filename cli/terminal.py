@@ -1,4 +1,4 @@
-"""What a command shows beside its answer: how wide the terminal is, a bar on stderr while it works, nothing else."""
+"""The terminal of a command: its width, a progress bar on stderr, and a stdout that has answers only."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def progress_bar(shown: bool = True) -> Iterator[Callable[[str, float], None]]:
 
 @contextlib.contextmanager
 def answers_only() -> Iterator[None]:
-    """Meanwhile stdout goes to stderr: what a user's module prints, and what a solver's library does, which writes to
-    the file descriptor."""
+    """Send stdout to stderr meanwhile: prints of a user's module, and those of a solver's library, which writes to the
+    file descriptor."""
     with contextlib.redirect_stdout(sys.stderr):
         _flush()
         try:
-            kept = os.dup(1)
+            stdout_copy = os.dup(1)
         except OSError:  # nobody has a stdout
             yield
             return
@@ -53,12 +53,12 @@ def answers_only() -> Iterator[None]:
             yield
         finally:
             _flush()
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout_copy, 1)
+            os.close(stdout_copy)
 
 
 def _flush() -> None:
-    """What Python and C hold back of stdout."""
+    """Flush the stdout buffers of Python and C."""
     if sys.__stdout__ is not None:
         sys.__stdout__.flush()
     ctypes.CDLL(None).fflush(None)

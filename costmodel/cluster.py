@@ -134,7 +134,7 @@ class Cluster(HashedOnce):
         if Path(text).is_file():
             return Cluster.load(text)
         raise ValueError(
-            f"a cluster is a file, local or one of {', '.join(PRESETS)} with :hosts, but got {text!r}; no such file"
+            f"unknown cluster {text!r}: not a preset ({', '.join(PRESETS)}, each with :hosts), not 'local:N', no such file"
         )
 
     @staticmethod

@@ -32,18 +32,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BoundaryMetadata:
-    """What other chunks must know of one.
-
-    flows: send → (does it depend on a trainable parameter, the receives on which it depends). buffers: those read or
-    written, with their specs; written: those that get a new value.
-    """
+    """The facts about one chunk that other chunks must know."""
 
     receives: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
     sends: Mapping[str, tuple[Pair, TensorType]] = field(default_factory=dict)
+    #: send → (True if it depends on a trainable parameter, the receives on which it depends)
     flows: Mapping[str, tuple[bool, frozenset[str]]] = field(default_factory=dict)
     inputs: tuple[InputUse, ...] = ()
     parameters: Mapping[str, Spec] = field(default_factory=dict)
+    #: buffers that the chunk reads or writes, with their specs
     buffers: Mapping[str, Spec] = field(default_factory=dict)
+    #: buffers that get a new value
     written: tuple[str, ...] = ()
     outputs: Mapping[str, TensorType] = field(default_factory=dict)
     loss: TensorType | None = None
@@ -59,7 +58,7 @@ class BoundaryTransfer:
 
     @property
     def is_local(self) -> bool:
-        """Whether both chunks lie on one stage: no message then."""
+        """True if both chunks lie on one stage; then there is no message."""
         return self.source[0] == self.target[0]
 
 
@@ -119,10 +118,10 @@ def links_of(plan: Plan, facts: Mapping[Place, BoundaryMetadata]) -> list[Bounda
         if t.node in facts[t.source, t.source_chunk].sends and t.node in facts[t.target, t.target_chunk].receives
     ]
     makers = {(place[0], node): place for place, fact in facts.items() for node in fact.sends}
-    told = {(link.node, link.target) for link in links}
+    targets_reached = {(link.node, link.target) for link in links}
     for target, fact in facts.items():
         for node in fact.receives:
-            if (node, target) not in told:
+            if (node, target) not in targets_reached:
                 if (target[0], node) not in makers:
                     raise ValueError(
                         f"every tensor that a chunk reads comes from another, but got no transfer of {node!r} to chunk "
@@ -136,13 +135,13 @@ def differentiable_links(
     links: Sequence[BoundaryTransfer], facts: Mapping[Place, BoundaryMetadata]
 ) -> set[tuple[str, Place]]:
     """(node, source) of the float tensors that a trainable parameter can reach: only those have a way back."""
-    found: set[tuple[str, Place]] = set()
+    differentiable: set[tuple[str, Place]] = set()
     origin = {(link.node, link.target): link.source for link in links}
     for place, fact in facts.items():  # as data flow: links go to later places only
         for node, (trainable, through) in fact.flows.items():
-            if trainable or any((name, origin[name, place]) in found for name in through):
-                found.add((node, place))
-    return found
+            if trainable or any((name, origin[name, place]) in differentiable for name in through):
+                differentiable.add((node, place))
+    return differentiable
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A local program in pieces that a compiler may take whole: runs of ops between what has to run by itself.
+"""Pieces of a local program for ``torch.compile``: runs of ops between those that have to run by themselves.
 
-By itself runs what talks to other devices, what has a shape that depends on data, what belongs to no layer (it is made
-of no activations), and every function that is not known here. A *piece* has ops of one layer, or of the few that make a
+An op runs by itself if it talks to other devices, if its shape depends on data, if it belongs to no layer (it is made
+of no activations), or if its function is not known here. A *piece* has ops of one layer, or of the few that make a
 block of the model (``units``), which are all repeated by the backward or all not (``segments``). It is one node of the
 program and one of autograd, so gradients of a layer come when the backward is through with it, and what stands between
 pieces runs as before.
@@ -33,7 +33,7 @@ from ..rules.common import argument, parameters
 __all__ = ["MakePiece", "in_pieces", "units"]
 
 MakePiece = Callable[[torch.fx.Graph], Callable[..., tuple[Any, ...]]]
-"""What calls a graph of plain ops, from tensors to a tuple; a function, which autograd can differentiate"""
+"""A maker of functions: a graph of plain ops → a function from tensors to a tuple, which autograd can differentiate."""
 
 _Kind = tuple[int, bool, int]  # (segment or -1, whether a repetition leaves it out, unit)
 
@@ -155,7 +155,7 @@ def _compiles(node: Node) -> bool:
 
 
 def _may_draw(node: Node) -> bool:
-    """Whether an op may draw numbers: all that are tagged so, but an attention without dropout."""
+    """True if an op may draw random numbers: all that are tagged so, except an attention without dropout."""
     if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
     return "dropout_p" not in parameters(node) or bool(argument(node, "dropout_p"))
@@ -171,18 +171,18 @@ def _computes(node: Node) -> bool:
 
 def _made_of(graph: torch.fx.Graph, apart: Collection[int]) -> set[Node]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    found = {inputs[position] for position in apart}
+    derived = {inputs[position] for position in apart}
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    return derived
 
 
 # ---- the new program
 
 
 def _dropout_arguments(x: Any, p: Any, op_index: Any, cuts: Any = ()) -> tuple[Node, float, int, local_ops.Cuts]:
-    """Of a call of ``local_ops.dropout``, by its signature."""
+    """The arguments of a call of ``local_ops.dropout``, by its signature."""
     return x, p, op_index, cuts
 
 
@@ -215,8 +215,8 @@ class _Rewriting:
             return
         piece = self.home.get(node)
         nodes = [node] if piece is None else piece.nodes
-        mine = set(nodes)
-        inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in mine))
+        members = set(nodes)
+        inputs = list(dict.fromkeys(o for n in nodes for o in n.all_input_nodes if o not in members))
         for operand in inputs:
             self._place(operand)
         if piece is None:
@@ -225,7 +225,7 @@ class _Rewriting:
             self._call(piece, inputs)
 
     def _call(self, piece: _Piece, inputs: Sequence[Node]) -> None:
-        body, mine = torch.fx.Graph(), set(piece.nodes)
+        body, members = torch.fx.Graph(), set(piece.nodes)
         given = [self.new[node] for node in inputs]
         inner = {node: body.placeholder(f"x{index}") for index, node in enumerate(inputs)}
         for node in piece.nodes:
@@ -239,7 +239,7 @@ class _Rewriting:
                 continue
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), inner.__getitem__)
             inner[node] = body.call_function(target, args, dict(kwargs))
-        outputs = [node for node in piece.nodes if any(user not in mine for user in node.users)]
+        outputs = [node for node in piece.nodes if any(user not in members for user in node.users)]
         body.output(tuple(inner[node] for node in outputs))
         call = self.out.create_node("call_function", self.make(body), tuple(given), name=f"piece_{len(self.new)}")
         names = {call.name}

@@ -1,4 +1,4 @@
-"""Tensors between two meshes, as values: which device holds which block, and which device sends which tile to whom.
+"""Cross-mesh resharding as pure values: the block of every device, and the tiles that devices send to each other.
 
 A transfer is the same pure function forward and backward: ``tiles(shape, source layout, target layout)``. Every target
 device gets every one of its elements exactly once. Among sources that hold the same block the one that has sent least
@@ -23,7 +23,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) per tensor dim
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Where a tensor lives: devices as a row-major mesh and a spec of S and R only."""
+    """The layout of a tensor on a mesh: row-major devices and a spec of S and R only."""
 
     devices: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class MeshLayout:
         return local_shape(shape, self.spec, self.mesh_shape)
 
     def is_first_copy(self, device: int) -> bool:
-        """Whether the device has coordinate 0 on every axis that replicates: each element is on exactly one such
+        """True if the device has coordinate 0 on every axis that replicates. Each element is on exactly one such
         device."""
         place = coordinates(self.devices.index(device), self.mesh_shape)
         return all(index == 0 for placement, index in zip(self.spec, place, strict=True) if not placement.is_shard)

@@ -1,12 +1,12 @@
-"""Mesh axes over which replicas of the model may step by themselves: *loose* axes.
+"""Independent axes: mesh axes over which replicas of the model may take local updates, without waiting for each other.
 
-Over such an axis every parameter and buffer is whole and every gradient partial: it is plain data parallelism, and but
-for the gradients nothing has to travel. What is still summed over it is the loss, once per step (``loss``), and in
-a program the numbers that only the loss reads (itself, or the count behind a mean). A replica by itself takes
-p × its own share in their place, p the number of replicas: as if all of them had its samples. Its loss is then the mean
-over its own samples, and p × its share of a gradient is the gradient of that.
+Over such an axis every parameter and buffer is whole and every gradient partial: it is plain data parallelism, and
+only gradients have to travel. The loss is still summed over it, once per step (``loss``), and so are, in a program,
+the numbers that only the loss reads (itself, or the count behind a mean). An independent replica takes p × its own
+share in their place, where p is the number of replicas, as if all of them had its samples. Its loss is then the mean
+over its own samples, and p × its share of a gradient is the gradient of that loss.
 
-What a search may offer where mesh axes are to be loose (``independent_axes``): nothing that sends anything over them
+Where a search must keep axes independent (``independent_axes``), it offers only strategies that send nothing over them
 but gradients of parameters and the numbers that a loss is made of.
 
     parameters      whole, with their gradients as addends; buffers whole
@@ -63,7 +63,7 @@ def _faults(stage: Stage, programs: Sequence[ChunkProgram], axis: int) -> Iterat
 
 
 def _spoken(program: ChunkProgram, axis: int) -> Iterator[str]:
-    """What the program sends over the axis, numbers of the loss apart."""
+    """The messages of the program over the axis, without the numbers of the loss."""
     reach = _reach(program)
     for node in program.module.graph.nodes:
         name = node.meta.get("tensor", node.name)
@@ -87,23 +87,24 @@ def _steps(node: torch.fx.Node) -> Sequence[tuple[Any, ...]]:
 
 def _reach(program: ChunkProgram) -> dict[torch.fx.Node, set[str]]:
     """Node → the kinds of exits that depend on it."""
-    found: dict[torch.fx.Node, set[str]] = {}
+    kinds_of: dict[torch.fx.Node, set[str]] = {}
     for node in reversed(program.module.graph.nodes):
-        kinds = found.setdefault(node, set())
+        kinds = kinds_of.setdefault(node, set())
         if node.op == "output":
             for exit, value in zip(program.exits, node.args[0], strict=True):
-                found.setdefault(value, set()).add(exit.kind)
+                kinds_of.setdefault(value, set()).add(exit.kind)
             continue
         for operand in node.all_input_nodes:
-            found.setdefault(operand, set()).update(kinds)
-    return found
+            kinds_of.setdefault(operand, set()).update(kinds)
+    return kinds_of
 
 
 LOSS_NUMBERS = 1  # in a message: the loss itself, or the count behind a mean
 
 
 def lies_loosely(pair: Pair, axes: Sequence[int], trained: bool) -> bool:
-    """Whether a parameter or buffer may lie so. trained: whether a gradient reaches it."""
+    """True if a parameter or buffer is whole on the axes, as independent replicas need it. trained: a gradient reaches
+    it."""
     return all(
         not (pair.value[axis].is_shard or pair.value[axis].is_partial)
         and (pair.cotangent[axis].is_partial or not trained)
@@ -112,19 +113,19 @@ def lies_loosely(pair: Pair, axes: Sequence[int], trained: bool) -> bool:
 
 
 def sends_over(node: Node, choice: MeshChoice, axes: Sequence[int], needs_grad: Collection[str]) -> bool:
-    """Whether an op itself sends something over one of the axes."""
+    """True if an op itself communicates over one of the axes."""
     return any(axis in axes and message.is_sent(node, needs_grad) for axis, message in choice.internal)
 
 
 def converts_over(source: Pair, target: Pair, kind: TensorType, grad: bool, axis: int) -> bool:
-    """Whether a conversion sends over the axis, forth or back, more than a loss is made of. False where there is
-    none."""
+    """True if a conversion sends more over the axis, forth or back, than the numbers of a loss. False if there is no
+    such conversion."""
     ways = [(source.value, target.value)]
     if grad and kind.is_float:
         ways.append((target.cotangent, source.cotangent))
-    for one, other in ways:
+    for start, end in ways:
         try:
-            steps = steps_between(one, other)
+            steps = steps_between(start, end)
         except ValueError:
             return False
         for step in steps:

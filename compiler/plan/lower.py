@@ -1,4 +1,5 @@
-"""Plan → local programs: each op on local shapes, reshards where a producer's pair is not the consumer's.
+"""Lowering of a plan to local programs: each op on local shapes, with a reshard wherever the producer's pair is not the
+consumer's.
 
 One reshard per (tensor, target pair), shared by its consumers: autograd then sums their cotangents before the
 conjugate, which is what the search priced. The program names mesh axes, not ranks: every device of a stage runs the
@@ -105,7 +106,7 @@ class _Lowering:
         return ChunkProgram(module, tuple(slots), tuple(exits), self.mesh, dict(self.collectives), constants)
 
     def _slots(self, ops: Sequence[Node]) -> list[Slot]:
-        made = {node.name for node in ops}
+        op_names = {node.name for node in ops}
         used = [operand for node in ops for operand in node.all_input_nodes]
         used += [self.nodes[name] for name in self.part.sends]
         slots: dict[str, Slot] = {}
@@ -117,7 +118,7 @@ class _Lowering:
             elif operand.op == "placeholder" and operand.name not in slots:
                 slots[operand.name] = self._placeholder(operand)
             else:
-                assert operand.op == "placeholder" or producer.name in made, (
+                assert operand.op == "placeholder" or producer.name in op_names, (
                     f"{operand.name} is neither made nor received here"
                 )
         for name, slot in slots.items():
@@ -156,12 +157,12 @@ class _Lowering:
         for (_, dtype, trained), names in groups.items():
             literal = tuple((cuts[name].axes, cuts[name].dims, cuts[name].sizes) for name in names)
             blocks = [self.blocks[name][0] for name in names]
-            made = self.out.call_function(gather_blocks, (blocks, literal, self.gathers, dtype))
+            gathered = self.out.call_function(gather_blocks, (blocks, literal, self.gathers, dtype))
             self.gathers += 1
-            made.meta.update(tensor=names[0], layer=layer)
+            gathered.meta.update(tensor=names[0], layer=layer)
             for index, name in enumerate(names):
                 # ops of the model have names of their own, by which layers know them
-                whole = self.out.create_node("call_function", operator.getitem, (made, index), name=f"whole_{name}")
+                whole = self.out.create_node("call_function", operator.getitem, (gathered, index), name=f"whole_{name}")
                 self._made(name, whole, self.part.parameters[self.blocks[name][1].name].compute)
                 whole.meta.update(layer=layer)
                 self.converted = {key: value for key, value in self.converted.items() if key[0] != name}

@@ -1,8 +1,8 @@
-"""Methods of ``Plan`` whose code reads plans and lies above them: the report, the answers to why, what cannot run yet.
+"""Methods of ``Plan`` whose code lies above plans, because it reads them: reports and validation.
 
-A plan is data that every package reads, so it imports none of its readers. Whoever lies above both says here where the
-code of a method is: the package's root (``meshwright/__init__.py``), which every import runs first. The code is
-imported at the first call, as the public names of the root are.
+A plan is data that every package reads, so it imports none of its readers. The package's root
+(``meshwright/__init__.py``), which lies above both and which every import runs first, says here where the code of a
+method is. The code is imported at the first call, as the public names of the root are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HOMES: dict[str, str] = {}
 
 
 def provide(**homes: str) -> None:
-    """Say where functions of plans are: method name → "package.module:function", the plan its first argument."""
+    """Register the functions behind methods: method name → "package.module:function", the plan its first argument."""
     _HOMES.update(homes)
 
 

@@ -1,17 +1,17 @@
-"""The Plan: one JSON document that says where everything runs, how it is cut, and what it is expected to cost.
+"""The plan: one JSON document with the place of every op, the sharding of every tensor, and the predicted cost.
 
 Grammar::
 
     plan      ::= header stage+ transfer* prediction provenance
     header    ::= version, model fingerprint, cluster (whole description), global_batch, microbatches, schedule,
-                  optimizer, precision ("model": as the model's own dtypes), codes in which activations between stages
-                  and weights in blocks travel (none at all: as they are)
-    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage but for chunked schedules)
+                  optimizer, precision ("model": the model's own dtypes), codecs of activations between stages and of
+                  weights that are stored in blocks (none at all: as they are)
+    stage     ::= devices, mesh_shape, chunk+, wire*  (one chunk per stage, except under schedules with virtual stages)
     chunk     ::= layers [first, end), recompute mode per layer (none at all: "none" for each), ops {node: labels},
-                  parameters {name: residency}, sources {node: pair}, receives {node: pair}, sends {node: spec}
-    wire      ::= mesh axes, algorithm, compressor, bytes    (how the gradients that are partial there are summed)
-    labels    ::= label per mesh axis joined by ","   (which named dim of the op the axis cuts; "whole" if none)
-    residency ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
+                  parameters {name: sharding}, sources {node: pair}, receives {node: pair}, sends {node: spec}
+    wire      ::= mesh axes, algorithm, compressor, bytes    (the reduction of the gradients that are partial there)
+    labels    ::= label per mesh axis joined by ","   (the named dim of the op that the axis cuts; "whole" if none)
+    sharding  ::= compute pair, stored spec, gradient spec, optimizer spec, frequency of gather and reduction
     transfer  ::= node, source stage and chunk, target stage and chunk, seconds of both messages    (value forward,
                   cotangent backward)
 
@@ -23,21 +23,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 from ...costmodel.cluster import Cluster
-from ...costmodel.codecs import CODECS
-from ...costmodel.collectives import REDUCTIONS
 from ...costmodel.files import read_document, write_atomically
 from ..ir.graph import Graph
 from ..ir.spec import Pair, Spec, parse_pair, parse_spec, spec_text
 from .methods import method
-from .tensor_codecs import carrier_faults
 
 __all__ = [
     "BUCKET_BYTES",
@@ -54,8 +50,6 @@ __all__ = [
     "Transfer",
     "gradient_buckets",
     "parameter_stages",
-    "stage_faults",
-    "transfer_faults",
     "upgraded",
 ]  # fmt: skip
 
@@ -67,7 +61,8 @@ BUCKET_BYTES = 25 * 2**20  # gradients are priced and reduced in buckets of this
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """Where a parameter lives. ZeRO-1/2/3 are patterns of these specs, not names.
+    """The placement of a parameter, its gradient and its optimizer state. ZeRO-1/2/3 are patterns of these specs, not
+    names.
 
     compute: the placement that the ops read, paired with that of the gradient that the backward leaves behind.
     stored, gradient, optimizer: specs of the parameter between steps, of its gradient after the reduction, of its
@@ -93,8 +88,8 @@ class ParameterSharding:
             return "custom"
         if self.stored == cut:
             frozen = self.compute.cotangent == value
-            wanted = ("microbatch", "step" if frozen else "microbatch")
-            return "zero3" if (self.gather, self.reduce) == wanted else "custom"
+            frequencies = ("microbatch", "step" if frozen else "microbatch")
+            return "zero3" if (self.gather, self.reduce) == frequencies else "custom"
         if self.gather != "step":
             return "custom"
         return "zero2" if self.reduce == "microbatch" else "zero1"
@@ -155,7 +150,7 @@ class Chunk:
             "layers": list(self.layers),
             "recompute": list(self.recompute),
             "ops": {name: ",".join(labels) for name, labels in self.ops.items()},
-            "parameters": {name: residency.to_json() for name, residency in self.parameters.items()},
+            "parameters": {name: sharding.to_json() for name, sharding in self.parameters.items()},
             "sources": {name: str(pair) for name, pair in self.sources.items()},
             "receives": {name: str(pair) for name, pair in self.receives.items()},
             "sends": {name: spec_text(spec) for name, spec in self.sends.items()},
@@ -177,22 +172,24 @@ class Chunk:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How the gradients that are partial over the same mesh axes are summed: a collective's algorithm ("backend": what
-    the library runs by itself), a compressor ("none": exact), and the bytes on one device."""
+    """The reduction of the gradients that are partial over the same mesh axes."""
 
     axes: tuple[int, ...]
+    #: of the collective; "backend": the library's own
     algorithm: str = "backend"
+    #: "none": exact
     compressor: str = "none"
+    #: on one device
     bytes: float = 0.0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the library does it by itself, exactly."""
+        """True if the library's own collective does it, exactly."""
         return (self.algorithm, self.compressor) == ("backend", "none")
 
     @property
     def is_outer(self) -> bool:
-        """Whether only what goes between hosts is coded."""
+        """True if only messages between hosts are compressed."""
         return self.algorithm == "hierarchical" and self.compressor != "none"
 
 
@@ -208,7 +205,7 @@ class Stage:
 
     @cached_property
     def homes(self) -> dict[str, ParameterSharding]:
-        """Parameter → how the stage keeps it: as the first of its chunks that reads it."""
+        """Parameter → its sharding on this stage, which is that of the first chunk that reads it."""
         return {name: home for chunk in reversed(self.chunks) for name, home in chunk.parameters.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -230,11 +227,11 @@ class Stage:
 
 def parameter_stages(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
     """Parameter → the stages that hold it, in order; the first is its owner."""
-    found: dict[str, tuple[int, ...]] = {}
+    stages_of: dict[str, tuple[int, ...]] = {}
     for index, stage in enumerate(stages):
         for name in dict.fromkeys(name for chunk in stage.chunks for name in chunk.parameters):
-            found[name] = (*found.get(name, ()), index)
-    return found
+            stages_of[name] = (*stages_of.get(name, ()), index)
+    return stages_of
 
 
 @dataclass(frozen=True)
@@ -253,18 +250,20 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """What one stage costs; seconds per microbatch but for ``step_s`` (once per step); bytes on the fullest device."""
+    """The predicted cost of one stage: seconds per microbatch, except ``step_s``; bytes on the fullest device."""
 
     forward_s: float
     backward_s: float
+    #: seconds once per step
     step_s: float
-    # by cause, see ``stage_cost``; documents of before have "compute" in place of "forward" and "backward_…"
+    #: seconds by cause, see ``stage_cost``; older documents have "compute" in place of "forward" and "backward_…"
     seconds: Mapping[str, float]
-    # by cause at the worst moment: "parameters" (and model buffers), "gradients", "optimizer", "activations",
-    # "temporary", "buffers" (messages), "inputs" (the whole batch), "framework"
+    #: bytes by cause at the peak: "parameters" (and model buffers), "gradients", "optimizer", "activations",
+    #: "temporary", "buffers" (messages), "inputs" (the whole batch), "framework"
     memory_bytes: Mapping[str, float]
-    collectives: Mapping[str, int]  # "forward all_reduce" → count per microbatch; "step all_reduce" → per step
-    # (forward, backward, of it for weights) of each chunk; empty where the stage has one
+    #: "forward all_reduce" → count per microbatch; "step all_reduce" → count per step
+    collectives: Mapping[str, int]
+    #: seconds of each chunk: forward, backward, the weight-gradient part of the backward; empty for a single chunk
     chunk_s: tuple[tuple[float, float, float], ...] = ()
 
     @property
@@ -275,17 +274,20 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs, and how far from the proven optimum of the cost model the plan is."""
+    """The predicted cost of a step, and the proven lower bound of the cost model."""
 
     step_s: float
     bound_s: float
     stages: tuple[StagePrediction, ...]
-    flops: float  # of one step, forward and backward, without recomputation
-    replicated_flops: float  # FLOPs per step that several devices do alike, counted once per extra device
-    alternatives: tuple[Mapping[str, Any], ...] = ()  # the best pure data, tensor and pipeline plans: name, step_s, why
+    #: of one step, forward and backward, without recomputation
+    flops: float
+    #: FLOPs per step that several devices repeat, counted once per extra device
+    replicated_flops: float
+    #: the best plans of data, tensor and pipeline parallelism alone: name, step_s, why
+    alternatives: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    # seconds per step of the busiest stage by where their prices come from: "measured" (this very op or message),
-    # "interpolated", "extrapolated", "scaled", "roofline", "analytic", "free"; empty in documents of before
+    #: seconds per step of the busiest stage by the source of their prices: "measured" (this very op or message),
+    #: "interpolated", "extrapolated", "scaled", "roofline", "analytic", "free"; empty in older documents
     sources: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -298,22 +300,29 @@ class Prediction:
 class Plan:
     """An executable plan; see the module's grammar."""
 
+    #: the fingerprint of the graph
     model: str
-    model_ops: Mapping[str, int]  # op → count in the graph, so that a refusal can show the difference
-    cluster: Mapping[str, Any]  # Cluster.to_json()
+    #: op → count in the graph, so that a refusal can show the difference
+    model_ops: Mapping[str, int]
+    #: ``Cluster.to_json``
+    cluster: Mapping[str, Any]
     global_batch: int
     microbatches: int
     schedule: str
     optimizer: str
-    layers: tuple[str, ...]  # a readable name per layer
+    #: a readable name per layer
+    layers: tuple[str, ...]
     stages: tuple[Stage, ...]
     transfers: tuple[Transfer, ...]
     prediction: Prediction
     provenance: Mapping[str, Any] = field(default_factory=dict)
     version: int = PLAN_VERSION
-    precision: str = "model"  # of the computation; "model": the dtypes that the model itself has
-    codes: Mapping[str, str] = field(default_factory=dict)  # see ``tensor_codecs``
-    graph: Graph | None = field(default=None, compare=False, repr=False)  # of the model, where it was planned just now
+    #: of the computation; "model": the model's own dtypes
+    precision: str = "model"
+    #: codecs of "activations" and "weights", see ``tensor_codecs``
+    codes: Mapping[str, str] = field(default_factory=dict)
+    #: the captured model, only in the process that made the plan
+    graph: Graph | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "graph": None}  # a graph stays in the process that captured it
@@ -346,7 +355,7 @@ class Plan:
         return replace(self, prediction=replace(self.prediction, notes=(*self.prediction.notes, *new)))
 
     def code(self, what: str) -> str:
-        """In which code "activations" or "weights" travel."""
+        """The codec of "activations" or "weights"; "none" if they travel as they are."""
         return self.codes.get(what, "none")
 
     def host_of(self, device: int) -> int:
@@ -372,7 +381,7 @@ class Plan:
         return text
 
     def why(self, name: str, graph: Graph | None = None, cluster: Cluster | None = None) -> Any:
-        """What was chosen for a layer, module, op or weight, and what every other choice would cost per step: a
+        """Return the choice for a layer, module, op or weight with the cost per step of every alternative: a
         ``compiler.report.why.Why``.
 
         graph: the captured model, which a plan knows only in the process that made it; cluster: by default the plan's.
@@ -461,33 +470,18 @@ class Plan:
         fault."""
         return read_document(path, lambda text: cls.from_json(_parsed(text)))
 
-    # ---- does it belong here?
+    # ---- validation
 
     def not_executable(self, graph: Graph | None = None) -> list[str]:
-        """What of this plan the runtime cannot run yet, a line each; with the captured graph also which ops."""
+        """The decisions of this plan that the runtime cannot execute yet, a line each; with the captured graph also the
+        ops. The code is ``validation.runtime_faults``."""
         lines: list[str] = method("not_executable")(self, graph)
         return lines
 
-    def require_executable(self, graph: Graph | None = None) -> None:
-        """Raise ValueError with all of ``not_executable``, if there is any."""
-        method("require_executable")(self, graph)
-
     def check(self) -> list[str]:
-        """What is inconsistent in the document itself (a person may have edited it); empty if nothing is."""
-        faults = [*carrier_faults(self.codes)]
-        if self.microbatches < 1 or self.global_batch % self.microbatches:
-            faults.append(f"global_batch {self.global_batch} is not divisible by microbatches {self.microbatches}")
-        taken: dict[int, int] = {}
-        for index, stage in enumerate(self.stages):
-            faults += [f"stage {index}: {fault}" for fault in stage_faults(stage, RECOMPUTE_MODES)]
-            for device in stage.devices:
-                if device in taken:
-                    faults.append(f"device {device} is in stages {taken[device]} and {index}")
-                if not 0 <= device < self.num_devices:
-                    faults.append(f"stage {index}: device {device} is not in the cluster of {self.num_devices}")
-                taken[device] = index
-        for transfer in self.transfers:
-            faults += transfer_faults(transfer, self.stages)
+        """The contradictions inside of the document, which a person may have edited; empty if there are none. The code
+        is ``validation.validate``, which also compares a plan with its model and its cluster."""
+        faults: list[str] = method("check")(self)
         return faults
 
 
@@ -507,7 +501,7 @@ def _brief(data: Any) -> str:
 
 
 def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A document of version 1 as one of version 2; what is missing in it stays missing."""
+    """Convert a document of version 1 to version 2; a field that is missing in it stays missing."""
     mode = str(data.get("recompute", "none"))
     mode = "full" if mode == "layer" else mode
     last = len(data.get("layers", ())) - 1 if data.get("schedule") == "1f1b" else None  # never ran again under 1F1B
@@ -518,82 +512,35 @@ def upgraded(data: Mapping[str, Any]) -> dict[str, Any]:
         modes = ["none" if layer == last else mode for layer in range(*map(int, chunk["layers"]))]
         return {**chunk, "recompute": modes}
 
-    found: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
+    document: dict[str, Any] = {name: value for name, value in data.items() if name != "recompute"}
     if isinstance(data.get("stages"), list) and all(isinstance(stage, Mapping) for stage in data["stages"]):
-        found["stages"] = [
+        document["stages"] = [
             {**stage, "wire": [], "chunks": [with_modes(chunk) for chunk in stage.get("chunks", ())]}
             for stage in data["stages"]
         ]
-    return {**found, "version": 2, "precision": "model"}
+    return {**document, "version": 2, "precision": "model"}
 
 
-# ---- What is inconsistent in a plan's document by itself, a line each; ``validation`` holds it against the
-# model
+# ---- Gradient buckets: the flat pieces in which partial gradients are summed
 
 
-def stage_faults(stage: Stage, modes: Sequence[str]) -> Iterator[str]:
-    """Of one stage. modes: of recomputation."""
-    axes = len(stage.mesh_shape)
-    if prod(stage.mesh_shape) != len(stage.devices):
-        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
-    for chunk in stage.chunks:
-        for name, labels in chunk.ops.items():
-            if len(labels) != axes:
-                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
-        first, end = chunk.layers
-        if chunk.recompute and len(chunk.recompute) != end - first:
-            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
-        for mode in dict.fromkeys(chunk.recompute):
-            if mode not in modes:
-                yield f"recompute {mode!r} is none of {', '.join(modes)}"
-        for name, home in chunk.parameters.items():
-            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
-                if len(spec) != axes:
-                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
-    for wire in stage.wire:
-        if not all(0 <= axis < axes for axis in wire.axes):
-            yield f"a wire is on mesh axes {list(wire.axes)}, the mesh has {axes}"
-        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
-            known = f"{', '.join(REDUCTIONS)} or backend, and codes {', '.join(CODECS)}"
-            yield f"a wire is summed by {wire.algorithm!r} in code {wire.compressor!r}; algorithms are {known}"
-
-
-def transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
-    """Of one transfer."""
-    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
-    known = 0 <= min(source, target) <= max(source, target) < len(stages)
-    if not known or (source >= target if not several else source == target):
-        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
-        return
-    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
-    for index, number, verb in ends:
-        chunks = stages[index].chunks
-        if not 0 <= number < len(chunks):
-            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
-        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
-            yield f"stage {index} does not {verb} {transfer.node}"
-
-
-# ---- Which gradients travel together: the flat pieces in which partial gradients are summed
-
-
-FIRST_BUCKET_BYTES = 2**20  # small, so that the wire starts early
+FIRST_BUCKET_BYTES = 2**20  # small, so that the first message starts early
 
 
 def gradient_buckets(parameters: Sequence[tuple[Hashable | None, float]], bucket_bytes: int) -> list[list[int]]:
-    """Positions of parameters in buckets of about ``bucket_bytes``, the last used first.
+    """Group the positions of parameters into buckets of about ``bucket_bytes``, the last used first.
 
     parameters: (key, bytes) in program order; only equal keys (axes and dtype) share a bucket, None has none.
     """
-    done: list[list[int]] = []
+    full: list[list[int]] = []
     openings: dict[Hashable, tuple[list[int], float, int]] = {}
     for position, (key, size) in reversed(list(enumerate(parameters))):
         if key is None:
             continue
         bucket, filled, limit = openings.get(key) or ([], 0.0, min(FIRST_BUCKET_BYTES, bucket_bytes))
         if bucket and filled + size > limit:
-            done.append(bucket)
+            full.append(bucket)
             bucket, filled, limit = [], 0.0, bucket_bytes
         bucket.append(position)
         openings[key] = (bucket, filled + size, limit)
-    return done + [bucket for bucket, _, _ in openings.values()]
+    return full + [bucket for bucket, _, _ in openings.values()]

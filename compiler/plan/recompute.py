@@ -1,4 +1,4 @@
-"""Recompute: which ops run once more for the backward, and which tensors are kept instead of what autograd would keep.
+"""Activation recomputation: the ops that run again for the backward, and the tensors that are saved instead.
 
 Every layer has a mode:
 
@@ -37,22 +37,26 @@ ALIASES = {"layer": "full"}
 
 @dataclass(frozen=True, eq=False)
 class Recompute:
-    """repeated: ops that the backward runs once more. kept: tensors that cross a border between layers. layer_of: node
-    → its layer; empty where nothing is recomputed. modes: per layer, as it runs. plain: ops of layers that keep all
-    that autograd saves. heavy: ops of "selective" layers whose outputs are kept."""
+    """The ops that are recomputed and the tensors that are saved for it; false if nothing is recomputed."""
 
+    #: ops that the backward runs once more
     repeated: frozenset[str] = frozenset()
+    #: tensors that cross a border between layers, which are saved
     kept: frozenset[str] = frozenset()
+    #: node → its layer; empty where nothing is recomputed
     layer_of: Mapping[str, int] = field(default_factory=dict)
+    #: the mode in which each layer runs
     modes: tuple[str, ...] = ()
+    #: ops of layers that save all that autograd does
     plain: frozenset[str] = frozenset()
+    #: ops of "selective" layers whose outputs are saved
     heavy: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return bool(self.layer_of)
 
     def converts_again(self, tensor: str) -> bool:
-        """Whether the backward repeats conversions of ``tensor``."""
+        """True if the backward repeats conversions of ``tensor``."""
         return (tensor in self.repeated or tensor in self.heavy) and tensor not in self.kept
 
     def modes_of(self, layers: tuple[int, int]) -> tuple[str, ...]:
@@ -65,11 +69,11 @@ NOTHING = Recompute()
 
 
 def recompute_of(graph: Graph, layering: Layering, modes: Mapping[int, str] | str, schedule: str) -> Recompute:
-    """What these modes mean: one for all layers, or by layer ("none" for those left out). ValueError for an unknown
-    one."""
-    every = range(len(layering.layers))
-    asked = {k: _known(modes if isinstance(modes, str) else modes.get(k, "none")) for k in every}
-    if all(mode == "none" for mode in asked.values()):
+    """The ``Recompute`` of these modes: one for all layers, or by layer ("none" for those left out). ValueError for an
+    unknown mode."""
+    layers = range(len(layering.layers))
+    mode_of = {k: _known(modes if isinstance(modes, str) else modes.get(k, "none")) for k in layers}
+    if all(mode == "none" for mode in mode_of.values()):
         return NOTHING
     last = {result.node for result in graph.results if result.kind == "loss"} if schedule == "1f1b" else set()
     at_once = {index for index, layer in enumerate(layering.layers) if last & set(layer.ops)}
@@ -79,15 +83,15 @@ def recompute_of(graph: Graph, layering: Layering, modes: Mapping[int, str] | st
         if index in at_once:
             continue
         for name in layer.ops:
-            if asked[index] == "none":
+            if mode_of[index] == "none":
                 members["plain"].add(name)
             else:
-                dear = asked[index] == "selective" and _is_heavy(nodes[name])
+                dear = mode_of[index] == "selective" and _is_heavy(nodes[name])
                 members["heavy" if dear else "repeated"].add(name)
     return Recompute(
         kept=frozenset(name for names in layering.crossing for name in names),
         layer_of={name: index for index, layer in enumerate(layering.layers) for name in layer.ops},
-        modes=tuple("none" if index in at_once else asked[index] for index in every),
+        modes=tuple("none" if index in at_once else mode_of[index] for index in layers),
         **{name: frozenset(found) for name, found in members.items()},
     )
 
@@ -100,8 +104,8 @@ def _is_heavy(node: Node) -> bool:
 def _known(mode: str) -> str:
     mode = ALIASES.get(mode, mode)
     if mode not in RECOMPUTE_MODES:
-        known = ", ".join(map(repr, RECOMPUTE_MODES))
-        raise ValueError(f"recompute is one of {known}, but got {mode!r}; use one of them")
+        offered = ", ".join(map(repr, RECOMPUTE_MODES))
+        raise ValueError(f"recompute is one of {offered}, but got {mode!r}; use one of them")
     return mode
 
 
@@ -113,7 +117,7 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
     """
     if isinstance(asked, str):
         return dict.fromkeys(range(len(names)), _known(asked))
-    found = dict.fromkeys(range(len(names)), "none")
+    mode_of = dict.fromkeys(range(len(names)), "none")
     for pattern, mode in asked.items():
         fits = [k for k, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not fits:
@@ -121,8 +125,8 @@ def layer_modes(names: Sequence[str], asked: Mapping[str, str] | str) -> dict[in
             raise ValueError(
                 f"recompute= names layers by patterns that fit some, but got {pattern!r}; the layers are {shown}"
             )
-        found |= dict.fromkeys(fits, _known(mode))
-    return found
+        mode_of |= dict.fromkeys(fits, _known(mode))
+    return mode_of
 
 
 class PlanLayers:
@@ -139,7 +143,7 @@ class PlanLayers:
 
     @cached_property
     def recompute(self) -> Recompute:
-        """Of all layers."""
+        """The recomputation of all layers."""
         modes = modes_in(self.plan.stages)
         return recompute_of(self.graph, self.layering, modes, self.plan.schedule) if modes else NOTHING
 

@@ -1,4 +1,4 @@
-"""A local program with its recomputed layers in one piece each: ``segments.Repeated`` modules, called by its graph.
+"""Activation checkpointing: each recomputed layer of a local program becomes one ``Repeated`` module of its graph.
 
 A *segment* is a set of nodes: a layer, with the conversions that are repeated with it. Nodes of no segment stay as they
 are, so a program without recomputed layers stays the same. Nodes between those of a segment that do not depend on it,
@@ -66,15 +66,15 @@ def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompu
 
 def _made_of(gathers: Collection[Node], graph: torch.fx.Graph) -> set[str]:
     """Names of the nodes that gather weights, and of those made of such weights alone."""
-    found = set(gathers)
+    derived = set(gathers)
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return {node.name for node in found}
+        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    return {node.name for node in derived}
 
 
 def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute, mode: str) -> bool:
-    """Whether a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
+    """True if a node that is no op of the model is repeated with the layer: it takes a member apart, or converts one
     again. Slices of what crosses a border are taken again where the layer itself reads them: the alternative is to run
     it in two parts."""
     maker = node.args[0] if node.args else None
@@ -147,7 +147,7 @@ def _repeated(unit: _Unit, heavy: Collection[str]) -> Repeated:
 
 
 def _read_again(node: Node, unit: _Unit, heavy: Collection[str]) -> bool:
-    """Whether an op that is repeated reads what this one makes."""
+    """True if an op that is repeated reads the result of this one."""
     for user in node.users:
         if user in unit.nodes and (
             _read_again(user, unit, heavy) if user.target is operator.getitem else user.name not in heavy
@@ -169,12 +169,12 @@ def _units(graph: torch.fx.Graph, segments: Sequence[Segment]) -> list[_Unit]:
         if node in placed or node.op != "call_function":
             return
         nodes = home[node]
-        mine = set(nodes)
-        inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in mine))
-        placed.update(mine)
+        members = set(nodes)
+        inputs = list(dict.fromkeys(o for node in nodes for o in node.all_input_nodes if o not in members))
+        placed.update(members)
         for operand in inputs:
             visit(operand)
-        outputs = [node for node in nodes if any(user not in mine for user in node.users)]
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
         units.append(_Unit(nodes, of.get(node.name), inputs, outputs))
 
     for node in calls:
@@ -221,12 +221,12 @@ class Repeated(torch.nn.Module):
     def forward(self, *inputs: Any) -> tuple[Any, ...]:
         """The part's outputs; its backward will run it again."""
         if not torch.is_grad_enabled():
-            made: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
-            return made
+            outputs: tuple[Any, ...] = self.body.forward(_Plain(self.ops), *inputs)
+            return outputs
         run = _First(self.body, self.ops, self.kept, inputs, replace(current_context()))
         with saved_tensors_hooks(run.pack, run.unpack):
-            made = self.body.forward(run, *inputs)
-        return made
+            outputs = self.body.forward(run, *inputs)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,12 @@ class _First:
         self.lasting.update(x.untyped_storage()._cdata for x in _tensors(self.inputs))
 
     def pack(self, x: torch.Tensor) -> int:
-        """What a repeated op saves: its place."""
+        """Save the place of a tensor in place of the tensor."""
         self.count += 1
         return self.count - 1
 
     def dear(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Call it and keep its results."""
+        """Call an op that is not repeated, and keep its results."""
         given = {
             x.untyped_storage()._cdata: (place, x.dtype)
             for place, x in enumerate(_tensors((*args, *kwargs.values())))
@@ -305,7 +305,7 @@ class _First:
         return made
 
     def unpack(self, key: Any) -> torch.Tensor:
-        """What was saved there; given away, so that asking again repeats the part again."""
+        """Return the tensor that was saved there. It is kept no longer, so asking twice repeats the part twice."""
         if isinstance(key, torch.Tensor):
             return key
         if key not in self.found:
@@ -340,7 +340,7 @@ class _Again:
         self.count += 1
 
     def dear(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """What it made in the forward; its operands are there now."""
+        """Return the results of the forward; the operands of the op exist again now."""
         operands = list(_tensors((*args, *kwargs.values())))
         for number, one in enumerate(self.first.wanted[index]):
             self.found[index, number] = one.of(operands[one.place])

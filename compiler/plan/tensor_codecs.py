@@ -1,8 +1,7 @@
-"""Single tensors that travel in a code: activations between stages, weights that are stored in blocks.
+"""Codecs of single tensors: activations that go between stages, and weights that ZeRO-3 stores in blocks.
 
-``Plan.codes`` says which: {"activations": code, "weights": code} of ``codecs.CARRIERS``; what is not named travels as
-it is. Both directions take the code: values and their gradients. Whoever asks for one changes what the ops compute, so
-no search chooses it.
+``Plan.codes`` names them: {"activations": codec, "weights": codec} of ``codecs.CARRIERS``; other tensors travel as they
+are. Values and their gradients use the same codec. A codec changes what the ops compute, so no search chooses one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def coder_seconds(code: str, kind: TensorType, device: Device) -> float:
 
 
 def carrier_faults(codes: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with ``Plan.codes``."""
+    """The faults of ``Plan.codes``, a sentence each."""
     for what, code in codes.items():
         if what not in ("activations", "weights"):
             yield f"codes are of activations and weights, but got {what!r}"

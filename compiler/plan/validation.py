@@ -1,81 +1,177 @@
-"""Does a plan still hold: by itself, for this model, on this cluster? Every fault is one sentence for people.
+"""Validation of a plan: the one place that knows whether a plan may be used, and the one place with the words for it.
 
-by itself     ``Plan.check``: batch, devices, meshes, transfers
-model         the fingerprint, then every name and every label, if they can be compared at all
-cluster       ``Cluster.difference``
+``validate`` lists the faults, a sentence each, and ``require_valid`` raises ValueError with them. They look at
 
-Which decisions of a plan the runtime cannot carry out yet; such a plan is a prediction only.
+the document    batch, devices, meshes, transfers; a person may have edited it
+the model       its fingerprint, then every name and every label, as far as they can be compared
+the cluster     ``Cluster.difference``
+the runtime     decisions that it cannot execute yet; a plan with one of them is a prediction only
 
-residency       parameters in specs of no pattern
-ops             labels whose choice has no program (``AxisChoice.executable``); only the graph tells
-schedule        an asynchronous one with what it cannot version (``validation.faults``)
+The runtime cannot execute parameters in a custom sharding, ops whose sharding strategy has no local program
+(``AxisChoice.executable``; only the graph knows them), and an asynchronous schedule with anything that it cannot
+version.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 from torch.fx import Node
 
 from ...costmodel.cluster import Cluster
+from ...costmodel.codecs import CODECS
+from ...costmodel.collectives import REDUCTIONS
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name
 from ..pipeline.families import PIPEDREAM, lag_steps, stashed_versions
 from ..rules import pairs_choice
-from .plan import Chunk, Plan
+from .plan import RECOMPUTE_MODES, Chunk, Plan, Stage, Transfer
+from .tensor_codecs import carrier_faults
 
-__all__ = [
-    "check_plan", "cluster_faults", "faults", "is_asynchronous", "model_faults", "not_executable", "notes",
-    "precision_notes", "require", "require_executable",
-]  # fmt: skip
+__all__ = ["is_asynchronous", "notes", "precision_notes", "require_valid", "runtime_faults", "validate"]
 
 
-SHOWN = 8  # faults of one sort that are told one by one
+MAX_FAULTS = 8  # faults of one kind that are spelled out; the others are counted
 
 
-def check_plan(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> list[str]:
-    """What no longer holds, a sentence each; empty if the plan can be used. Raises nothing for a faulty plan.
+def validate(
+    plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, *, runnable: bool = False
+) -> list[str]:
+    """The faults of ``plan``, a sentence each; empty if it can be used. Raises nothing for a faulty plan.
 
-    graph: the captured model, at any batch extent. cluster: the hardware to train on.
+    graph: the captured model, at any batch extent. cluster: the hardware to train on. runnable: also list what the
+    runtime cannot execute.
     """
-    faults = plan.check()
-    if graph is not None:
-        faults += model_faults(plan, graph)
-    if cluster is not None:
-        faults += cluster_faults(plan, cluster)
-    return faults
+    return [fault for _, faults in _faults_by_rule(plan, graph, cluster, runnable) for fault in faults]
 
 
-def require(plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None) -> None:
-    """Raise ValueError with the differences unless the plan holds for this model and cluster."""
-    for rule, faults in (
-        ("the plan does not hold", plan.check()),
-        ("this plan is for another model", [] if graph is None else _other_model(plan, graph)),
-        ("this plan does not hold for the model", [] if graph is None else model_faults(plan, graph)),
-        ("this plan is for another cluster", [] if cluster is None else cluster_faults(plan, cluster)),
-    ):
+def require_valid(
+    plan: Plan, graph: Graph | None = None, cluster: Cluster | None = None, *, runnable: bool = False
+) -> None:
+    """Raise ValueError with the faults of the first rule that ``plan`` breaks; the arguments are those of
+    ``validate``."""
+    for (rule, remedy), faults in _faults_by_rule(plan, graph, cluster, runnable):
         if faults:
-            raise ValueError(f"{rule}: {'; '.join(_limited(faults))}; plan again, or correct the plan")
+            raise ValueError(f"{rule}: {'; '.join(_limited(faults))}; {remedy}")
+
+
+#: what is wrong, and what to do about it
+_DOCUMENT = ("the plan does not hold", "plan again, or correct the plan")
+_OTHER_MODEL = ("this plan is for another model", "plan again, or pass the model that it was made for")
+_MODEL = ("this plan does not hold for the model", "plan again, or correct the plan")
+_CLUSTER = ("this plan is for another cluster", "plan again for this one")
+_RUNTIME = ("the runtime cannot execute this plan", "plan again without")
+
+
+def _faults_by_rule(
+    plan: Plan, graph: Graph | None, cluster: Cluster | None, runnable: bool
+) -> Iterator[tuple[tuple[str, str], list[str]]]:
+    """Each rule with its remedy and the faults against it, one rule at a time: who raises at the first fault does not
+    pay for the others."""
+    faults = list(_document_faults(plan))
+    sound = not faults
+    yield _DOCUMENT, faults
+    if graph is not None:
+        faults = _other_model(plan, graph)
+        yield _OTHER_MODEL, faults
+        broken = _model_faults(plan, graph, same_model=not faults)
+        sound = sound and not faults and not broken
+        yield _MODEL, broken
+    if cluster is not None:
+        yield _CLUSTER, _cluster_faults(plan, cluster)
+    if runnable:
+        # labels that no rule offers have no strategy that could be asked for its program
+        yield _RUNTIME, runtime_faults(plan, graph if sound else None)
+
+
+def _limited(faults: Iterator[str] | list[str]) -> list[str]:
+    listed = list(faults)
+    return listed if len(listed) <= MAX_FAULTS else [*listed[:MAX_FAULTS], f"{len(listed) - MAX_FAULTS} more"]
+
+
+# ---- the document by itself
+
+
+def _document_faults(plan: Plan) -> Iterator[str]:
+    """Contradictions inside of the document."""
+    yield from carrier_faults(plan.codes)
+    if plan.microbatches < 1 or plan.global_batch % plan.microbatches:
+        yield f"global_batch {plan.global_batch} is not divisible by microbatches {plan.microbatches}"
+    stage_of: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        for fault in _stage_faults(stage):
+            yield f"stage {index}: {fault}"
+        for device in stage.devices:
+            if device in stage_of:
+                yield f"device {device} is in stages {stage_of[device]} and {index}"
+            if not 0 <= device < plan.num_devices:
+                yield f"stage {index}: device {device} is not in the cluster of {plan.num_devices}"
+            stage_of[device] = index
+    for transfer in plan.transfers:
+        yield from _transfer_faults(transfer, plan.stages)
+
+
+def _stage_faults(stage: Stage) -> Iterator[str]:
+    """Contradictions inside of one stage."""
+    axes = len(stage.mesh_shape)
+    if prod(stage.mesh_shape) != len(stage.devices):
+        yield f"mesh shape {list(stage.mesh_shape)} is not {len(stage.devices)} devices"
+    for chunk in stage.chunks:
+        for name, labels in chunk.ops.items():
+            if len(labels) != axes:
+                yield f"op {name} has labels for {len(labels)} axes, the mesh has {axes}"
+        first, end = chunk.layers
+        if chunk.recompute and len(chunk.recompute) != end - first:
+            yield f"recompute has {len(chunk.recompute)} modes for the {end - first} layers [{first}, {end})"
+        for mode in dict.fromkeys(chunk.recompute):
+            if mode not in RECOMPUTE_MODES:
+                yield f"recompute {mode!r} is none of {', '.join(RECOMPUTE_MODES)}"
+        for name, home in chunk.parameters.items():
+            for use, spec in (("stored", home.stored), ("gradient", home.gradient), ("optimizer", home.optimizer)):
+                if len(spec) != axes:
+                    yield f"parameter {name} has a {use} spec of {len(spec)} axes, the mesh has {axes}"
+    for wire in stage.wire:
+        if not all(0 <= axis < axes for axis in wire.axes):
+            yield f"gradients are reduced over mesh axes {list(wire.axes)}, but the mesh has {axes} axes"
+        if wire.algorithm not in ("backend", *REDUCTIONS) or wire.compressor not in CODECS:
+            names = f"{', '.join(REDUCTIONS)} or backend, and codecs {', '.join(CODECS)}"
+            yield f"gradients are reduced by {wire.algorithm!r} with codec {wire.compressor!r}; algorithms are {names}"
+
+
+def _transfer_faults(transfer: Transfer, stages: Sequence[Stage]) -> Iterator[str]:
+    """Ends of one transfer that do not exist, or do not send and receive its tensor."""
+    source, target, several = transfer.source, transfer.target, any(len(stage.chunks) > 1 for stage in stages)
+    exist = 0 <= min(source, target) <= max(source, target) < len(stages)
+    if not exist or (source >= target if not several else source == target):
+        yield f"transfer of {transfer.node} goes from stage {source} to {target}"
+        return
+    ends = ((source, transfer.source_chunk, "send"), (target, transfer.target_chunk, "receive"))
+    for index, number, verb in ends:
+        chunks = stages[index].chunks
+        if not 0 <= number < len(chunks):
+            yield f"transfer of {transfer.node}: stage {index} has no chunk {number}"
+        elif transfer.node not in (chunks[number].sends if verb == "send" else chunks[number].receives):
+            yield f"stage {index} does not {verb} {transfer.node}"
 
 
 # ---- the model
 
 
-def model_faults(plan: Plan, graph: Graph) -> list[str]:
-    """Where the plan and the graph disagree: another model, ops and parameters that do not exist or are missing, labels
-    that no rule offers."""
-    faults = _other_model(plan, graph)
+def _model_faults(plan: Plan, graph: Graph, *, same_model: bool) -> list[str]:
+    """Ops, parameters and tensors that only one of the two has, and labels that no rule offers. The data flow and the
+    labels are read only where all names agree."""
     if plan.precision != graph.precision:
         try:
             graph = in_precision(graph, plan.precision)
         except ValueError as error:
-            return [*faults, str(error)]
-    faults += _limited(_unknown_names(plan, graph))
-    if not faults:
+            return [str(error)]
+    faults = _limited(_unknown_names(plan, graph))
+    if same_model and not faults:
         faults += _limited(_broken_flow(plan, graph))
-    if not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:
+    if same_model and not faults and plan.microbatches >= 1 and plan.global_batch % plan.microbatches == 0:
         try:
             small = graph.with_batch(plan.microbatch_size)
         except ValueError as error:
@@ -87,12 +183,13 @@ def model_faults(plan: Plan, graph: Graph) -> list[str]:
 def _other_model(plan: Plan, graph: Graph) -> list[str]:
     if plan.model == graph.fingerprint():
         return []
-    here = Counter(op_name(node) for node in graph.ops())
-    return [f"the plan is of model {plan.model}, but got {graph.fingerprint()}: {_op_difference(plan.model_ops, here)}"]
+    given = Counter(op_name(node) for node in graph.ops())
+    difference = _op_difference(plan.model_ops, given)
+    return [f"the plan is of model {plan.model}, but got {graph.fingerprint()}: {difference}"]
 
 
 def _op_difference(planned: Mapping[str, int], given: Mapping[str, int]) -> str:
-    """Which ops only one of the two has, with counts."""
+    """The ops that only one of the two has, with counts."""
     more = {op: count - given.get(op, 0) for op, count in planned.items() if count > given.get(op, 0)}
     less = {op: count - planned.get(op, 0) for op, count in given.items() if count > planned.get(op, 0)}
     sides = [("only in the plan", more), ("only in the model", less)]
@@ -139,7 +236,7 @@ def _unknown_names(plan: Plan, graph: Graph) -> Iterator[str]:
 
 
 def _broken_flow(plan: Plan, graph: Graph) -> Iterator[str]:
-    """What a stage reads but neither makes nor receives; what it is to receive or send, but nobody brings or makes."""
+    """Tensors that a stage reads but neither makes nor receives, or should pass on but nobody brings or makes."""
     nodes = graph.by_name()
     brought = {(transfer.node, transfer.target, transfer.target_chunk) for transfer in plan.transfers}
     for index, stage in enumerate(plan.stages):  # and what another chunk of the stage makes is there
@@ -181,78 +278,65 @@ def _refused_labels(plan: Plan, small: Graph) -> Iterator[str]:
 # ---- the cluster
 
 
-def cluster_faults(plan: Plan, cluster: Cluster) -> list[str]:
-    """How ``cluster`` differs from the one of the plan: "-" lines are the plan's, "+" lines are this one's."""
+def _cluster_faults(plan: Plan, cluster: Cluster) -> list[str]:
+    """The differences between the plan's cluster ("-" lines) and ``cluster`` ("+" lines)."""
     planned = Cluster.from_json(json.dumps(plan.cluster))
     return [f"the cluster differs: {line}" for line in planned.difference(cluster)]
 
 
-def _limited(faults: Iterator[str] | list[str]) -> list[str]:
-    every = list(faults)
-    return every if len(every) <= SHOWN else [*every[:SHOWN], f"{len(every) - SHOWN} more"]
+# ---- the runtime
 
 
-def not_executable(plan: Plan, graph: Graph | None = None) -> list[str]:
-    """A line for each kind of decision that the runtime cannot run yet; empty if it can run the plan. graph: the
-    captured model, for ops."""
-    lines = list(_residency(plan))
+def runtime_faults(plan: Plan, graph: Graph | None = None) -> list[str]:
+    """A line for each kind of decision that the runtime cannot execute yet; empty if it can execute the plan. graph:
+    the captured model, without which ops are not looked at."""
+    lines = list(_custom_shardings(plan))
     if graph is not None:
-        lines += _labels(plan, graph)
-    return [*lines, *faults(plan)]
+        lines += _ops_without_program(plan, graph)
+    return [*lines, *_asynchronous_faults(plan)]
 
 
-def require_executable(plan: Plan, graph: Graph | None = None) -> None:
-    """Raise ValueError with all of ``not_executable``, if there is any."""
-    if lines := not_executable(plan, graph):
-        raise ValueError(
-            f"this runtime runs what it has a program for, but got a plan with {'; '.join(lines)}; plan again without"
-        )
+def _custom_shardings(plan: Plan) -> Iterator[str]:
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for _, _, chunk in _chunks(plan):
+        for name, home in chunk.parameters.items():
+            names_of[home.pattern].append(name)
+    if names := names_of["custom"]:
+        yield f"parameters in a custom sharding ({len(names)}: {names[0]}{', …' if len(names) > 1 else ''})"
 
 
-def _residency(plan: Plan) -> Iterator[str]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for stage in plan.stages:
-        for chunk in stage.chunks:
-            for name, home in chunk.parameters.items():
-                found[home.pattern].append(name)
-    for pattern, names in sorted(found.items()):
-        if pattern == "custom":
-            yield f"parameters in {pattern} ({len(names)}: {names[0]}{', …' if len(names) > 1 else ''})"
-
-
-def _labels(plan: Plan, graph: Graph) -> Iterator[str]:
+def _ops_without_program(plan: Plan, graph: Graph) -> Iterator[str]:
     small, counts = graph.with_batch(plan.microbatch_size), Counter[str]()
     nodes = small.by_name()
-    for stage in plan.stages:
-        for chunk in stage.chunks:
-            for op, labels in chunk.ops.items():
-                if op in nodes and not pairs_choice(nodes[op], labels, stage.mesh_shape).executable:
-                    counts[f"{op} cut by {','.join(labels)}"] += 1
+    for index, _, chunk in _chunks(plan):
+        for op, labels in chunk.ops.items():
+            if op in nodes and not pairs_choice(nodes[op], labels, plan.stages[index].mesh_shape).executable:
+                counts[f"{op} cut by {','.join(labels)}"] += 1
     shown = list(counts)[:4]
     if counts:
         yield f"ops without a program: {', '.join(shown)}" + (f" and {len(counts) - 4} more" if len(counts) > 4 else "")
 
 
 def is_asynchronous(plan: Plan) -> bool:
-    """Whether steps overlap; a pipeline of one stage has nothing to overlap."""
+    """True if training steps overlap; a pipeline of one stage has nothing to overlap."""
     return plan.schedule == PIPEDREAM and len(plan.stages) > 1
 
 
 def notes(plan: Plan) -> list[str]:
-    """What a person must know of the plan."""
+    """A line for a plan whose schedule changes the optimisation."""
     if not is_asynchronous(plan):
         return []
     p, m = len(plan.stages), plan.microbatches
-    most = lag_steps(p, m)
+    lag = lag_steps(p, m)
     copies = ", ".join(str(stashed_versions(s, p, m)) for s in range(p))
     return [
         f"schedule {PIPEDREAM} changes the optimisation: steps overlap, and gradients are of weights that are up to "
-        f"{most} update{'s' if most > 1 else ''} old (stages keep {copies} old versions of their weights); "
+        f"{lag} update{'s' if lag > 1 else ''} old (stages keep {copies} old versions of their weights); "
         "flush() drains the pipeline"
     ]
 
 
-def faults(plan: Plan) -> Iterator[str]:
+def _asynchronous_faults(plan: Plan) -> Iterator[str]:
     """Decisions that no asynchronous pipeline can run with, a line each."""
     if not is_asynchronous(plan):
         return

@@ -1,4 +1,4 @@
-"""A cluster refitted to what a run measured, so that the same plan's prediction becomes what happened.
+"""Recalibration: a cluster refitted to the measurements of a run, so that the plan's prediction agrees with them.
 
 Each kind of work has a factor, measured ÷ predicted seconds summed over the stages (on one host for what devices do)::
 
@@ -32,23 +32,26 @@ from .step_report import Report
 __all__ = ["Recalibration", "refit"]
 
 _ROUNDS = 5
-_CLOSE = 0.01  # relative: nearer than this is agreement
-_SMALL = 0.01  # of the step: less is not worth a factor
-_WINS = 0.03  # a plan must be faster by this fraction to be worth a change
+_TOLERANCE = 0.01  # relative: closer than this is agreement
+_NEGLIGIBLE_SHARE = 0.01  # of the step: less is not worth a factor
+_LEAST_GAIN = 0.03  # a plan must be faster by this fraction to be worth a change
 
 Price = Callable[[Cluster], Plan]  # the plan's own decisions, priced on another cluster
 
 
 @dataclass(frozen=True)
 class Recalibration:
-    """What ``recalibrate`` found: the refitted cluster with its factors, the running plan's prediction on it, and the
-    best plan on it."""
+    """The result of ``recalibrate``: the refitted cluster with its factors, the running plan priced on it, and the best
+    plan on it."""
 
     cluster: Cluster
     factors: CalibrationFactors
     measured_step_s: float
-    predicted_step_s: float  # of the running plan, before
-    current: Plan  # the running plan, priced again
+    #: of the running plan, before the refit
+    predicted_step_s: float
+    #: the running plan, priced again
+    current: Plan
+    #: the best plan on the refitted cluster
     best: Plan
     steps: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -61,9 +64,9 @@ class Recalibration:
 
     @property
     def wins(self) -> bool:
-        """Whether another plan is faster by enough to change."""
+        """True if another plan is faster by enough to change."""
         same = (self.best.stages, self.best.microbatches) == (self.current.stages, self.current.microbatches)
-        return not same and self.gain >= _WINS
+        return not same and self.gain >= _LEAST_GAIN
 
     def text(self) -> str:
         """A few lines for people."""
@@ -124,7 +127,7 @@ def refit(plan: Plan, report: Report, cluster: Cluster, price: Price) -> tuple[C
         current = price(refitted)
     for _ in range(_ROUNDS):  # what no term reaches
         ratio = report.measured_step_s / current.prediction.step_s
-        if abs(ratio - 1) < _CLOSE:
+        if abs(ratio - 1) < _TOLERANCE:
             break
         factors = factors.all_by(ratio)
         refitted = scaled_cluster(cluster, factors, share)
@@ -140,11 +143,11 @@ def _still_off(
     stages = range(len(plan.stages))
 
     def ratio(names: Sequence[str], members: Sequence[int]) -> float:
-        wanted = sum(measured[stage, name] for stage in members for name in names)
+        measured_s = sum(measured[stage, name] for stage in members for name in names)
         priced = sum(clock.expected[stage][name] for stage in members for name in names)
-        if max(wanted, priced) < _SMALL * step_s * len(members) or wanted <= 0 or priced <= 0:
+        if max(measured_s, priced) < _NEGLIGIBLE_SHARE * step_s * len(members) or measured_s <= 0 or priced <= 0:
             return 1.0
-        return limited(wanted / priced)
+        return limited(measured_s / priced)
 
     of_host = [[stage for stage in stages if hosts[stage] == host] for host in range(num_hosts)]
     each = {
@@ -163,7 +166,7 @@ def _still_off(
         else 0.0
         for members in of_host
     )
-    action_s = tuple(value if abs(value) * actions > _SMALL * step_s else 0.0 for value in action_s)
+    action_s = tuple(value if abs(value) * actions > _NEGLIGIBLE_SHARE * step_s else 0.0 for value in action_s)
     return CalibrationFactors(
         filled["forward"],
         filled["backward"],
@@ -175,13 +178,13 @@ def _still_off(
 
 
 def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], step_s: float) -> float:
-    """How many times longer transfers take, if they are what the step still lacks once all else is as measured."""
+    """The factor on transfers that explains the rest of the step once all other terms are as measured."""
     if not clock.has_transfers:
         return 1.0
     terms = {stage: {name: s for (at, name), s in measured.items() if at == stage} for stage, _ in measured}
     replaced = {(stage, name): terms[stage] for stage, name in measured if name != "waiting"}
     low, high = 1 / LIMIT, LIMIT
-    if abs(clock.run(replaced) - step_s) < _CLOSE * step_s:
+    if abs(clock.run(replaced) - step_s) < _TOLERANCE * step_s:
         return 1.0
     for _ in range(40):
         middle = (low * high) ** 0.5
@@ -189,17 +192,17 @@ def _transfer_ratio(clock: Clock, measured: Mapping[tuple[int, str], float], ste
             low = middle
         else:
             high = middle
-    found = (low * high) ** 0.5
+    factor = (low * high) ** 0.5
     # where transfers hide behind ops, or the step lacks nothing, their factor means nothing
-    return found if 1 / 20 < found < 20 else 1.0
+    return factor if 1 / 20 < factor < 20 else 1.0
 
 
 def _is_nothing(factors: CalibrationFactors) -> bool:
     values = (*factors.forward, *factors.backward, *factors.optimizer, factors.collectives, factors.transfers)
-    return all(abs(value - 1) < _CLOSE for value in values) and not any(factors.action_s)
+    return all(abs(value - 1) < _TOLERANCE for value in values) and not any(factors.action_s)
 
 
-# ---- making room for factors
+# ---- entries of the cluster that factors can change
 
 
 def _with_own_rates(cluster: Cluster, plan: Plan) -> Cluster:
@@ -229,12 +232,12 @@ def _send_wires(cluster: Cluster, plan: Plan) -> list[CollectiveMeasurement]:
     factors of their own."""
     if not plan.transfers or any(wire.kind == "send" for wire in cluster.wires):
         return []
-    found: dict[int, CollectiveMeasurement] = {}
+    wires: dict[int, CollectiveMeasurement] = {}
     large = float(2**30)
     for transfer in plan.transfers:
-        here, there = plan.stages[transfer.source].devices[-1], plan.stages[transfer.target].devices[0]
-        members = 2 if cluster.host_of(here) == cluster.host_of(there) else 1
-        alpha = p2p_seconds(cluster, here, there, 1.0)
-        piece = Piece(0.0, alpha, (p2p_seconds(cluster, here, there, large) - alpha) / large)
-        found[members] = CollectiveMeasurement("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
-    return list(found.values())
+        sender, receiver = plan.stages[transfer.source].devices[-1], plan.stages[transfer.target].devices[0]
+        members = 2 if cluster.host_of(sender) == cluster.host_of(receiver) else 1
+        alpha = p2p_seconds(cluster, sender, receiver, 1.0)
+        piece = Piece(0.0, alpha, (p2p_seconds(cluster, sender, receiver, large) - alpha) / large)
+        wires[members] = CollectiveMeasurement("send", "backend", 2, members, 1, (piece,), (), 0.0, 0)
+    return list(wires.values())

@@ -1,6 +1,6 @@
-"""What a plan says of axes, layers and weights, in words: the values that ``explain.py`` lays out as text.
+"""The words for a plan's mesh axes, layers and weights, which ``explain.py`` lays out as text.
 
-A plan names ops (``linear_3``) with one label per mesh axis, and parameters with their residency; that is enough for
+A plan names ops (``linear_3``) with one label per mesh axis, and parameters with their sharding; that is enough for
 the role of every axis and for how every weight lies. With the graph each op is named by its module, so rows also say
 how the activations of each module are cut.
 """
@@ -21,8 +21,8 @@ from ..rules import rule_for
 from ..text import bytes_text
 
 __all__ = [
-    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "layer_rows", "layer_span", "merged", "op_summary",
-    "recompute_words", "residency_words", "spell", "wire_words",
+    "Group", "LayerRow", "axis_names", "axis_roles", "family_of", "gradient_reduction_words", "layer_rows",
+    "layer_span", "merged", "op_summary", "recompute_words", "sharding_words", "spell",
 ]  # fmt: skip
 
 
@@ -135,8 +135,8 @@ def spell(label: str) -> str:
 
 
 def axis_roles(stage: Stage) -> tuple[str, ...]:
-    """What each mesh axis is for, by what its heavy ops cut: "data", "tensor", "sequence", "expert", a mixture like
-    "data+tensor", or "replicas" where they cut nothing."""
+    """The role of each mesh axis, by the dims that it cuts in heavy ops: "data", "tensor", "sequence", "expert", a
+    mixture like "data+tensor", or "replicas" where it cuts nothing."""
     roles = []
     for axis in range(len(stage.mesh_shape)):
         votes = Counter(
@@ -147,8 +147,8 @@ def axis_roles(stage: Stage) -> tuple[str, ...]:
         )
         votes.pop("", None)
         total = sum(votes.values())
-        found = [role for role, count in votes.most_common() if 4 * count > total]
-        roles.append("+".join(found) or "replicas")
+        frequent = [role for role, count in votes.most_common() if 4 * count > total]
+        roles.append("+".join(frequent) or "replicas")
     return tuple(roles)
 
 
@@ -171,8 +171,8 @@ def recompute_words(plan: Plan) -> str:
     return ", ".join(mode if count == 1 else f"{mode} ×{count}" for mode, count in counted)
 
 
-def residency_words(plan: Plan) -> str:
-    """How many parameters lie in which pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
+def sharding_words(plan: Plan) -> str:
+    """The number of parameters in each sharding pattern: "ZeRO-2 (28), replicated (4)"; "" if all are replicated."""
     homes = {name: home for stage in plan.stages for chunk in stage.chunks for name, home in chunk.parameters.items()}
     counts = Counter(_PATTERNS[home.pattern] for home in homes.values())
     if set(counts) <= {"replicated"}:
@@ -180,9 +180,9 @@ def residency_words(plan: Plan) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
 
 
-def wire_words(stage: Stage) -> str:
-    """What the gradients of a stage are summed over, and how and how many where that is not the backend's own and
-    exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
+def gradient_reduction_words(stage: Stage) -> str:
+    """The axes over which the gradients of a stage are summed, with algorithm, compressor and bytes where they are not
+    the backend's own and exact: "data", "data by ring, compressed by bf16 (3 MiB each)"; "" if nothing is summed."""
     names, texts = axis_names(stage), []
     for wire in stage.wire:
         text = " and ".join(names[axis] for axis in wire.axes)
@@ -200,26 +200,26 @@ def _over(items: Sequence[tuple[str, str]]) -> str:
     return ", ".join(f"{what} over {axis}" for what, axis in items)
 
 
-def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
-    """How a parameter lies: what is cut over which axis, and over which its gradient is summed."""
+def _weight_words(sharding: ParameterSharding, axes: Sequence[str], meanings: Sequence[Mapping[int, str]]) -> str:
+    """The dims of a parameter that are cut with their axes, and the axes over which its gradient is summed."""
 
     def cuts(spec: Spec) -> list[tuple[str, str]]:
         return [(meanings[axis].get(p.dim, f"dim {p.dim}"), axes[axis]) for axis, p in enumerate(spec) if p.is_shard]
 
-    value = residency.compute.value
+    value = sharding.compute.value
     parts = [_over(cuts(value)) or "whole on every device"]
-    if residency.pattern == "custom":
+    if sharding.pattern == "custom":
         for name, spec in (
-            ("stored", residency.stored),
-            ("gradient", residency.gradient),
-            ("optimizer", residency.optimizer),
+            ("stored", sharding.stored),
+            ("gradient", sharding.gradient),
+            ("optimizer", sharding.optimizer),
         ):
             if spec != value:
                 parts.append(f"{name}: {_over(cuts(spec)) or 'whole'}")
-    elif residency.pattern != "replicated":
-        further = [axes[axis] for axis, (one, other) in enumerate(zip(value, residency.optimizer)) if one != other]
-        parts.append(f"{_PATTERNS[residency.pattern]} over {' and '.join(further)}")
-    summed = [axes[axis] for axis, p in enumerate(residency.compute.cotangent) if p.is_partial]
+    elif sharding.pattern != "replicated":
+        further = [axes[axis] for axis, (one, other) in enumerate(zip(value, sharding.optimizer)) if one != other]
+        parts.append(f"{_PATTERNS[sharding.pattern]} over {' and '.join(further)}")
+    summed = [axes[axis] for axis, p in enumerate(sharding.compute.cotangent) if p.is_partial]
     if summed:
         parts.append("gradient summed over " + " and ".join(summed))
     return "; ".join(parts)
@@ -227,16 +227,16 @@ def _weight_words(residency: ParameterSharding, axes: Sequence[str], meanings: S
 
 def _meanings(chunk: Chunk, num_axes: int) -> list[dict[int, str]]:
     """Per axis, what a cut of weight dim d can be, from the labels that stand on this axis."""
-    found: list[dict[int, list[str]]] = [{} for _ in range(num_axes)]
+    words_of: list[dict[int, list[str]]] = [{} for _ in range(num_axes)]
     for op, labels in chunk.ops.items():
         for (stem, dim), label in _WEIGHT_DIMS.items():
             if stem != _stem(op):
                 continue
             for axis, chosen in enumerate(labels[:num_axes]):
-                words = found[axis].setdefault(dim, [])
+                words = words_of[axis].setdefault(dim, [])
                 if chosen == label and spell(label) not in words:
                     words.append(spell(label))
-    return [{dim: " or ".join(words) for dim, words in axis.items() if words} for axis in found]
+    return [{dim: " or ".join(words) for dim, words in axis.items() if words} for axis in words_of]
 
 
 # ---- rows
@@ -244,11 +244,12 @@ def _meanings(chunk: Chunk, num_axes: int) -> list[dict[int, str]]:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Some weights or ops of one layer: their names, how their work is cut ("" without the graph, which alone knows),
-    and how their weights lie."""
+    """Weights or ops of one layer that are split alike."""
 
     names: tuple[str, ...]
+    #: the split of their work; "" without the graph, which alone knows it
     work: str
+    #: the split of their weights
     weights: str
 
 
@@ -324,14 +325,14 @@ def _short(name: str, layer: str) -> str:
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many leading words two paths share."""
+    """The number of leading words that two paths share."""
     return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _assign(parameters: Sequence[str], layers: Sequence[str]) -> list[tuple[str, int]]:
     """Each parameter with the number of the layer whose name shares most of its path, else with its successor's."""
     paths = [layer.split(".") for layer in layers]
-    found: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int]] = []
     following = len(layers) - 1
     for parameter in reversed(parameters):
         path = parameter.split(".")
@@ -341,8 +342,8 @@ def _assign(parameters: Sequence[str], layers: Sequence[str]) -> list[tuple[str,
         if best and any(n == best and (best > 1 or len(other) == 1) for n, other in zip(shared, paths)):
             candidates = [k for k, n in enumerate(shared) if n == best]
             following = following if following in candidates and path[best:-1] == [] else candidates[0]
-        found.append((parameter, following))
-    return found[::-1]
+        pairs.append((parameter, following))
+    return pairs[::-1]
 
 
 # ---- equal neighbours
@@ -406,7 +407,7 @@ def merged(first: Sequence[Group], last: Sequence[Group]) -> list[Group] | None:
 
 
 def op_summary(stage: Stage) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Per family of heavy ops, how often its work is cut how: ``[("matmul", [("batch over data", 12)])]``."""
+    """The splits of the work of each family of heavy ops, counted: ``[("matmul", [("batch over data", 12)])]``."""
     axes = axis_names(stage)
     counts: dict[str, Counter[str]] = {}
     for chunk in stage.chunks:

@@ -1,8 +1,8 @@
 """A plan as text for a terminal.
 
 ``explain`` lays out, top to bottom: what the plan promises; stages × devices; how every layer is split; the schedule;
-seconds by cause; memory by cause; collectives; what else there was; where the prices come from; notes. ``describe.py``
-finds the words, ``explain.py`` the figures, ``text.py`` the columns.
+seconds by cause; memory by cause; collectives; alternatives; where the prices come from; notes. ``describe.py`` finds
+the words, this module the figures, ``compiler/text.py`` the columns.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ..text import (
 from .describe import (
     Group,
     axis_names,
+    gradient_reduction_words,
     layer_rows,
     layer_span,
     merged,
     op_summary,
     recompute_words,
-    residency_words,
-    wire_words,
+    sharding_words,
 )
 
 __all__ = [
@@ -52,37 +52,32 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: cause of seconds in ``StagePrediction.seconds`` → its column, in the order of the columns
 _CAUSES = {
     "compute": "compute",  # in documents of before
     "forward": "forward",
     "backward_input": "backward",
-    "backward_weight": "for weights",
+    "backward_weight": "weight-gradient backward",
     "recompute": "recompute",
     "reshard": "resharding",
-    "internal": "in ops",
+    "internal": "op-internal collectives",
     "host": "host",
     "sends": "sending",
     "transfer": "transfer",
     "gradient": "gradients",
     "gather": "gathers",
-    "overlapped": "hidden",
+    "overlapped": "overlapped",
     "optimizer": "optimizer",
     "tied": "tied",
     "loss": "loss",
 }
-_ONCE = (
-    "gradient",
-    "overlapped",
-    "gather",
-    "optimizer",
-    "tied",
-    "loss",
-)  # per step; the other causes are per microbatch
-_NEGLIGIBLE = 5e-4  # of the step: a cause that takes less on every stage has no column
+#: causes per step; the others are per microbatch
+_STEP_CAUSES = ("gradient", "overlapped", "gather", "optimizer", "tied", "loss")
+_NEGLIGIBLE_SHARE = 5e-4  # of the step: a cause that takes less on every stage has no column
 _SOURCES = (
     ("measured as they are", ("measured",)),
     ("interpolated from measurements", ("interpolated", "extrapolated", "scaled")),
-    ("analytic", ("roofline", "analytic", "free")),
+    ("analytic (roofline, data sheet)", ("roofline", "analytic", "free")),
 )
 
 
@@ -105,7 +100,7 @@ def explain(plan: Plan, graph: Graph | None = None, width: int = 100) -> str:
         _titled("Seconds of a step, by cause", _seconds(plan, width)),
         _titled("Memory of the fullest device, by cause", _memory(plan, width)),
         _titled("Collectives", _collectives(plan, width)),
-        _titled("What else there was", _alternatives(plan, width)),
+        _titled("Alternatives", _alternatives(plan, width)),
         _titled("Where the prices come from", _prices(plan, width)),
         _titled("Notes", _bullets(_notes(plan, graph), width)),
     ]
@@ -124,7 +119,7 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
     )
     passes = plan.provenance.get("passes", {})
     slow = sorted(((s, name) for name, s in passes.items() if name not in ("total", "capture")), reverse=True)[:3]
-    asked = " for the shape that was asked for" if plan.provenance.get("strategy") else ""
+    for_shape = " for the given parallel shape" if plan.provenance.get("strategy") else ""
     facts = [
         (
             "model",
@@ -143,14 +138,14 @@ def _header(plan: Plan, simulation: Simulation, width: int) -> list[str]:
             f" {rate_text(plan.global_batch / prediction.step_s)} samples/s,"
             f" {tflops_per_device(plan):.3g} TFLOPS per device",
         ),
-        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{asked}"),
+        ("bound", f"within {100 * prediction.bound_gap:.1f} % of the proven optimum of the cost model{for_shape}"),
         (
             "schedule",
             f"{_schedule_name(plan)}, {count_text(len(plan.stages), 'stage')},"
             f" {100 * simulation.bubble_fraction:.0f} % bubble; optimizer {plan.optimizer}",
         ),
         ("recompute", recompute_words(plan)),
-        ("weights", residency_words(plan)),
+        ("weights", sharding_words(plan)),
         ("precision", "" if plan.precision == "model" else plan.precision),
         ("codes", ", ".join(f"{what} in {code}" for what, code in plan.codes.items())),
     ]
@@ -277,27 +272,27 @@ def _schedule(plan: Plan, simulation: Simulation, width: int) -> list[str]:
 
 def _seconds(plan: Plan, width: int) -> list[str]:
     rows = []
-    least = _NEGLIGIBLE * plan.prediction.step_s
-    used = [
+    least_s = _NEGLIGIBLE_SHARE * plan.prediction.step_s
+    shown = [
         cause
         for cause in _CAUSES
-        if any(s.seconds.get(cause, 0.0) * _times(plan, cause) > least for s in plan.prediction.stages)
+        if any(s.seconds.get(cause, 0.0) * _times(plan, cause) > least_s for s in plan.prediction.stages)
     ]
     for stage in plan.prediction.stages:
-        found = [stage.seconds.get(c, 0.0) * _times(plan, c) for c in used]
-        # a transfer runs beside compute: the stage itself is busy with the rest only
+        seconds = [stage.seconds.get(c, 0.0) * _times(plan, c) for c in shown]
+        # a transfer overlaps compute: the stage itself is busy with the other causes only
         busy = plan.microbatches * (stage.forward_s + stage.backward_s) + stage.step_s
-        rows.append([*found, max(0.0, plan.prediction.step_s - busy)])
-    lines = _by_stage([*(_CAUSES[c] for c in used), "waiting"], rows, seconds_text, width)
-    if "transfer" in used:
-        lines.append("  transfers travel beside the rest; waiting is what the rest leaves of the step")
-    if "overlapped" in used:
-        lines.append("  hidden: of the gradients' reduction, what runs beside the last backward")
+        rows.append([*seconds, max(0.0, plan.prediction.step_s - busy)])
+    lines = _by_stage([*(_CAUSES[c] for c in shown), "idle"], rows, seconds_text, width)
+    if "transfer" in shown:
+        lines.append("  transfers overlap the other columns; idle = step minus the other columns")
+    if "overlapped" in shown:
+        lines.append("  overlapped: the part of the gradient reduction that runs during the last backward; in no sum")
     return lines
 
 
 def _times(plan: Plan, cause: str) -> int:
-    return 1 if cause in _ONCE else plan.microbatches
+    return 1 if cause in _STEP_CAUSES else plan.microbatches
 
 
 def _memory(plan: Plan, width: int) -> list[str]:
@@ -307,9 +302,10 @@ def _memory(plan: Plan, width: int) -> list[str]:
         sums.append(Counter())
         for cause, size in stage.memory_bytes.items():
             sums[-1][shown.get(cause, cause)] += size  # type: ignore[assignment]
-    names = list(dict.fromkeys(name for found in sums for name in found))
-    rows = [[*(found[name] for name in names), sum(found.values())] for found in sums]
-    return [*_by_stage([*names, "total"], rows, bytes_text, width), "  runtime: the framework, the batch, and messages"]
+    names = list(dict.fromkeys(name for by_cause in sums for name in by_cause))
+    rows = [[*(by_cause[name] for name in names), sum(by_cause.values())] for by_cause in sums]
+    legend_line = "  runtime = framework overhead, input batch, message buffers"
+    return [*_by_stage([*names, "total"], rows, bytes_text, width), legend_line]
 
 
 def _by_stage(
@@ -336,7 +332,7 @@ def _collectives(plan: Plan, width: int) -> list[str]:
             for name, count in counts
             if name.startswith("step ")
         )
-        summed = wire_words(plan.stages[index])
+        summed = gradient_reduction_words(plan.stages[index])
         rows.append(
             (
                 index,
@@ -361,14 +357,14 @@ def _alternatives(plan: Plan, width: int) -> list[str]:
         step_s = other.get("step_s")
         rows.append(
             [
-                f"pure {other['name']}",
+                f"{other['name']} parallel only",
                 "–" if step_s is None else seconds_text(step_s),
                 "–" if step_s is None else f"{step_s / plan.prediction.step_s:.2f}×",
                 str(other.get("microbatches", "–")),
                 str(other.get("why", "")),
             ]
         )
-    return table(["", "step", "against", "microbatches", "why"], rows, "<>>><", width, shrink=4)
+    return table(["", "step", "ratio", "microbatches", "why"], rows, "<>>><", width, shrink=4)
 
 
 def _prices(plan: Plan, width: int) -> list[str]:
@@ -376,12 +372,12 @@ def _prices(plan: Plan, width: int) -> list[str]:
     if text := _source_shares(plan):
         lines += wrap_lines(text, width, "  ", "    ")
     cluster = _cluster(plan)
-    seen: set[str] = set()
+    devices: set[str] = set()
     for host in cluster.hosts:
         device = host.device
-        if device.name in seen:
+        if device.name in devices:
             continue
-        seen.add(device.name)
+        devices.add(device.name)
         kinds = list(dict.fromkeys(curve.kind for curve in device.curves))
         if kinds:
             text = f"measured: {', '.join(kinds)}, memory rate and launch; everything else: roofline from these rates"
@@ -398,7 +394,7 @@ def _prices(plan: Plan, width: int) -> list[str]:
 
 
 def _source_shares(plan: Plan) -> str:
-    """How many of the busiest stage's seconds were measured; "" for a document that does not say."""
+    """The shares of the busiest stage's seconds that were measured, in words; "" for a document that does not say."""
     shares = source_shares(plan)
     if not shares:
         return ""
@@ -407,7 +403,7 @@ def _source_shares(plan: Plan) -> str:
         for words, sources in _SOURCES
         if any(shares.get(source) for source in sources)
     ]
-    return f"of the predicted seconds of the busiest stage {', '.join(parts)}"
+    return f"prices of the busiest stage: {', '.join(parts)}"
 
 
 def _notes(plan: Plan, graph: Graph | None) -> list[str]:
@@ -417,10 +413,10 @@ def _notes(plan: Plan, graph: Graph | None) -> list[str]:
     if idle and not any("idle" in note for note in notes):
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")
     if replicated_fraction(plan) >= 0.0005:
-        notes.append(f"{100 * replicated_fraction(plan):.1f} % of all FLOPs are done by several devices alike")
+        notes.append(f"{100 * replicated_fraction(plan):.1f} % of all FLOPs are repeated on several devices")
     if forced := plan.provenance.get("strategy"):
         shape = forced if isinstance(forced, str) else ", ".join(f"{key} {size}" for key, size in forced.items())
-        notes.append(f"the shape was asked for: {shape}")
+        notes.append(f"the parallel shape was given: {shape}")
     return notes
 
 
@@ -502,7 +498,7 @@ def tflops_per_device(plan: Plan) -> float:
 
 
 def replicated_fraction(plan: Plan) -> float:
-    """The share of all FLOPs that several devices do alike."""
+    """The share of all FLOPs that several devices repeat."""
     total = plan.prediction.flops + plan.prediction.replicated_flops
     return plan.prediction.replicated_flops / total if total else 0.0
 
@@ -538,16 +534,16 @@ def idle_text(plan: Plan) -> str:
 
 
 def _idle_reason(plan: Plan) -> str:
-    """Why a plan leaves devices idle, as far as the document tells."""
+    """The reason why a plan leaves devices idle, as far as the document tells."""
     if plan.provenance.get("strategy"):
-        return "the strategy that was asked for has no use for them"
+        return "the given strategy does not use them"
     whole = [(row["step_s"], row["name"]) for row in plan.prediction.alternatives if row.get("step_s")]
-    asked = " that keeps the constraints" if plan.provenance.get("constraints") else ""
+    constrained = " that keeps the constraints" if plan.provenance.get("constraints") else ""
     if not whole:
-        return f"no plan on more devices{asked} was predicted to be faster"
+        return f"no plan on more devices{constrained} was predicted to be faster"
     step_s, name = min(whole)
     return (
-        f"no plan on more devices{asked} was predicted to be faster (pure {name} on all of them: "
+        f"no plan on more devices{constrained} was predicted to be faster ({name} parallel only, on all of them: "
         f"{seconds_text(step_s)} a step, this plan {seconds_text(plan.prediction.step_s)})"
     )
 

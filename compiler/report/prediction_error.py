@@ -1,4 +1,4 @@
-"""A plan's prediction held against what its ranks measured, term by term, and which term explains the difference.
+"""Predicted against measured: a plan's step compared term by term with what its ranks measured, and the terms to blame.
 
 Every step of a stage falls into the same terms on both sides::
 
@@ -9,7 +9,7 @@ Every step of a stage falls into the same terms on both sides::
     recompute           what backwards run once more, with the collectives there
     collectives         inside forward and backward
     skew                waiting in them, or in the gradients', for a slower rank of the same stage
-    sends               starting them; the wire itself runs beside the ops
+    sends               starting messages; the transfer itself overlaps the ops
     waiting             for other stages: the bubble, transfers, tied weights, their longer end of the step; the loss
     gradient            what is left of its reduction after the last backward, and the gather of what was updated
     optimizer           clipping and the update
@@ -65,7 +65,7 @@ def predicted_terms(plan: Plan) -> list[dict[str, float]]:
 
 
 def _is_halved(plan: Plan) -> bool:
-    """Whether the plan's schedule has the gradients of weights apart."""
+    """True if the plan's schedule has weight-gradient backwards of their own."""
     schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked)
     return any(action.kind == "W" for row in schedule.actions for action in row)
 
@@ -170,11 +170,11 @@ class Clock:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether any message between stages takes time."""
+        """True if any message between stages takes time."""
         return any(transfer.forward_s for transfer in self.plan.transfers)
 
     def run(self, replaced: Mapping[tuple[int, str], Mapping[str, float]], transfers: float = 1.0) -> float:
-        """Seconds of the step with these (stage, term)s as the mappings say, and transfers so many times longer."""
+        """Simulate the step with the measured seconds of these (stage, term)s, and transfers so many times longer."""
         extra = [dict.fromkeys(("forward", "backward", "weights", "once"), 0.0) for _ in self.stages]
         for (stage, name), measured in replaced.items():
             more, added = measured[name] - self.expected[stage][name], extra[stage]
@@ -200,7 +200,8 @@ class Clock:
 
 
 def _with_extra(stage: StagePrediction, extra: Mapping[str, float]) -> StagePrediction:
-    """A stage that takes so much longer per microbatch ("once": per step), all its chunks in proportion."""
+    """The prediction of a stage that takes ``extra`` longer per microbatch ("once": per step), all its chunks in
+    proportion."""
     before = weight_seconds(stage)
     forward = max(0.0, stage.forward_s + extra["forward"])
     backward = max(0.0, stage.backward_s + extra["backward"] + extra["weights"])

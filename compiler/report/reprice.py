@@ -1,7 +1,7 @@
-"""The same decisions at other prices: a plan read again with the measurements of another cluster.
+"""Repricing: the same decisions of a plan with the prices of another cluster.
 
 Every op keeps its labels, every parameter, input and boundary its placement; only the prediction is new. Recalibration,
-edited plans and benchmarks ask for this; nothing is searched.
+edited plans and benchmarks use this; nothing is searched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
 
     The bound and the alternatives are of the search on the old prices and fall away: ``bound_s`` is the step. Raises
     ValueError if the cluster has another number of devices than the plan, or if the plan's decisions do not fit the
-    graph (``validation.require`` says more).
+    graph (``validation.require_valid`` says more).
     """
     if cluster.num_devices != plan.num_devices:
         raise ValueError(
@@ -56,14 +56,16 @@ def reprice(plan: Plan, graph: Graph, cluster: Cluster) -> Plan:
         small, cluster, layering.needs_grad, plan.schedule, plan.microbatches, plan.optimizer, parts,
         plan.code("activations"),
     )  # fmt: skip
-    kept = [n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)]
+    notes_kept = [
+        n for n in plan.prediction.notes if not (n.startswith("memory of stage") or " are compressed by " in n)
+    ]
     prediction = Prediction(
         step_s=step.step_s,
         bound_s=step.step_s,
         stages=step.stages,
         flops=plan.prediction.flops,
         replicated_flops=plan.prediction.replicated_flops,
-        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *kept))),
+        notes=tuple(dict.fromkeys((*lossy_notes(plan.stages, plan.codes), *notes_kept))),
         sources=step.sources,
     )
     provenance = {**plan.provenance, "cluster": cluster.fingerprint()}

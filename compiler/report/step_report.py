@@ -1,6 +1,6 @@
-"""What a report says: every term of a step predicted against measured, memory beside it, and what to blame.
+"""The report of a run: every term of a step predicted against measured, memory, and the terms to blame.
 
-Values and their words; ``prediction_error`` makes them from a plan and what its ranks measured.
+This module has the values and their text; ``prediction_error`` computes them from a plan and its ranks' measurements.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ __all__ = ["THRESHOLD", "Report", "Term", "relative_error"]
 
 
 THRESHOLD = 0.2  # relative error of the step beyond which terms are blamed
-_SHARE = 0.15  # of the difference: terms that explain less are not worth a sentence
+_LEAST_SHARE = 0.15  # of the difference: terms that explain less are not worth a sentence
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of one stage, seconds per step, the mean over the stage's ranks; ``times``: how often it happens in a
-    step; ``effect_s``: how much longer the step is with this term as measured and all others as predicted."""
+    """One term of one stage: seconds per step, the mean over the stage's ranks."""
 
     stage: int
     name: str
     predicted_s: float
     measured_s: float
+    #: count per step
     times: int = 1
+    #: seconds that the step gets longer with this term as measured and all others as predicted
     effect_s: float = 0.0
 
     @property
@@ -50,8 +51,10 @@ class Report:
     measured_bubble: float | None
     terms: tuple[Term, ...]
     ranks: tuple[RankTimes, ...]
-    predicted_peak_bytes: tuple[float, ...]  # by stage, of the fullest device, the framework's share included
-    predicted_live_bytes: tuple[float, ...]  # by stage, without the framework's share
+    #: by stage, of the fullest device, the framework's share included
+    predicted_peak_bytes: tuple[float, ...]
+    #: by stage, without the framework's share
+    predicted_live_bytes: tuple[float, ...]
     threshold: float = THRESHOLD
     notes: tuple[str, ...] = ()
 
@@ -62,7 +65,7 @@ class Report:
 
     @property
     def drifted(self) -> bool:
-        """Whether the step is off by more than the threshold."""
+        """True if the step is off by more than the threshold."""
         return self.error is not None and abs(self.error) > self.threshold
 
     def blamed(self) -> list[tuple[Term, float]]:
@@ -72,7 +75,7 @@ class Report:
             return []
         difference = self.measured_step_s - self.predicted_step_s
         shares = [(term, term.effect_s / difference) for term in self.terms]
-        return sorted((s for s in shares if s[1] >= _SHARE), key=lambda entry: -entry[1])[:3]
+        return sorted((s for s in shares if s[1] >= _LEAST_SHARE), key=lambda entry: -entry[1])[:3]
 
     def findings(self) -> list[str]:
         """A sentence for each blamed term, and what to do; empty within the threshold."""
@@ -95,7 +98,7 @@ class Report:
         return out
 
     def text(self, width: int = 100) -> str:
-        """For a terminal of ``width`` columns."""
+        """Return the report as text for a terminal of ``width`` columns."""
         if self.measured_step_s is None or self.error is None:
             return (
                 f"Predicted {seconds_text(self.predicted_step_s)} a step; no step has been measured yet: train a few, "

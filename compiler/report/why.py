@@ -1,4 +1,4 @@
-"""Why a plan has a choice, and what every other one would cost.
+"""``Plan.why``: the cost of every alternative to a choice of a plan.
 
 The stage of the op is one problem again (``stage``). Everything in other layers stays as the plan has it; in the
 op's own layer the rest may answer. For each choice c of the op
@@ -44,25 +44,28 @@ from ..text import bytes_text, seconds_text, table
 __all__ = ["ChoiceRow", "Why", "why"]
 
 
-OWN = ("op", "parameter")
-SHOWN = 12  # rows of a table as text, per subject
-MOST = 6  # ops of a module that are looked at, the heavy ones first
+OPERATOR_KINDS = ("op", "parameter")
+MAX_ROWS = 12  # rows of a table as text, per subject
+MAX_OPS = 6  # ops of a module that are looked at, the heavy ones first
 
 
 @dataclass(frozen=True)
 class ChoiceRow:
-    """One choice of one subject (an op, "weights of LAYER", "recompute of LAYER"): seconds per step and bytes per
-    device more than what was chosen takes (inf: impossible), and why it was not chosen; "" for what was."""
+    """One choice of one subject, compared with the choice that the plan has."""
 
+    #: an op, "weights of LAYER" or "recompute of LAYER"
     subject: str
     label: str
+    #: seconds per step more than the plan's choice takes; inf if impossible
     seconds: float
+    #: bytes per device more than the plan's choice takes; inf if impossible
     bytes: float
+    #: the reason why it was not chosen; "" for the plan's choice
     reason: str
 
     @property
     def chosen(self) -> bool:
-        """Whether the plan has it."""
+        """True for the plan's own choice."""
         return not self.reason
 
 
@@ -89,11 +92,11 @@ class Why:
                     "" if row.chosen else _more(row.bytes, bytes_text),
                     "chosen" if row.chosen else row.reason,
                 )
-                for row in rows[:SHOWN]
+                for row in rows[:MAX_ROWS]
             ]
             lines += ["", *table((subject, "per step", "per device", ""), cells, "<>><")]
-            if len(rows) > SHOWN:
-                lines.append(f"  and {len(rows) - SHOWN} more")
+            if len(rows) > MAX_ROWS:
+                lines.append(f"  and {len(rows) - MAX_ROWS} more")
         return "\n".join(lines)
 
 
@@ -126,7 +129,7 @@ class _Question:
         self.layer_of = self.layering.layer_of
         self.parameters = {n.meta["source"].name: n.name for n in graph.placeholders("parameter")}
 
-    # ---- what is asked about
+    # ---- the subject
 
     def answer(self, name: str) -> Why:
         layers = [layer.name for layer in self.layering.layers]
@@ -138,20 +141,20 @@ class _Question:
             stage = self._stage(layer)
             return Why(name, stage, (*self._modes(stage, layer), *self._residencies(stage, layer)))
         ops = [op for op in self.layer_of if op_name(self.nodes[op]) != "getitem"]
-        found = [op for op in ops if op == name or self._inside(op, name)]
-        if not found:
+        ops_named = [op for op in ops if op == name or self._inside(op, name)]
+        if not ops_named:
             modules = {self.nodes[op].meta["module"] for op in ops} - {""}
-            known = [*layers, *sorted(modules), *self.parameters, *ops]
-            near = get_close_matches(name, known, 3, 0.3) or known[:3]
+            names = [*layers, *sorted(modules), *self.parameters, *ops]
+            near = get_close_matches(name, names, 3, 0.3) or names[:3]
             raise ValueError(
                 f"why asks about a layer, module, op or weight of the model, but got {name!r}; "
                 f"use one like {', '.join(near)}"
             )
-        found.sort(key=lambda op: rule_for(self.nodes[op]).cost_kind not in HEAVY_KINDS)
+        ops_named.sort(key=lambda op: rule_for(self.nodes[op]).cost_kind not in HEAVY_KINDS)
         rows: list[ChoiceRow] = []
-        for op in found[:MOST]:
+        for op in ops_named[:MAX_OPS]:
             rows += self._marginals(self._stage(self.layer_of[op]), self.layer_of[op], op, op)
-        return Why(name, self._stage(self.layer_of[found[0]]), tuple(rows))
+        return Why(name, self._stage(self.layer_of[ops_named[0]]), tuple(rows))
 
     def _inside(self, op: str, module: str) -> bool:
         path = self.nodes[op].meta["module"]
@@ -180,8 +183,8 @@ class _Question:
 
     def _weights(self, layer: int) -> list[str]:
         ops = self.layering.layers[layer].ops
-        found = [o.name for op in ops for o in tensor_operands(self.nodes[op]) if o.op == "placeholder"]
-        return [name for name in dict.fromkeys(found) if self.nodes[name].meta["source"].kind == "parameter"]
+        placeholders = [o.name for op in ops for o in tensor_operands(self.nodes[op]) if o.op == "placeholder"]
+        return [name for name in dict.fromkeys(placeholders) if self.nodes[name].meta["source"].kind == "parameter"]
 
     def _section(self, stage: int, layer: int, pinned: Mapping[str, str], mode: str | None = None) -> Section:
         """The chunk of ``layer`` with these pins, and this layer in recompute ``mode`` (None: the plan's)."""
@@ -207,8 +210,8 @@ class _Question:
         chunks = in_flight_formula(plan.schedule, stage, len(plan.stages), plan.microbatches, plan.chunks_asked)
         return -(-chunks // plan.num_chunks)
 
-    def _room(self, stage: int) -> float:
-        """Bytes that the stage's devices have beyond what the plan predicts for them."""
+    def _free_bytes(self, stage: int) -> float:
+        """The bytes that the plan's prediction leaves free on the fullest device of a stage."""
         devices = [self.cluster.device(d) for d in self.plan.stages[stage].devices]
         predicted = self.plan.prediction.stages[stage]
         used = predicted.peak_bytes - predicted.memory_bytes.get("framework", 0.0)
@@ -223,24 +226,26 @@ class _Question:
         section = self._section(stage, layer, {name: text for name, text in pinned.items() if name not in free})
         flight = self._flight(stage)
         problem = section.problem(flight)
-        place = next(i for i, (n, k) in enumerate(zip(section.names, section.kinds)) if n == node and k in OWN)
-        found = _min_marginals(problem, place)
+        place = next(
+            i for i, (n, k) in enumerate(zip(section.names, section.kinds)) if n == node and k in OPERATOR_KINDS
+        )
+        marginals = _min_marginals(problem, place)
         if chosen not in problem.operators[place].labels:  # what the plan has is left out of the search now
             return [ChoiceRow(subject, chosen, 0.0, 0.0, "")]
         labels = problem.operators[place].labels
-        held = [self._bytes(section, problem, choice) for _, choice in found]
+        held = [self._bytes(section, problem, choice) for _, choice in marginals]
         base = labels.index(chosen)
         rows = [
             self._row(
                 stage,
                 subject,
                 label,
-                (seconds - found[base][0]) * self.plan.microbatches,
+                (seconds - marginals[base][0]) * self.plan.microbatches,
                 size - held[base],
                 label == chosen,
                 _runs(choice),
             )
-            for label, (seconds, _), size, choice in zip(labels, found, held, section.choices[place])
+            for label, (seconds, _), size, choice in zip(labels, marginals, held, section.choices[place])
         ]
         return sorted(rows, key=lambda row: (not row.chosen, row.seconds))
 
@@ -252,14 +257,14 @@ class _Question:
     def _row(
         self, stage: int, subject: str, label: str, seconds: float, size: float, chosen: bool, runs: bool
     ) -> ChoiceRow:
-        """runs: whether the runtime can run it."""
+        """A row of the table. runs: the runtime can execute it."""
         if chosen:
             return ChoiceRow(subject, label, 0.0, 0.0, "")
         if not isfinite(seconds):
             return ChoiceRow(subject, label, inf, inf, "impossible here")
-        room = self._room(stage)
-        if size > room:
-            missing = bytes_text(size - room)
+        free = self._free_bytes(stage)
+        if size > free:
+            missing = bytes_text(size - free)
             return ChoiceRow(subject, label, seconds, size, f"does not fit: {missing} missing")
         if seconds > 1e-12:
             return ChoiceRow(subject, label, seconds, size, "slower")
@@ -323,8 +328,11 @@ class _Question:
 def _min_marginals(problem: Problem, place: int) -> list[tuple[float, tuple[int, ...] | None]]:
     """Per choice of one operator the least seconds with it, and the assignment."""
     try:
-        found = eliminate(problem, keep=[place], byte_weight=1e-30)
-        return [(float(cost), found.assignment([c]) if isfinite(cost) else None) for c, cost in enumerate(found.cost)]
+        marginals = eliminate(problem, keep=[place], byte_weight=1e-30)
+        return [
+            (float(cost), marginals.assignment([c]) if isfinite(cost) else None)
+            for c, cost in enumerate(marginals.cost)
+        ]
     except TooWide:
         return [_one(problem, place, c) for c in range(len(problem.operators[place].labels))]
 
@@ -340,14 +348,14 @@ def _one(problem: Problem, place: int, c: int) -> tuple[float, tuple[int, ...] |
 
 def _best(problem: Problem) -> tuple[int, ...] | None:
     try:
-        found = eliminate(problem, byte_weight=1e-30)
-        return found.assignment() if np.isfinite(found.cost) else None
+        solution = eliminate(problem, byte_weight=1e-30)
+        return solution.assignment() if np.isfinite(solution.cost) else None
     except TooWide:
         return getattr(solve(problem), "choice", None)
 
 
 def _runs(choice: Choice) -> bool:
-    """Whether the runtime has a program for a choice of an op or a weight."""
+    """True if the runtime has a program for a choice of an op or a weight."""
     if isinstance(choice, MeshChoice):
         return choice.executable
     return not isinstance(choice, ParameterSharding) or choice.pattern in PATTERNS

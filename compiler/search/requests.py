@@ -19,6 +19,7 @@ from ..errors import InfeasibleError
 from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph
 from ..plan.plan import Plan
+from ..plan.validation import require_valid
 from .driver import best_plans, search_plans, start_search, with_provenance, without_gc
 from .optimality import proof_processes, with_bounds
 from .request import PlanRequest
@@ -65,7 +66,7 @@ def search_all(make: Make, graph: Graph, request: PlanRequest) -> list[list[Plan
         if error is not None:
             raise error
         assert refused is not None
-        refused.require_executable()
+        require_valid(refused, runnable=True)
     return searches
 
 

@@ -196,7 +196,7 @@ def _gradients(leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
 
 
 def _difference(runs: _Runs, dtype: torch.dtype | None) -> str:
-    """What differs first, in words; "" if nothing does."""
+    """The first difference, in words; "" if there is none."""
     (loss, grads), (other_loss, others) = runs
     narrow = min((x.dtype for x in grads.values() if x is not None), key=lambda d: d.itemsize, default=loss.dtype)
     tolerance = TOLERANCES.get(dtype or narrow, 1e-3)

@@ -77,7 +77,7 @@ def check_choice(
     operands: list[torch.Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """What is wrong with one choice on one mesh, in words; an empty list if execution confirms it.
+    """List the faults of one choice on one mesh, in words; empty if execution confirms the choice.
 
     Raises ValueError if the choice is not offered, and whatever the op itself raises when run whole.
     """
@@ -115,9 +115,9 @@ def check_choice(
         logs: list[list[tuple[str, str, int, int]]] = []
 
         def device(comm: LockstepComm) -> DeviceRun:
-            mine = [parts[comm.rank] for parts in dealt]
+            blocks = [parts[comm.rank] for parts in dealt]
             against = [parts[comm.rank] for parts in dealt_cotangents]
-            run = run_op(call, node, mine, against, comm, whole.double, whole.frozen)
+            run = run_op(call, node, blocks, against, comm, whole.double, whole.frozen)
             if comm.rank == 0:
                 logs.append(list(comm.log))
             return run
@@ -127,9 +127,11 @@ def check_choice(
         return [f"running it split fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
 
     for k, (expected, pair) in enumerate(zip(whole.run.outputs, choice.outputs)):
-        wanted = local_shape(expected.shape, pair.value, mesh_shape)
-        if runs[0].outputs[k].shape != wanted:
-            problems.append(f"output {k} has local shape {tuple(runs[0].outputs[k].shape)} where {pair} means {wanted}")
+        block_shape = local_shape(expected.shape, pair.value, mesh_shape)
+        if runs[0].outputs[k].shape != block_shape:
+            problems.append(
+                f"output {k} has local shape {tuple(runs[0].outputs[k].shape)} where {pair} means {block_shape}"
+            )
             continue
         problems += _compare(f"output {k}", [run.outputs[k] for run in runs], pair.value, expected, mesh_shape, rtol)
     for k, (expected_gradient, pair) in enumerate(zip(whole.run.gradients, choice.inputs)):
@@ -142,8 +144,8 @@ def check_choice(
 
     ran = Counter(entry[:3] for entry in logs[0]) if logs else Counter()
     claimed: Counter[tuple[str, str, int]] = Counter()
-    for axis, one in choice.internal:
-        claimed[one.phase, one.kind, axis] += one.count
+    for axis, message in choice.internal:
+        claimed[message.phase, message.kind, axis] += message.count
     if ran != claimed:
         problems.append(f"it runs collectives {dict(ran)}, but claims {dict(claimed)}")
     return problems
@@ -154,7 +156,7 @@ def _uneven(
     columns: Iterable[tuple[str, Sequence[Pair], Sequence[torch.Tensor]]],
     mesh_shape: tuple[int, ...],
 ) -> Iterator[str]:
-    """What a choice that cannot be run says wrongly of shapes, and of messages along axes that are not there."""
+    """Faults of a choice that cannot be run: uneven shapes, and messages along axes that do not exist."""
     for side, pairs, tensors in columns:
         for k, (pair, tensor) in enumerate(zip(pairs, tensors)):
             parts = [1] * tensor.dim()
@@ -209,7 +211,7 @@ def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 6
     operands = [operand.meta["type"] for operand in tensor_operands(node)]
     offered = {tuple(pair.value[0] for pair in choice.inputs) for choice in mesh_choices(node, (size,))}
     options = [[R, *(S(dim) for dim, extent in enumerate(kind.shape) if extent % size == 0)] for kind in operands]
-    found: list[str] = []
+    missing: list[str] = []
     samples: list[WholeOp] = []
     for placements in itertools.islice(itertools.product(*options), 1, max_tries + 1):
         if placements in offered:
@@ -224,8 +226,8 @@ def missing_splits(node: Node, size: int = 2, seeds: int = 5, max_tries: int = 6
             if not results:
                 break
         texts = [" ".join(map(str, outputs)) for outputs in results or ()]
-        found += [f"{' '.join(map(str, placements))} -> {text}" for text in sorted(texts)]
-    return found
+        missing += [f"{' '.join(map(str, placements))} -> {text}" for text in sorted(texts)]
+    return missing
 
 
 def _naive_outputs(node: Node, cuts: tuple[Placement, ...], size: int, whole: WholeOp) -> set[tuple[Placement, ...]]:
@@ -271,8 +273,9 @@ def _has_sizes(node: Node, shape: tuple[int, ...]) -> bool:
 
 @dataclass
 class RuleReport:
-    """What the checker found over some graphs. checked: choices per op signature; the rest: texts by signature."""
+    """The findings of the checker over some graphs, by op signature."""
 
+    #: number of choices that were checked
     checked: dict[str, int] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
     missing: dict[str, list[str]] = field(default_factory=dict)
@@ -284,8 +287,8 @@ class RuleReport:
         rows: dict[str, list[int]] = {}
         for name, choices in self.checked.items():
             row = rows.setdefault(name.partition("(")[0], [0, 0, 0, 0])
-            found = (1, choices, len(self.wrong.get(name, ())), len(self.missing.get(name, ())))
-            row[:] = [old + new for old, new in zip(row, found)]
+            counts = (1, choices, len(self.wrong.get(name, ())), len(self.missing.get(name, ())))
+            row[:] = [old + new for old, new in zip(row, counts)]
         width = max(map(len, rows), default=2)
         lines = [f"{'op':{width}}  forms  choices  wrong  missing"]
         lines += [f"{op:{width}}  {n:5}  {c:7}  {w:5}  {m:7}" for op, (n, c, w, m) in sorted(rows.items())]
@@ -371,12 +374,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     module, _, name = options.source.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         parser.error(f"source is package.module:name, but got {options.source!r} ({error})")
     with Progress(transient=True) as bar:
         task = bar.add_task("capturing", total=None)
-        graphs = _graphs(found, options.batch)
+        graphs = _graphs(function, options.batch)
 
         def shown(nodes: Sequence[Node]) -> Iterator[Node]:
             bar.update(task, description="checking", total=len(nodes))

@@ -1,4 +1,4 @@
-"""The chunks of a plan as local programs in the order of the model, and who sends what to whom."""
+"""The chunks of a plan as local programs in the order of the model, and the messages between them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlacedChunk:
         return list(end.args[0])
 
     def layout(self, spec: Spec) -> MeshLayout:
-        """Where a tensor of this spec lies on the part's devices."""
+        """The layout of a tensor of this spec on the part's devices."""
         return MeshLayout(self.devices, self.mesh_shape, spec)
 
 

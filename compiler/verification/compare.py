@@ -1,4 +1,4 @@
-"""The devices' parts of a tensor against the tensor, and what may lie behind a difference."""
+"""Comparison of the devices' parts of a tensor with the whole tensor, and the likely cause of a difference."""
 
 from __future__ import annotations
 
@@ -56,18 +56,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found. compared: tensors; worst: the largest relative error among them, of ``worst_tensor``;
-    first_difference: of the first tensor that is off, in the order of the forward, then of the backward; notes: what
-    was not looked at. True in a condition if nothing differs."""
+    """The result of ``verify``. True in a condition if nothing differs."""
 
     ok: bool
+    #: number of tensors
     compared: int
+    #: the largest relative error, which is that of ``worst_tensor``
     worst: float
     worst_tensor: str
     microbatches: int
     microbatch_size: int
     dtype: str
+    #: of the first tensor that is off, in the order of the forward, then of the backward
     first_difference: Difference | None = None
+    #: what was not compared
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -119,15 +121,15 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 
 def spread(blocks: Sequence[Tensor], spec: Spec, mesh_shape: Sequence[int]) -> tuple[float, int]:
-    """How far apart replicas are at most, and along which axis."""
-    found = (0.0, -1)
+    """The largest difference between replicas, and its axis."""
+    widest = (0.0, -1)
     for axis, placement in enumerate(spec):
         stride = prod(mesh_shape[axis + 1 :])
         for rank, block in enumerate(blocks):
             index = rank // stride % mesh_shape[axis]
             if placement == R and index:
-                found = max(found, (gap(block, blocks[rank - index * stride]), axis))
-    return found
+                widest = max(widest, (gap(block, blocks[rank - index * stride]), axis))
+    return widest
 
 
 def difference(

@@ -130,8 +130,8 @@ class LockstepComm:
             raise ValueError(f"all rows are sent, but got counts {list(sent)} for {x.shape[0]} rows")
         parts = self._exchange(x, "all_to_all", axis, "uneven")
         counts = self._exchange(torch.tensor(list(sent)), "all_to_all", axis, "counts", logged=False)
-        here = self.index(axis)
-        pieces = [part.split(count.tolist())[here] for part, count in zip(parts, counts)]
+        position = self.index(axis)
+        pieces = [part.split(count.tolist())[position] for part, count in zip(parts, counts)]
         if [len(piece) for piece in pieces] != list(received):
             raise ValueError(f"{list(received)} rows are to arrive, but got {[len(piece) for piece in pieces]}")
         return torch.cat(pieces)
@@ -139,17 +139,17 @@ class LockstepComm:
     def exchange(
         self, before: torch.Tensor | None, after: torch.Tensor | None, axis: int, cyclic: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the neighbours along the axis sent: the one before its ``after``, the one behind its ``before``."""
+        """Return ``after`` of the neighbour before this device along the axis, and ``before`` of the one behind it."""
         from_before = None if after is None else self._neighbour(after, axis, -1, cyclic)
         return from_before, None if before is None else self._neighbour(before, axis, 1, cyclic)
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """What the device at ``source`` sent, which is here at once."""
-        came = self._exchange(x.contiguous(), "send", axis, "one")[source]
-        return lambda: came
+        """Receive the tensor that the device at ``source`` sent, without delay."""
+        received = self._exchange(x.contiguous(), "send", axis, "one")[source]
+        return lambda: received
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> CompletedArrival:
-        """The sum over the axes, which is here at once."""
+        """Sum over the axes, without delay."""
         for axis in axes:
             x = self.all_reduce(x, axis)
         return CompletedArrival(x)
@@ -194,15 +194,15 @@ class LockstepComm:
         group.barrier.wait(group.timeout_s)
         posts = list(group.slots)
         group.barrier.wait(group.timeout_s)
-        here = group.coordinates[self.rank]
-        asked = {post[:3] for post in posts}
-        if len(asked) > 1:
-            raise UnlikeError(f"all devices ask for the same collective, but got {sorted(map(str, asked))}")
+        coordinates = group.coordinates[self.rank]
+        requests = {post[:3] for post in posts}
+        if len(requests) > 1:
+            raise UnlikeError(f"all devices ask for the same collective, but got {sorted(map(str, requests))}")
         if axis < 0:
             return [x]
         line = [
             rank
             for rank, there in enumerate(group.coordinates)
-            if there[:axis] + there[axis + 1 :] == here[:axis] + here[axis + 1 :]
+            if there[:axis] + there[axis + 1 :] == coordinates[:axis] + coordinates[axis + 1 :]
         ]
         return [posts[rank][3] for rank in line]

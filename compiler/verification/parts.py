@@ -109,8 +109,8 @@ class Devices:
                 raise FailedError(None, error) from error
             return dict(zip(tracked, grads, strict=True))
 
-        found = self._run(device, microbatch)
-        out = {name: [one.get(name) for one in found] for name in tracked}
+        gradients = self._run(device, microbatch)
+        out = {name: [one.get(name) for one in gradients] for name in tracked}
         self._accumulate(out)
         return out
 
@@ -127,7 +127,7 @@ class Devices:
     # ---- tensors
 
     def tensor(self, microbatch: int, node: str) -> Parts:
-        """What the devices hold of a node of this microbatch's forward."""
+        """The devices' parts of a node of this microbatch's forward."""
         return [one[node] for one in self.saved[microbatch]]
 
     def resharded(self, blocks: Parts, source: Spec, target: Spec) -> Parts:

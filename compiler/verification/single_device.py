@@ -28,15 +28,17 @@ Key = tuple[int, str]  # (index of a part, name of a node in its program)
 
 @dataclass
 class WholeRun:
-    """What one microbatch is: every tensor and gradient by where it stands in the parts (None: no gradient reaches
-    it), and each weight's gradient."""
+    """All tensors and gradients of one microbatch, keyed by their place in the parts."""
 
     loss: Tensor
     values: dict[Key, Tensor]
+    #: None: no gradient reaches the tensor
     gradients: dict[Key, Tensor | None]
+    #: the gradient of each weight
     weights: dict[str, Tensor | None]
     largest_gradient: float = 0.0
-    sizes: dict[Key, float] = field(default_factory=dict)  # the largest magnitude of a tensor and of what it is made of
+    #: the largest magnitude of a tensor and of its operands
+    sizes: dict[Key, float] = field(default_factory=dict)
 
 
 class SingleDevice:
@@ -60,28 +62,28 @@ class SingleDevice:
         trained = {n.meta["source"].name: n.meta["source"].requires_grad for n in self.graph.placeholders("parameter")}
         leaves = {name: x.clone().requires_grad_(trained[name]) for name, x in self.weights.items()}
         at: dict[Key, Any] = {}
-        made: dict[tuple[int, str], Any] = {}  # (part, tensor) → as the part has it first
+        first_copies: dict[tuple[int, str], Any] = {}  # (part, tensor) → as the part has it first
         loss: Tensor | None = None
         written: dict[str, Tensor] = {}
         for part in self.parts:
             for slot, node in zip(part.program.slots, part.nodes):
                 at[part.index, node.name] = self._slot(part, slot.kind, slot.name, slot.node, inputs, leaves, at)
-                made[part.index, slot.node] = at[part.index, node.name]
+                first_copies[part.index, slot.node] = at[part.index, node.name]
             for node in part.nodes[len(part.program.slots) :]:
-                at[part.index, node.name] = self._node(part.index, node, at, made)
+                at[part.index, node.name] = self._node(part.index, node, at, first_copies)
             for exit, node in zip(part.program.exits, part.results, strict=True):
                 if exit.kind == "loss":
                     loss = at[part.index, node.name]
                 elif exit.kind == "buffer":
-                    written[exit.name] = made[part.index, exit.node].detach()
+                    written[exit.name] = first_copies[part.index, exit.node].detach()
         self.buffers.update(written)
         assert loss is not None, "the graph has no loss"
         values = {key: x for key, x in at.items() if isinstance(x, Tensor)}
         return self._gradients(loss, values, leaves, scale)
 
     def _slot(
-        self, part: PlacedChunk, kind: str, name: str, node: str, inputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor],
-        at: Mapping[Key, Any],
+        self, part: PlacedChunk, kind: str, name: str, node: str, inputs: Mapping[str, Tensor],
+        leaves: Mapping[str, Tensor], at: Mapping[Key, Any],
     ) -> Tensor:  # fmt: skip
         if kind == "receive":
             sender = self.parts[part.origins[name]]
@@ -121,16 +123,16 @@ class SingleDevice:
     ) -> WholeRun:
         tracked: dict[Any, Tensor] = {key: x for key, x in values.items() if x.requires_grad}
         tracked.update({name: leaf for name, leaf in leaves.items() if leaf.requires_grad})
-        found: dict[Any, Tensor | None] = {}
+        gradients: dict[Any, Tensor | None] = {}
         if tracked and loss.requires_grad:
             seeds = torch.full_like(loss, scale, requires_grad=False)
             grads = torch.autograd.grad(loss, list(tracked.values()), seeds, allow_unused=True)
-            found = dict(zip(tracked, grads, strict=True))
+            gradients = dict(zip(tracked, grads, strict=True))
         run = WholeRun(
             loss.detach(),
             {key: x.detach() for key, x in values.items()},
-            {key: found.get(key) for key in values},
-            {name: found.get(name) for name in leaves},
+            {key: gradients.get(key) for key in values},
+            {name: gradients.get(name) for name in leaves},
         )
         run.largest_gradient = max((_size(x) for x in run.gradients.values() if x is not None), default=0.0)
         for part in self.parts:

@@ -41,14 +41,14 @@ def example_node(target: Any, *args: Any, **kwargs: Any) -> Node:
     """A graph node that calls ``target`` with tensors in ``args`` and ``kwargs`` as placeholders, typed by running
     it on them."""
     graph = torch.fx.Graph()
-    made: dict[int, Node] = {}
+    nodes_by_id: dict[int, Node] = {}
 
     def place(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if id(value) not in made:
-                made[id(value)] = graph.placeholder(f"x{len(made)}")
-                made[id(value)].meta["type"] = TensorType(tuple(value.shape), value.dtype)
-            return made[id(value)]
+            if id(value) not in nodes_by_id:
+                nodes_by_id[id(value)] = graph.placeholder(f"x{len(nodes_by_id)}")
+                nodes_by_id[id(value)].meta["type"] = TensorType(tuple(value.shape), value.dtype)
+            return nodes_by_id[id(value)]
         if isinstance(value, list | tuple):
             return type(value)(place(item) for item in value)
         return value
@@ -65,9 +65,9 @@ def example_node(target: Any, *args: Any, **kwargs: Any) -> Node:
 def random_operands(node: Node, generator: torch.Generator) -> list[torch.Tensor]:
     """Operands that the rule makes itself (``example_operands``), or normal floats and integers 0 and 1, by dtype
     and shape."""
-    made = rule_for(node).example_operands(node, generator)
-    if made is not None:
-        return made
+    examples = rule_for(node).example_operands(node, generator)
+    if examples is not None:
+        return examples
     return [random_tensor(operand.meta["type"], generator) for operand in tensor_operands(node)]
 
 
@@ -137,7 +137,7 @@ def close(a: torch.Tensor, b: torch.Tensor, rtol: float) -> bool:
 
 @dataclass
 class DeviceRun:
-    """What one device computed: outputs, and one gradient per operand (None: no gradient reaches it)."""
+    """The results of one device: outputs, and one gradient per operand (None: no gradient reaches it)."""
 
     outputs: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
@@ -190,16 +190,16 @@ def run_op(
     frozen: frozenset[int],
 ) -> DeviceRun:
     """One device's forward, and its backward against ``cotangents``; operands in ``frozen`` take no gradient."""
-    wanted = [k for k, x in enumerate(operands) if x.is_floating_point() and k not in frozen]
-    leaves = [x.detach().clone().requires_grad_(k in wanted) for k, x in enumerate(operands)]
+    trained = [k for k, x in enumerate(operands) if x.is_floating_point() and k not in frozen]
+    leaves = [x.detach().clone().requires_grad_(k in trained) for k, x in enumerate(operands)]
     # an op may refuse leaves; a view of them makes ordinary intermediate tensors
     outputs = call_op(call, node, [x.view_as(x) for x in leaves], comm, double)
     comm.phase = "backward"
     tracked = [(y, g) for y, g in zip(outputs, cotangents) if y.requires_grad and g is not None]
     gradients: list[torch.Tensor | None] = [None] * len(leaves)
-    if tracked and wanted:
+    if tracked and trained:
         ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
-        for k, gradient in zip(wanted, torch.autograd.grad(ys, [leaves[k] for k in wanted], gs, allow_unused=True)):
+        for k, gradient in zip(trained, torch.autograd.grad(ys, [leaves[k] for k in trained], gs, allow_unused=True)):
             gradients[k] = gradient
     return DeviceRun([y.detach() for y in outputs], gradients)
 
@@ -233,16 +233,16 @@ class WholeOp:
 
 def run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generator) -> WholeOp:
     """Run the node itself on one device, in float64 if the op can; raises what the op raises."""
-    one = LockstepGroup((1,))
+    group = LockstepGroup((1,))
     call = (node.target, node.args, dict(node.kwargs))
 
     def attempt(double: bool, frozen: frozenset[int]) -> WholeOp:
         inputs = [x.double() if double and x.is_floating_point() else x for x in operands]
-        outputs = one.run(lambda comm: call_op(call, node, inputs, comm, double))[0]
+        outputs = group.run(lambda comm: call_op(call, node, inputs, comm, double))[0]
         kinds = [TensorType(tuple(y.shape), y.dtype) for y in outputs]
         cotangents = [random_tensor(kind, generator) if kind.is_float else None for kind in kinds]
         try:
-            run = one.run(lambda comm: run_op(call, node, inputs, cotangents, comm, double, frozen))[0]
+            run = group.run(lambda comm: run_op(call, node, inputs, cotangents, comm, double, frozen))[0]
         except RuntimeError as error:
             also = _undifferentiable(node, str(error)) - frozen
             if not also:

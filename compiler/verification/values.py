@@ -22,16 +22,18 @@ NOISE = 0.1
 
 def weights_of(model: nn.Module, graph: Graph, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Parameters by name, floats in ``dtype`` (None: each in its own), none of them constant."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    return {source.name: _weight(source.name, found[source.name], dtype) for source in _sources(graph, "parameter")}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        source.name: _weight(source.name, parameters[source.name], dtype) for source in _sources(graph, "parameter")
+    }
 
 
 def buffers_of(model: nn.Module, graph: Graph, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Buffers by name, floats in ``dtype`` (None: each in its own), otherwise as they are; zeros (or ones, for
     variances) on the meta device."""
-    found, out = dict(model.named_buffers(remove_duplicate=False)), {}
+    buffers, out = dict(model.named_buffers(remove_duplicate=False)), {}
     for source in _sources(graph, "buffer"):
-        x = found[source.name].detach()
+        x = buffers[source.name].detach()
         if x.is_meta:
             fill = torch.ones if source.name.endswith("var") else torch.zeros
             x = fill(x.shape, dtype=x.dtype)

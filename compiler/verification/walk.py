@@ -1,4 +1,4 @@
-"""``verify``: a plan's devices against one device, in the order of the schedule."""
+"""``verify``: every tensor of a plan's devices compared with one device, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..frontend.mixed_precision import in_precision
 from ..ir.graph import Graph, op_name, output_of
 from ..ir.spec import Pair, Spec, spec_text, without_partials
 from ..plan.plan import ParameterSharding, Plan
-from ..plan.validation import require
+from ..plan.validation import require_valid
 from .capture_check import check_capture as compare_capture
 from .chunk_programs import PlacedChunk, actions_of, parts_of, shrunk
 from .compare import Difference, Tolerance, Verification, difference
@@ -45,7 +45,7 @@ def verify(
     seed: int = 0,
     check_capture: bool = True,
 ) -> Verification:
-    """Whether a plan computes what one device computes: a small numerical check in this process, without the cluster.
+    """Check numerically that a plan computes what one device computes, in this process and without the cluster.
 
     Every device of every stage runs its local program (devices are threads), tensors go from stage to stage as at run
     time, in the order of the schedule. Each op's output, each reshard, transfer, loss, new buffer, gradient of a tensor
@@ -67,7 +67,7 @@ def verify(
     kwargs = dict(example_kwargs or {})
     args = tuple(example_inputs)
     captured = capture(model, args, kwargs, tuple(targets), loss_fn, batch_dims)
-    require(plan, captured)
+    require_valid(plan, captured)
     if not any(result.kind == "loss" for result in captured.results):
         raise ValueError("a check needs gradients, but got a model without a loss; give loss_fn, or a model with one")
     missed = compare_capture(model, captured, args, kwargs, tuple(targets), loss_fn) if check_capture else ""
@@ -90,8 +90,8 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a comparison is of."""
+class _Subject:
+    """The tensor that a comparison is about."""
 
     kind: str
     part: PlacedChunk
@@ -102,7 +102,7 @@ class _Told:
 
 
 @dataclass
-class _Found:
+class _Findings:
     compared: int = 0
     worst: float = 0.0
     worst_tensor: str = ""
@@ -130,15 +130,15 @@ class _Walk:
                 raise ValueError(
                     f"a check needs a finite loss, but got {float(run.loss)}; give other inputs or weights"
                 )
-        self.found = _Found()
+        self.findings = _Findings()
         self.reduced: dict[str, list[tuple[PlacedChunk, Parts, Spec]]] = {}  # weight → its gradients, part by part
         self.homes = [self._homes(part) for part in self.parts]
         self.devices = []
         for part, homes in zip(self.parts, self.homes, strict=True):
             stored = {name: home.stored for name, home in homes.items()}
-            one = Devices(part, self.weights, buffers, constants, stored, wide)
-            one.seed, one.step = seed, STEP
-            self.devices.append(one)
+            devices = Devices(part, self.weights, buffers, constants, stored, wide)
+            devices.seed, devices.step = seed, STEP
+            self.devices.append(devices)
 
     def _homes(self, part: PlacedChunk) -> Mapping[str, ParameterSharding]:
         return self.plan.stages[part.stage].chunks[part.chunk].parameters
@@ -174,9 +174,9 @@ class _Walk:
         for position, node in enumerate(part.nodes):
             if "pair" in node.meta and isinstance(devices.saved[microbatch][0][node.name], Tensor):
                 kind = "transfer" if position < len(received) and node.name in received else "value"
-                told = _Told(kind, part, node.meta["tensor"], node.meta["pair"].value, microbatch,
+                subject = _Subject(kind, part, node.meta["tensor"], node.meta["pair"].value, microbatch,
                              (0, microbatch, part.index, position))  # fmt: skip
-                self._compare(told, node.name, devices.tensor(microbatch, node.name), lambda run: run.values)
+                self._compare(subject, node.name, devices.tensor(microbatch, node.name), lambda run: run.values)
 
     def _received(self, part: PlacedChunk, name: str, pair: Pair, microbatch: int) -> Parts:
         source = self.parts[part.origins[name]]
@@ -193,16 +193,16 @@ class _Walk:
             if several := back.pop((part.index, exit.name, microbatch), []) if exit.kind == "send" else []:
                 arrived[exit.name] = [sum(parts[1:], parts[0]) for parts in zip(*several, strict=True)]
         try:
-            found = devices.backward(microbatch, arrived, 1 / self.count)
+            gradients = devices.backward(microbatch, arrived, 1 / self.count)
         except FailedError as error:
             self._stop(part, error, microbatch)
         for position, node in enumerate(part.nodes):
             if "pair" in node.meta and self.truth[microbatch].values[part.index, node.name].is_floating_point():
-                told = _Told("gradient", part, node.meta["tensor"], node.meta["pair"].cotangent, microbatch,
+                subject = _Subject("gradient", part, node.meta["tensor"], node.meta["pair"].cotangent, microbatch,
                              (1, microbatch, -part.index, -position))  # fmt: skip
-                self._compare_gradient(told, node, found.get(node.name))
+                self._compare_gradient(subject, node, gradients.get(node.name))
         for slot in part.program.slots:
-            grads = found.get(slot.node)
+            grads = gradients.get(slot.node)
             if slot.kind == "receive" and grads is not None:
                 self._return(part, slot.name, slot.pair, grads, microbatch, back)
 
@@ -221,10 +221,10 @@ class _Walk:
         arrived = moved(blocks, exit.type.shape, *ends)
         back.setdefault((source.index, name, microbatch), []).append(arrived)
         node = next(s.node for s in part.program.slots if s.name == name and s.kind == "receive")
-        told = _Told("gradient transfer", source, name, ends[1].spec, microbatch, (1, microbatch, -part.index, 1))
+        subject = _Subject("gradient transfer", source, name, ends[1].spec, microbatch, (1, microbatch, -part.index, 1))
         expected = self.truth[microbatch].gradients[part.index, node]
         if expected is not None:
-            self._check(told, arrived, expected, self._gradient_size(microbatch, expected))
+            self._check(subject, arrived, expected, self._gradient_size(microbatch, expected))
 
     # ---- weights
 
@@ -237,8 +237,10 @@ class _Walk:
             home = self.homes[part.index][slot.name]
             blocks = devices.resharded(devices.gradients[slot.name], home.leaf.cotangent, home.gradient)
             self.reduced.setdefault(slot.name, []).append((part, blocks, home.gradient))
-            told = _Told("weight gradient", part, slot.name, home.gradient, None, (2, part.index, len(self.reduced)))
-            self._check_weight(told, blocks, [run.gradients[part.index, slot.node] for run in self.truth])
+            subject = _Subject(
+                "weight gradient", part, slot.name, home.gradient, None, (2, part.index, len(self.reduced))
+            )
+            self._check_weight(subject, blocks, [run.gradients[part.index, slot.node] for run in self.truth])
 
     def _tie(self) -> None:
         """Weights that several parts hold: the sum where the first has it."""
@@ -247,16 +249,18 @@ class _Walk:
             for away, blocks, there in several[1:]:
                 more = moved(blocks, self.weights[name].shape, away.layout(there), part.layout(spec))
                 total = [a + b for a, b in zip(total, more, strict=True)]
-            told = _Told("weight gradient", part, name, spec, None, (3, 0, 0))
-            self._check_weight(told, total, [run.weights[name] for run in self.truth])
+            subject = _Subject("weight gradient", part, name, spec, None, (3, 0, 0))
+            self._check_weight(subject, total, [run.weights[name] for run in self.truth])
 
-    def _check_weight(self, told: _Told, blocks: Parts, grads: Sequence[Tensor | None]) -> None:
+    def _check_weight(self, told: _Subject, blocks: Parts, grads: Sequence[Tensor | None]) -> None:
         expected = sum((x for x in grads if x is not None), torch.zeros_like(self.weights[told.tensor]))
         self._check(told, blocks, expected, self._gradient_size(0, expected))
 
     # ---- comparing
 
-    def _compare(self, told: _Told, node: str, blocks: Parts, values: Callable[[WholeRun], Mapping[Any, Any]]) -> None:
+    def _compare(
+        self, told: _Subject, node: str, blocks: Parts, values: Callable[[WholeRun], Mapping[Any, Any]]
+    ) -> None:
         assert told.microbatch is not None
         key = (told.part.index, node)
         expected = values(self.truth[told.microbatch])[key]
@@ -264,7 +268,7 @@ class _Walk:
         others = [values(run)[key] for i, run in enumerate(self.truth) if i != told.microbatch]
         self._check(told, [x.detach() for x in blocks], expected, size, others)
 
-    def _compare_gradient(self, told: _Told, node: Node, grads: Sequence[Tensor | None] | None) -> None:
+    def _compare_gradient(self, told: _Subject, node: Node, grads: Sequence[Tensor | None] | None) -> None:
         assert told.microbatch is not None
         key = (told.part.index, node.name)
         expected = self.truth[told.microbatch].gradients[key]
@@ -285,17 +289,19 @@ class _Walk:
     def _gradient_size(self, microbatch: int, expected: Tensor) -> float:
         return max(_largest(expected), self.tolerance.floor * self.truth[microbatch].largest_gradient)
 
-    def _check(self, told: _Told, blocks: Parts, expected: Tensor, size: float, others: Sequence[Tensor] = ()) -> None:
+    def _check(
+        self, told: _Subject, blocks: Parts, expected: Tensor, size: float, others: Sequence[Tensor] = ()
+    ) -> None:
         size = size or 1.0
         mesh = told.part.mesh_shape
         error, cause = difference(blocks, told.spec, mesh, expected, size, self.tolerance, others)
-        self.found.compared += 1
-        if error > self.found.worst:
-            self.found.worst, self.found.worst_tensor = error, f"{told.kind} of {told.tensor}"
+        self.findings.compared += 1
+        if error > self.findings.worst:
+            self.findings.worst, self.findings.worst_tensor = error, f"{told.kind} of {told.tensor}"
         if not error <= self.tolerance.relative:
-            self.found.differences.append((told.order, self._difference(told, error, size, cause)))
+            self.findings.differences.append((told.order, self._difference(told, error, size, cause)))
 
-    def _difference(self, told: _Told, error: float, size: float, cause: str) -> Difference:
+    def _difference(self, told: _Subject, error: float, size: float, cause: str) -> Difference:
         node = self.nodes.get(told.tensor)
         maker = None if node is None or node.op == "placeholder" else output_of(node)[0]
         op, module = ("", "") if maker is None else (op_name(maker), str(maker.meta.get("module", "")))
@@ -312,20 +318,20 @@ class _Walk:
             ((i, n) for i, n in enumerate(part.nodes) if n.name == error.node), (len(part.nodes), part.nodes[-1])
         )
         order = (0, microbatch, part.index, position) if forward else (1, microbatch, -part.index, 0)
-        told = _Told("value" if forward else "gradient", part, node.meta["tensor"], (), microbatch, order)
+        subject = _Subject("value" if forward else "gradient", part, node.meta["tensor"], (), microbatch, order)
         cause = f"a device fails there: {error}"
-        self.found.differences.append((order, self._difference(told, float("inf"), 1.0, cause)))
+        self.findings.differences.append((order, self._difference(subject, float("inf"), 1.0, cause)))
         raise _StoppedError from error
 
     def verification(self, missed: str) -> Verification:
         """The result. missed: what was not compared, in words."""
-        first = min(self.found.differences, key=lambda found: found[0], default=None)
+        first = min(self.findings.differences, key=lambda found: found[0], default=None)
         notes = [text for text in (missed,) if text]
         notes += [f"gradients are summed exactly here, not in code {c}" for c in sorted(_codes(self.plan))]
         if self.plan.precision != "model":
             notes.append(f"everything is computed in {self.dtype}, not in {self.plan.precision}")
         return Verification(
-            first is None, self.found.compared, self.found.worst, self.found.worst_tensor, self.count,
+            first is None, self.findings.compared, self.findings.worst, self.findings.worst_tensor, self.count,
             self.plan.microbatch_size, self.dtype, None if first is None else first[1], tuple(notes),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from ...compiler.ir.spec import Spec
 from ...compiler.pipeline.schedule import Place
 from ...compiler.plan.boundaries import BoundaryMetadata, links_of
 from ...compiler.plan.plan import BUCKET_BYTES, Plan
-from ...compiler.plan.validation import is_asynchronous
+from ...compiler.plan.validation import is_asynchronous, require_valid
 from ..collectives.worker import LANES
 from ..errors import NonFiniteGradient, NonFiniteLoss
 from ..parameters.gradient_all_reduce import GradientAllReduce
@@ -86,7 +86,7 @@ class Session:
         options: SessionOptions | None = None,
     ) -> None:
         options = options or SessionOptions()
-        _check_plan(plan)
+        require_valid(plan, runnable=True)  # the document alone: whoever has the graph has compared them before
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, options.clip_grad_norm, options.seed, options.data
         self.compiler = options.compiler
         # every phase communicates: all ranks go through them in this order
@@ -460,14 +460,6 @@ class Session:
         process so far."""
         actions = [(action.label, action.seconds) for action in self.trace.actions()]
         return {**self._seconds, "actions": actions, "peak_bytes": peak_bytes(self.device)}
-
-
-def _check_plan(plan: Plan) -> None:
-    """ValueError for a plan that contradicts itself (a person may have edited it) or asks for what this runtime does
-    not do."""
-    if faults := plan.check():
-        raise ValueError(f"a plan must be consistent, but got {'; '.join(faults[:3])}; plan again")
-    plan.require_executable()
 
 
 def _buffers(plan: Plan, boundaries: Mapping[Place, BoundaryMetadata]) -> list[dict[str, Spec]]:

@@ -145,7 +145,7 @@ def test_keyword_targets_and_built_in_ones(folder: Path, capsys: pytest.CaptureF
         (("fly",), 2, "invalid choice: 'fly'"),
         (("plan", "gpt-9b", "--cluster", "p3.16xlarge"), 2, "did you mean"),
         (("plan", "cli_targets:tiny"), 2, "--cluster"),
-        (("plan", "cli_targets:tiny", "--cluster", "p5"), 2, "a cluster is a file, local or one of"),
+        (("plan", "cli_targets:tiny", "--cluster", "p5"), 2, "unknown cluster 'p5': not a preset (p3.16xlarge, "),
         (("plan", "cli_targets:none", "--cluster", "p3.16xlarge"), 2, "AttributeError"),
         (("plan", "no_such_module:x", "--cluster", "p3.16xlarge"), 2, "ModuleNotFoundError"),
         (("plan", "cli_targets:broken", "--cluster", "p3.16xlarge"), 2, "RuntimeError: no weights here"),

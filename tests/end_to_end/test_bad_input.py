@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.compiler.errors import CaptureError, InfeasibleError
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.plan import PLAN_VERSION
-from meshwright.compiler.plan.validation import check_plan
+from meshwright.compiler.plan.validation import validate
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 from meshwright.runtime.errors import NonFiniteLoss
 from torch import Tensor, nn
@@ -358,17 +358,17 @@ def test_check_finds_bad_edits_of_pipelines(edit: str) -> None:
         net(), "p3.16xlarge", example_inputs=BATCHES[0], strategy="pp2", microbatches=2, executable=True
     ).to_json()
     graph = capture(net(), BATCHES[0])
-    assert check_plan(mw.Plan.from_json(made), graph) == []
+    assert validate(mw.Plan.from_json(made), graph) == []
     data = json.loads(json.dumps(made))
     PIPELINE_EDITS[edit][0](data)
-    faults = check_plan(mw.Plan.from_json(data), graph)
+    faults = validate(mw.Plan.from_json(data), graph)
     assert any(re.search(PIPELINE_EDITS[edit][1], fault) for fault in faults), faults
 
 
 @pytest.mark.parametrize("edit", list(EDITS))
 def test_check_finds_bad_edits(tmp_path: Path, edit: str) -> None:
     plan = saved(str(tmp_path / "plan.json"), EDITS[edit][0])
-    faults = check_plan(plan, capture(net(), BATCHES[0]))
+    faults = validate(plan, capture(net(), BATCHES[0]))
     assert any(re.search(EDITS[edit][1], fault) for fault in faults), faults
 
 

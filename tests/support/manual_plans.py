@@ -19,7 +19,7 @@ from meshwright.compiler.ir.graph import Graph, op_name, output_of, tensor_opera
 from meshwright.compiler.ir.spec import P, Pair, R, without_partials
 from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.plan.plan import ParameterSharding, Plan
-from meshwright.compiler.plan.validation import check_plan
+from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.rules.prune import Pruner
 
@@ -140,7 +140,7 @@ def equals_one_device(
     The plan, and what each rank of ``train`` returned."""
     graph, plan, expected, parameters = one_device(name, options)
     plan = by_hand(graph, plan, mesh, wish)
-    assert check_plan(plan, graph) == []
+    assert validate(plan, graph) == []
     planned = {k: v * STEPS for k, v in lower(graph.with_batch(BATCH), plan, 0).collectives.items()}
     results = ranks.run(prod(mesh), train, name, plan.to_json(), options, timeout_s=240.0)
     for losses, _, counts, _ in results:

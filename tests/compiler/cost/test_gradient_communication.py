@@ -21,6 +21,7 @@ from meshwright.compiler.cost.gradient_reduction import (
 from meshwright.compiler.cost.pricing import MeshPricer, gradient_route, gradient_routes
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.plan.plan import Plan
+from meshwright.compiler.plan.validation import require_valid
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
@@ -250,7 +251,7 @@ def test_a_lossy_plan_says_so(graph):
     text = made.explain(width=200)
     assert "which is lossy" in text
     assert all(f"compressed by {code} (" in text for code in codes)
-    made.require_executable()
+    require_valid(made, runnable=True)
 
 
 def test_a_code_that_gains_little_is_not_taken_by_itself(graph):

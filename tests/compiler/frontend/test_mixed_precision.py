@@ -14,7 +14,7 @@ from meshwright.compiler.frontend.mixed_precision import check_precision, in_pre
 from meshwright.compiler.ir.graph import TensorType, op_name, types_of
 from meshwright.compiler.ir.precision import PRECISIONS
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.plan.validation import check_plan
+from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
@@ -187,7 +187,7 @@ def test_a_document_is_repriced_in_its_precision(graph, tmp_path):
     assert mixed.precision == "fp16"
     mixed.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert check_plan(loaded, graph, H100) == []
+    assert validate(loaded, graph, H100) == []
     again = reprice(loaded, graph, H100)
     assert again.prediction.step_s == pytest.approx(mixed.prediction.step_s, rel=1e-12)
     assert [dict(s.memory_bytes) for s in again.prediction.stages] == [

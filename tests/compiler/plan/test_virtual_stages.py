@@ -10,7 +10,7 @@ from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.pipeline.families import generate, virtual_order
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.plan.plan import Plan, Stage
-from meshwright.compiler.plan.validation import model_faults
+from meshwright.compiler.plan.validation import require_valid, validate
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.predict import simulate_plan
@@ -45,7 +45,7 @@ def chunked(plan, graph, schedule):
 def test_chunks_are_priced_as_the_stages_that_they_were(graph, four, schedule):
     plan = chunked(four, graph, schedule)
     assert plan.check() == []
-    assert model_faults(plan, graph) == []
+    assert validate(plan, graph) == []
     before, places = four.prediction.stages, virtual_order(schedule, 2, 2)
     seen = plan.prediction.stages
     for (stage, chunk), old in zip(places, before, strict=True):
@@ -98,7 +98,7 @@ def test_the_document_is_read_and_shown(graph, four, tmp_path):
     text = plan.explain(graph)
     assert "interleaved with 2 chunks per stage" in text
     assert "not executable yet" not in text
-    plan.require_executable()
+    require_valid(plan, runnable=True)
     document = json.loads(json.dumps(plan.to_json()))
     document["transfers"][0]["target_chunk"] = 5
     assert any("has no chunk 5" in fault for fault in Plan.from_json(document).check())

@@ -10,8 +10,9 @@ import pytest
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.intra_op.stage_cost import CAUSES
 from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.ir.spec import Placement
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.plan.validation import check_plan, require
+from meshwright.compiler.plan.validation import require_valid, validate
 from meshwright.compiler.report.describe import axis_names, axis_roles, layer_rows, layer_span, op_summary
 from meshwright.compiler.report.explain import explain, summary_json
 from meshwright.compiler.search.parallel_shape import parse_strategy
@@ -132,7 +133,7 @@ def test_the_page_has_every_part(mixed: Plan) -> None:
     assert mixed.model in text
     assert "64 = 8 microbatches × 8 samples" in text
     assert "stage 0: mesh 2 data × 2 tensor" in text
-    assert "the shape was asked for: pp 2, dp 2, tp 2" in text
+    assert "the parallel shape was given: pp 2, dp 2, tp 2" in text
     count = mixed.prediction.stages[0].collectives["forward all_reduce"]
     assert f"stage 0: {count} × forward all-reduce" in text
     assert len(re.findall(r"^  stage [01] .*[0-9₀-₉]$|^  stage [01] .*[=·]+$", text, re.MULTILINE)) >= 2
@@ -154,12 +155,12 @@ def test_equal_stages_are_told_together(graph: Graph) -> None:
     assert text.count("Plan\n") == 1
 
 
-def test_what_else_there_was(automatic: Plan) -> None:
+def test_alternatives_are_listed(automatic: Plan) -> None:
     text = explain(automatic)
     assert {row["name"] for row in automatic.prediction.alternatives} == {"data", "tensor", "pipeline"}
-    part = text.split("What else there was\n")[1].split("\n\n")[0]
+    part = text.split("Alternatives\n")[1].split("\n\n")[0]
     for row in automatic.prediction.alternatives:
-        line = next(line for line in part.splitlines() if f"pure {row['name']}" in line)
+        line = next(line for line in part.splitlines() if f"{row['name']} parallel only" in line)
         expected = "–" if row["step_s"] is None else seconds_text(row["step_s"])
         assert expected in line
 
@@ -228,29 +229,29 @@ def test_a_wide_table_is_stacked() -> None:
 
 
 def test_a_fresh_plan_holds(mixed: Plan, graph: Graph) -> None:
-    assert check_plan(mixed, graph, CLUSTER) == []
-    require(mixed, graph, CLUSTER)
-    assert check_plan(Plan.from_json(json.loads(json.dumps(mixed.to_json()))), graph.with_batch(16), CLUSTER) == []
+    assert validate(mixed, graph, CLUSTER) == []
+    require_valid(mixed, graph, CLUSTER)
+    assert validate(Plan.from_json(json.loads(json.dumps(mixed.to_json()))), graph.with_batch(16), CLUSTER) == []
 
 
 def test_another_model_is_refused_with_the_difference(mixed: Plan) -> None:
     model, args, kwargs = gpt(device="meta", layers=3)
     other = capture(model, args, kwargs)
-    faults = check_plan(mixed, other)
+    faults = validate(mixed, other)
     assert "only in the plan: 6 × aten.linear.default" in faults[0]
     assert any("which the model does not have" in fault for fault in faults)
     with pytest.raises(ValueError, match=r"this plan is for another model: .* 6 × aten\.linear\.default"):
-        require(mixed, other)
+        require_valid(mixed, other)
     wider = capture(*gpt(device="meta", layers=4, tied=False))
     with pytest.raises(ValueError, match="the same ops, but other shapes, constants or connections"):
-        require(replace(mixed, model_ops=mixed.model_ops), wider)
+        require_valid(replace(mixed, model_ops=mixed.model_ops), wider)
 
 
 def test_another_cluster_is_refused_with_the_difference(mixed: Plan, graph: Graph) -> None:
     two = Cluster.preset("p3.16xlarge", 2)
-    assert "the cluster differs: 8 devices against 16" in check_plan(mixed, graph, two)
+    assert "the cluster differs: 8 devices against 16" in validate(mixed, graph, two)
     with pytest.raises(ValueError, match=r"this plan is for another cluster: .*8 devices against 16"):
-        require(mixed, graph, two)
+        require_valid(mixed, graph, two)
 
 
 def edited(plan: Plan, **changes: object) -> Plan:
@@ -262,15 +263,38 @@ def edited(plan: Plan, **changes: object) -> Plan:
 
 def test_edits_that_do_not_hold_are_named(mixed: Plan, graph: Graph) -> None:
     chunk = mixed.stages[0].chunks[0]
-    (fault,) = check_plan(edited(mixed, ops={**chunk.ops, "linear": ("b0", "sideways")}), graph)
+    (fault,) = validate(edited(mixed, ops={**chunk.ops, "linear": ("b0", "sideways")}), graph)
     assert "stage 0: linear (aten.linear.default) may be split by" in fault
     assert "'sideways'" in fault
-    (fault,) = check_plan(edited(mixed, ops={k: v for k, v in chunk.ops.items() if k != "linear"}), graph)
+    (fault,) = validate(edited(mixed, ops={k: v for k, v in chunk.ops.items() if k != "linear"}), graph)
     assert fault == "op linear of the model is in no stage"
-    (fault,) = check_plan(edited(mixed, ops={**chunk.ops, "invented": ("b0", "o")}), graph)
+    (fault,) = validate(edited(mixed, ops={**chunk.ops, "invented": ("b0", "o")}), graph)
     assert fault == "stage 0 names op invented, which the model does not have"
     name = "blocks.0.attention.query.weight"
-    (fault,) = check_plan(edited(mixed, parameters={k: v for k, v in chunk.parameters.items() if k != name}), graph)
+    (fault,) = validate(edited(mixed, parameters={k: v for k, v in chunk.parameters.items() if k != name}), graph)
     assert fault == f"parameter {name} of the model is in no stage"
     with pytest.raises(ValueError, match=r"the plan does not hold: .*not divisible"):
-        require(replace(mixed, microbatches=7))
+        require_valid(replace(mixed, microbatches=7))
+
+
+def test_what_the_runtime_cannot_execute_is_a_fault_only_where_it_must_run(mixed: Plan, graph: Graph) -> None:
+    assert validate(mixed, graph, CLUSTER, runnable=True) == []
+    name, home = next(iter(mixed.stages[0].chunks[0].parameters.items()))
+    custom = replace(home, optimizer=(Placement("S", 0), *home.optimizer[1:]), reduce="step", gather="microbatch")
+    plan = edited(mixed, parameters={**mixed.stages[0].chunks[0].parameters, name: custom})
+    assert custom.pattern == "custom"
+    assert (plan.check(), validate(plan, graph, CLUSTER)) == ([], [])
+    (fault,) = validate(plan, graph, CLUSTER, runnable=True)
+    assert [fault] == plan.not_executable(graph) == [f"parameters in a custom sharding (1: {name})"]
+    with pytest.raises(ValueError, match=r"the runtime cannot execute this plan: parameters in a .*; plan again"):
+        require_valid(plan, runnable=True)
+
+
+def test_all_faults_are_listed_and_the_first_rule_is_raised(mixed: Plan, graph: Graph) -> None:
+    broken = replace(edited(mixed, ops={}), microbatches=7)
+    faults = validate(broken, graph, Cluster.preset("p3.16xlarge", 2), runnable=True)
+    assert faults[0] == "global_batch 64 is not divisible by microbatches 7"
+    assert any("of the model is in no stage" in fault for fault in faults)
+    assert any(fault.startswith("the cluster differs") for fault in faults)
+    with pytest.raises(ValueError, match=r"^the plan does not hold: global_batch 64 [^;]*; plan again, or correct "):
+        require_valid(broken, graph)

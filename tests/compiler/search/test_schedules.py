@@ -16,7 +16,7 @@ from meshwright.compiler.pipeline.stage_dp import bound_of
 from meshwright.compiler.pipeline.table import LagrangianBound, LowerBounds, StageConstraints
 from meshwright.compiler.pipeline.virtual_stages import quick_bound
 from meshwright.compiler.plan.plan import Plan
-from meshwright.compiler.plan.validation import model_faults
+from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.optimality import family_bounds
 from meshwright.compiler.search.other_schedules import TIE_TOLERANCE, simplest_index
@@ -67,7 +67,7 @@ def test_every_family_gives_a_plan_by_name(graph, cluster, by_name, schedule, tm
     assert plan.num_chunks > 1 or schedule not in ("interleaved", "zb-v")
     assert 0 < plan.prediction.bound_s <= plan.prediction.step_s
     assert plan.check() == []
-    assert model_faults(plan, graph) == []
+    assert validate(plan, graph) == []
     assert not any("memory of stage" in note for note in plan.prediction.notes)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

@@ -17,6 +17,7 @@ from meshwright.compiler.ir.ops.local_ops import dropout
 from meshwright.compiler.memory.abstract_run import AbstractComm
 from meshwright.compiler.pipeline.families import delay, generate, in_flight_formula, lag_steps, stashed_versions
 from meshwright.compiler.pipeline.schedule import in_flight, validate
+from meshwright.compiler.plan.validation import require_valid
 from torch import nn
 from torch.func import functional_call
 
@@ -265,7 +266,7 @@ def test_refuses_weights_that_two_stages_share() -> None:
         schedule="pipedream",
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"the weight '.*' on stages 0 and 1, whose versions would differ"):
-        plan.require_executable()
+        require_valid(plan, runnable=True)
 
 
 def converge() -> tuple[float, float]:
@@ -351,7 +352,10 @@ def test_what_is_left_open_is_what_it_runs_with() -> None:
     plan = asked(precision="auto", communication="auto-lossy")
     assert (plan.schedule, plan.precision) == ("pipedream", "model")
     assert {wire.compressor for stage in plan.stages for wire in stage.wire} <= {"none"}
-    with pytest.raises(ValueError, match="schedule pipedream in precision bf16; plan again without"):
+    with pytest.raises(
+        ValueError,
+        match="the runtime cannot execute this plan: schedule pipedream in precision bf16; plan again without",
+    ):
         asked(precision="bf16")
     with pytest.raises(ValueError, match=r"sums gradients exactly, but got .* leave out int8"):
         asked(communication={"gradients": "int8"})
