@@ -168,8 +168,8 @@ def _may_have_gradient(node: Node) -> bool:
 
 
 def normalize_arguments(graph: Graph) -> None:
-    """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops without
-    operands."""
+    """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops
+    without operands."""
     for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
         node.target = aten.view.default
     for node in _find(graph, aten.view.default, aten.expand.default):
@@ -266,8 +266,8 @@ def refuse_generators(graph: Graph) -> None:
 
 
 def split_cross_entropy(graph: Graph) -> None:
-    """Replace cross entropy over class indices by its sum and count, so that parts of a batch add up; with class weights
-    it stays as it is."""
+    """Replace cross entropy over class indices by its sum and count, so that parts of a batch add up; with class
+    weights it stays as it is."""
     for node in _find(graph, aten.cross_entropy_loss.default):
         arguments = _arguments(node)
         logits, target = arguments["self"], arguments["target"]
@@ -324,8 +324,8 @@ def _before_views(node: Node) -> Node:
 
 
 def split_batch_norm(graph: Graph) -> None:
-    """Replace training batch norm by ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval batch
-    norm stays."""
+    """Replace training batch norm by ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval
+    batch norm stays."""
     for node in _find(graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
         arguments, outputs = _arguments(node), _outputs(node)
         if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):
