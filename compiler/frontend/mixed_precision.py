@@ -13,8 +13,8 @@
 Everything else follows from the types of the graph: rates of matmuls and attention, bytes that ops and messages move,
 bytes saved for backward. A model that computes in 16 bits already (no parameter is of float32) is left as it is. The
 graph keeps the fingerprint of the model that was captured, so a plan says which model it is for, and in
-``Plan.precision`` how it is computed. Norms, softmax and other reductions read and write 16 bits, with PyTorch's float32 sums inside.
-Sums of activations over devices (tensor parallelism) are of 16 bits.
+``Plan.precision`` how it is computed. Norms, softmax and other reductions read and write 16 bits, with PyTorch's
+float32 sums inside. Sums of activations over devices (tensor parallelism) are of 16 bits.
 """
 
 from __future__ import annotations

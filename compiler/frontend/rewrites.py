@@ -168,8 +168,8 @@ def _may_have_gradient(node: Node) -> bool:
 
 
 def normalize_arguments(graph: Graph) -> None:
-    """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only on ops
-    without operands."""
+    """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only
+    on ops without operands."""
     for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
         node.target = aten.view.default
     for node in _find(graph, aten.view.default, aten.expand.default):

@@ -85,15 +85,16 @@ class Comm(Protocol):
         ...
 
     def start_send(self, x: torch.Tensor, axis: int, to: int, source: int) -> Callable[[], torch.Tensor]:
-        """Begin to send ``x`` to the device at coordinate ``to`` of the axis. The returned function waits for the tensor
-        of the same shape that the device at ``source`` sends here.
+        """Begin to send ``x`` to the device at coordinate ``to`` of the axis. The returned function waits for the
+        tensor of the same shape that the device at ``source`` sends here.
 
         Every device of the axis sends once and receives once. Until then ``x`` must not be written.
         """
         ...
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
-        """Begin to sum ``x`` over the axes, on every device. Until the sum arrives ``x`` must not be read or written."""
+        """Begin to sum ``x`` over the axes, on every device. Until the sum arrives ``x`` must not be read or
+        written."""
         ...
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:

@@ -8,13 +8,13 @@ count needs targets alone, which are known from the beginning. In a local progra
     total  = cross_entropy(logits, target)[0]
     loss   = total / arrived(count)
 
-So no device waits in its forward for the slowest one, and the quotient is an addend of the loss (``loss``).
+So no device waits in its forward for the slowest one, and the quotient is an addend of the loss.
 
-If each device has an addend (P) of the loss and nothing else reads it, a program returns this device's addend. Its gradient is
-that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
-microbatches, so the runtime adds up the addends of a step and sums them over the mesh axes once, at its end. A mean over a
-count that is known only from the data is an addend divided by that count, which is summed in every microbatch, early
-(``loss``).
+If each device has an addend (P) of the loss and nothing else reads it, a program returns this device's addend. Its
+gradient is that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
+microbatches, so the runtime adds up the addends of a step and sums them over the mesh axes once, at its end. A mean
+over a count that is known only from the data is an addend divided by that count, which is summed in every microbatch,
+early (``early_count``).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[ReshardStep])
 
 
 def _hoist_target(graph: torch.fx.Graph, target: Node) -> Node:
-    """Move the ops that make ``target`` from inputs alone to the front of the program; returns the node behind which the
-    target is known. A target that needs communicating ops stays where it is."""
+    """Move the ops that make ``target`` from inputs alone to the front of the program; returns the node behind which
+    the target is known. A target that needs ops of this package stays where it is."""
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     makers: dict[Node, None] = {}
     waiting = [target]
@@ -110,5 +110,6 @@ def deferrable_losses(graph: Graph) -> frozenset[str]:
 
 
 def exit_pair(pair: Pair) -> Pair:
-    """The pair in which a deferrable loss leaves a program that makes it in ``pair``: addends stay, all else is whole."""
+    """The pair in which a deferrable loss leaves a program that makes it in ``pair``: addends stay, all else is
+    whole."""
     return Pair(tuple(P if placement == P else R for placement in pair.value), (R,) * len(pair.value))

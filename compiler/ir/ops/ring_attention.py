@@ -19,7 +19,8 @@ parallelism, arXiv:2407.21783), which see the same number of keys together whate
 
 Keys behind the queries are left out, those before them are used without a mask.
 
-The attention to one block of keys, and its part in the gradients, add up block by block. With S = scale · Q Kᵀ + mask, and b for a block of the keys,
+The attention to one block of keys, and its part in the gradients, add up block by block. With S = scale · Q Kᵀ + mask,
+and b for a block of the keys,
 
     L_b = log Σ_(j in b) exp S_j          O_b = Σ_(j in b) exp(S_j - L_b) V_j
 
@@ -88,8 +89,8 @@ class _Ring:
         return prod(self.comm.size(a) for a in self.axes[: self.axes.index(axis)])
 
     def send(self, x: Tensor, axis: int, distance: int = 1) -> Callable[[], Tensor]:
-        """Begin to send ``x`` to the device ``distance`` further along the axis, cyclically. The returned function waits
-        for the tensor from the device as far behind."""
+        """Begin to send ``x`` to the device ``distance`` further along the axis, cyclically. The returned function
+        waits for the tensor from the device as far behind."""
         index, size = self.comm.index(axis), self.comm.size(axis)
         return self.comm.start_send(x, axis, (index + distance) % size, (index - distance) % size)
 
@@ -99,7 +100,8 @@ class _Ring:
         return [next(a for a, minor in zip(self.axes, sizes) if step % minor == 0) for step in range(1, self.count)]
 
     def round(self, block: Tensor) -> Iterator[tuple[int, Tensor, int | None]]:
-        """Yield (index, block, axis of its next pass) of every block, this device's first; meanwhile the next arrives."""
+        """Yield (index, block, axis of its next pass) of every block, this device's first; meanwhile the next
+        arrives."""
         there = {axis: self.comm.index(axis) for axis in self.axes}
         for axis in (*self.route(), None):
             coming = None if axis is None else self.send(block, axis)
@@ -321,10 +323,10 @@ def ring_attention(
     """``scaled_dot_product_attention`` of this device's queries over the keys of all devices along ``ring_axes``.
 
     query: [..., heads, Sq here, D], key, value: [..., kv heads, Skv here, D], attn_mask: broadcasts to [..., heads, Sq
-    here, Skv of all] -> [..., heads, Sq here, Dv]. The module's docstring says what is sent when. With ``group_axes`` the query
-    heads are a block, along these axes, of those that the key-value heads here serve; only the latter that the block
-    needs are read. kernel: what attends where nothing goes round; writes_scores: see ``kernel_for``. ValueError with
-    dropout, whose mask would depend on the cut.
+    here, Skv of all] -> [..., heads, Sq here, Dv]. The module's docstring says what is sent when. With ``group_axes``
+    the query heads are a block, along these axes, of those that the key-value heads here serve; only the latter that
+    the block needs are read. kernel: what attends where nothing goes round; writes_scores: see ``kernel_for``.
+    ValueError with dropout, whose mask would depend on the cut.
     """
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")

@@ -11,11 +11,11 @@ autograd has it, so those of a layer are never whole together.
 Blocks may be fp32 where ops read 16 bits (master weights): then 16 bits travel in the forward, and gradients are summed
 in fp32.
 
-``GatherPrefetcher`` starts gathers before an op needs them. A chunk asks for the weights of one layer after the other, in an order that is the same in every forward, and the same
-in every backward, where it is that in which autograd comes to the layers. The first pass of each kind notes what
-follows what. In every later one, a gather that has arrived starts the next, which travels while the layer computes; so
-there is one at most beside the layer that runs. Which one that is depends on the programs alone, not on time: all
-devices of a group start the same gathers in the same order.
+``GatherPrefetcher`` starts gathers before an op needs them. A chunk asks for the weights of one layer after the other,
+in an order that is the same in every forward, and the same in every backward, where it is that in which autograd comes
+to the layers. The first pass of each kind notes what follows what. In every later one, a gather that has arrived starts
+the next, which travels while the layer computes; so there is one at most beside the layer that runs. Which one that is
+depends on the programs alone, not on time: all devices of a group start the same gathers in the same order.
 """
 
 from __future__ import annotations
