@@ -134,7 +134,8 @@ class Cluster(HashedOnce):
         if Path(text).is_file():
             return Cluster.load(text)
         raise ValueError(
-            f"unknown cluster {text!r}: not a preset ({', '.join(PRESETS)}, each with :hosts), not 'local:N', no such file"
+            f"unknown cluster {text!r}: not a preset ({', '.join(PRESETS)}, each with :hosts), not 'local:N', no such "
+            "file"
         )
 
     @staticmethod

@@ -93,13 +93,14 @@ class Comm(Protocol):
         ...
 
     def start_sum(self, x: torch.Tensor, axes: Sequence[int]) -> Arrival:
-        """Begin to sum ``x`` over the axes, on every device. Nobody may read or write ``x`` until the sum arrives."""
+        """Begin to sum ``x`` over the axes, on every device. Until the sum arrives ``x`` must not be read or
+        written."""
         ...
 
     def start_all_gather(self, x: torch.Tensor, axes: tuple[int, ...], code: str = "none") -> Arrival:
         """Begin to gather the rows ``x`` [n] of the joint ``axes``: [devices of the axes, n], row-major in their
-        coordinates. Until they arrive ``x`` must not be written. code: one of ``codecs.CARRIERS``, by which rows are
-        encoded; all devices get the same values."""
+        coordinates. Until they arrive ``x`` must not be written. code: one of ``codecs.CARRIERS``, which encodes rows;
+        all devices get the same values."""
         ...
 
     def start_reduce_scatter(

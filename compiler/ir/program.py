@@ -65,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ChunkProgram:
-    """The program of one chunk of a plan, by ``lower``. Its runner recomputes the ``segments``."""
+    """The program of one chunk of a plan, by ``lower``; its ``segments`` are recomputed (``segments.repeating``)."""
 
     module: torch.fx.GraphModule
     slots: tuple[Slot, ...]

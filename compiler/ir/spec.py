@@ -1,4 +1,4 @@
-"""Placements of a tensor on a logical mesh, and the pairs *(value, cotangent)* that describe it in the whole compiler.
+"""Placements of a tensor on a logical mesh, and the pairs *(value, cotangent)* that describe it in the compiler.
 
 Grammar::
 

@@ -10,15 +10,15 @@ cut; they are filled in by the rules' ``localize``, and the function then talks 
     embedding_shard  the rows of a table that this device holds
     experts          dropless routed feed-forward experts
 
-Our ops in the form in which a compiler can take them: pure functions of tensors.
+Two of them have a second form for ``torch.compile``, as pure functions of tensors:
 
-dropout         what depends on the microbatch comes in as a small tensor, the *ticket*; the mask is one opaque op
-                of that, the same bits as ``local_ops.dropout`` draws; the rest fuses with what is around
-cross_entropy   without the hand-written gradient, which would end a compiler's fusion
+    ticketed_dropout     the counters come in as a small tensor, the *ticket*, and the mask is one opaque op of it, with
+                         the same bits as ``dropout`` draws; the rest fuses with the ops around it
+    plain_cross_entropy  without the hand-written gradient, which would end a compiler's fusion
 
-Rows sent to the devices of their experts, and back: expert parallelism by all_to_all (GShard, arXiv:2006.16668).
-
-Every device has rows in the order of their experts, 0 … E-1, of which block i lies on device i. How many rows each
+``dispatch`` and ``return_rows`` send rows to the devices of their experts and back: expert parallelism by all_to_all
+(GShard, arXiv:2006.16668). Every device has rows in the order of their experts, 0 … E-1, of which block i lies on
+device i. How many rows each
 expert gets is exchanged first, so no row is dropped or padded:
 
     there    counts [E] → [p, E/p], what every device sends to each expert here; rows in pieces of these sums;
@@ -66,7 +66,7 @@ _PER_HASH = 4  # elements that share one 64-bit hash, 16 bits each
 
 
 def block_index(axes: Sequence[int], comm: Comm) -> int:
-    """Which block of a dim cut by ``axes`` (major first) this device holds."""
+    """The index of this device's block of a dim cut by ``axes`` (major first)."""
     index = 0
     for axis in axes:
         index = index * comm.size(axis) + comm.index(axis)
@@ -190,11 +190,11 @@ class _CrossEntropy(torch.autograd.Function):
         if vocab_axes:
             comm = current_context().comm
             start, classes = block_index(vocab_axes, comm) * classes, classes * prod(comm.size(a) for a in vocab_axes)
-            here = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
-            local = (t - start).masked_fill_(~here, 0)
+            in_block = (t >= start) & (t < start + z.shape[1]) & (t != ignore_index)
+            local = (t - start).masked_fill_(~in_block, 0)
             top = _reduce(z.amax(1).to(wide), vocab_axes, comm, "max")
             probability = z.to(wide).sub(top[:, None]).exp_()
-            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~here, 0)]
+            sums = [probability.sum(1), z.gather(1, local[:, None])[:, 0].to(wide).sub_(top).masked_fill_(~in_block, 0)]
             if smoothing:
                 sums.append(z.sum(1, dtype=wide))
             total, picked, *mass = _reduce(torch.stack(sums), vocab_axes, comm).unbind(0)
@@ -203,16 +203,16 @@ class _CrossEntropy(torch.autograd.Function):
             if smoothing:  # picked was relative to top
                 rows.add_(top, alpha=smoothing).sub_(mass[0], alpha=smoothing / classes)
         else:
-            here = t != ignore_index
-            local = t.masked_fill(~here, 0)
+            in_block = t != ignore_index
+            local = t.masked_fill(~in_block, 0)
             # softmax is one fused pass; the largest logit z* and its probability give lse = z* - log p* without another
             probability = torch.softmax(z, 1, dtype=wide)
             rows = z.amax(1).to(wide).sub_(probability.amax(1).log_())
             rows.sub_(z.gather(1, local[:, None])[:, 0], alpha=1 - smoothing)
             if smoothing:
                 rows.sub_(z.sum(1, dtype=wide), alpha=smoothing / classes)
-        valid = t != ignore_index if vocab_axes else here
-        ctx.save_for_backward(probability, local, here, valid)
+        valid = t != ignore_index if vocab_axes else in_block
+        ctx.save_for_backward(probability, local, in_block, valid)
         ctx.smoothing, ctx.classes, ctx.like = smoothing, classes, (logits.shape, logits.dtype)
         count = valid.sum()
         ctx.mark_non_differentiable(count)
@@ -220,12 +220,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        probability, local, here, valid = ctx.saved_tensors
+        probability, local, in_block, valid = ctx.saved_tensors
         row = valid * grads[0].to(probability.dtype)
         out = probability * row[:, None]
         if ctx.smoothing:
             out.sub_((row * (ctx.smoothing / ctx.classes))[:, None])
-        out.scatter_add_(1, local[:, None], (here * row).mul_(ctx.smoothing - 1)[:, None])
+        out.scatter_add_(1, local[:, None], (in_block * row).mul_(ctx.smoothing - 1)[:, None])
         shape, dtype = ctx.like
         return out.view(shape).to(dtype), None, None, None, None
 
@@ -340,8 +340,8 @@ def embedding_shard(
     start = block_index(vocab_axes, current_context().comm) * rows
     local = index - start
     outside = (local < 0) | (local >= rows)
-    here = padding_idx - start if padding_idx >= start and padding_idx - start < rows else -1
-    out = torch.embedding(weight, local.masked_fill_(outside, 0), here)
+    local_padding = padding_idx - start if padding_idx >= start and padding_idx - start < rows else -1
+    out = torch.embedding(weight, local.masked_fill_(outside, 0), local_padding)
     return out.masked_fill(outside.unsqueeze(-1), 0)
 
 
@@ -472,14 +472,17 @@ def plain_cross_entropy(
 
 @dataclass(frozen=True)
 class Move:
-    """One axis of the way. sent, received: rows to and from each of its devices; order: where the k-th row of those in
-    the order of experts is among those that have arrived; inverse: of ``order``."""
+    """The exchange of rows along one mesh axis."""
 
     comm: Comm
     axis: int
+    #: rows to each device of the axis
     sent: list[int]
+    #: rows from each device of the axis
     received: list[int]
+    #: the rows that arrive, in the order of their experts: the k-th one is number order[k] of the arrivals
     order: Tensor
+    #: the inverse permutation of ``order``
     inverse: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
@@ -493,7 +496,7 @@ class Move:
 
 
 class _MoveRows(torch.autograd.Function):
-    """Rows the one way, their gradients the other; ``way``: "there" or "back"."""
+    """The differentiable exchange of rows: gradients travel the other way. way: "there" or "back"."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, move: Move, way: str) -> Tensor:
@@ -520,7 +523,7 @@ def dispatch(
 
 
 def return_rows(rows: Tensor, moves: Sequence[Move]) -> Tensor:
-    """The rows in the order in which ``local_ops`` got them, on the devices that they came from."""
+    """Send rows back through ``moves``: they are again on the devices, and in the order, from which they came."""
     for move in reversed(moves):
         rows = _MoveRows.apply(rows, move, "back")
     return rows

@@ -1,22 +1,20 @@
-"""Counts of targets, summed over devices while the model runs.
+"""Distributed losses: early sums of target counts, and losses that are summed over devices once per step.
 
 A mean over targets that are not ignored is a quotient of two sums over the parts of a batch. The loss needs logits; the
-count needs targets alone, which are there from the beginning. In a local program::
+count needs targets alone, which are known from the beginning. In a local program::
 
     count  = start_count(target)      at its front: the sum starts
     …                                 the model
     total  = cross_entropy(logits, target)[0]
     loss   = total / arrived(count)
 
-So no device waits in its forward for the slowest one, and the quotient is an addend of the loss (``loss``).
+So no device waits in its forward for the slowest one, and the quotient is an addend of the loss.
 
-The loss that each device has a share of: summed over mesh axes once per step, not in every microbatch.
-
-Where the loss is made as addends (P) and nothing else reads it, a program returns this device's addend. Its gradient is
-that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
-microbatches, so who runs the program adds addends up and sums them over the axes when the step ends. A mean over a
-count that is known only from the data is an addend divided by that count, which is summed in every microbatch, early
-(``loss``).
+If each device has an addend (P) of the loss and nothing else reads it, a program returns this device's addend. Its
+gradient is that of the sum, since every addend gets the loss's whole cotangent (P|R). Sums commute with the mean over
+microbatches, so the runtime adds up the addends of a step and sums them over the mesh axes once, at its end. A mean
+over a count that is known only from the data is an addend divided by that count, which is summed in every microbatch,
+early (``early_count``).
 """
 
 from __future__ import annotations
@@ -47,24 +45,26 @@ __all__ = [
 
 
 def start_count(target: Tensor, ignore_index: int, axes: Sequence[int]) -> Arrival:
-    """``local_ops.target_count``, its sum over mesh axes on its way."""
+    """Count the targets of this device and start the sum of the counts over mesh axes."""
     return current_context().comm.start_sum(local_ops.target_count(target, ignore_index), axes)
 
 
 def wait_count(count: Arrival) -> Tensor:
-    """It: 0-d."""
+    """Wait for the sum of the counts, a 0-d tensor."""
     return count.wait()
 
 
 def counting_loss(node: Node) -> Node | None:
-    """The cross entropy whose count a tensor of the model's graph is, if it is one."""
+    """The cross entropy of which this tensor of the model's graph is the count; None if it is no count."""
     loss, index = output_of(node)
     return loss if index == 1 and op_name(loss) == "meshwright.cross_entropy" else None
 
 
 def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[ReshardStep]) -> Node:
-    """In place of these conversions of the count of ``loss``, an op of a local program: what has its sum. It starts in
-    front of all ops, or behind the last one that makes the targets."""
+    """Replace these conversions of the count of ``loss``, an op of a local program, by an early sum; returns its node.
+
+    The sum starts before all ops, or after the last op that makes the targets.
+    """
     _, target, ignore_index = loss.args[:3]
     assert isinstance(target, Node)
     assert all(step.kind == "all_reduce" for step in steps), steps
@@ -76,8 +76,8 @@ def early_count(graph: torch.fx.Graph, loss: Node, steps: Sequence[ReshardStep])
 
 
 def _hoist_target(graph: torch.fx.Graph, target: Node) -> Node:
-    """The last placeholder or, where targets are made of inputs without others' help, the last op that makes them, all
-    of which are moved there."""
+    """Move the ops that make ``target`` from inputs alone to the front of the program; returns the node behind which
+    the target is known. A target that needs ops of this package stays where it is."""
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
     makers: dict[Node, None] = {}
     waiting = [target]
@@ -101,14 +101,15 @@ DEFERRED_SUM_FACTOR = (
 
 
 def deferrable_losses(graph: Graph) -> frozenset[str]:
-    """The node of the loss, unless an op or another result reads it as well."""
+    """The losses whose sum over devices can wait for the end of the step: no op and no other result reads them."""
     nodes, kinds = graph.by_name(), dict[str, list[str]]()
     for result in graph.results:
         kinds.setdefault(result.node, []).append(result.kind)
-    alone = (name for name, found in kinds.items() if found == ["loss"])
+    alone = (name for name, result_kinds in kinds.items() if result_kinds == ["loss"])
     return frozenset(name for name in alone if all(user.op == "output" for user in nodes[name].users))
 
 
 def exit_pair(pair: Pair) -> Pair:
-    """In which pair a lone loss leaves a program that makes it in ``pair``: sums are left, all else is whole."""
+    """The pair in which a deferrable loss leaves a program that makes it in ``pair``: addends stay, all else is
+    whole."""
     return Pair(tuple(P if placement == P else R for placement in pair.value), (R,) * len(pair.value))

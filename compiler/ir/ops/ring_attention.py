@@ -1,8 +1,8 @@
-"""Attention over a sequence that is cut: every device has its block of queries, keys and values, and needs all keys.
+"""Ring attention over a cut sequence: every device has its block of queries, keys and values, and needs all keys.
 
 The blocks of keys and values go round (Ring Attention, arXiv:2310.01889): in each of p steps a device attends to the
-block that it holds, while it passes it on to the next device and the one before sends the next. What a step finds is
-added to what there is (``ring_attention``), and nobody holds more than the blocks that come and go:
+block that it holds, while it passes it on to the next device and the one before sends the next. The result of a step
+is merged with that of the steps before, and no device holds more than the blocks in transit:
 
     forward    p - 1 passes of K, V
     backward   p - 1 passes of K, V again; dK, dV follow their blocks, p - 1 passes, and then go home to the owner
@@ -19,9 +19,8 @@ parallelism, arXiv:2407.21783), which see the same number of keys together whate
 
 Keys behind the queries are left out, those before them are used without a mask.
 
-Attention of some queries to a block of the keys, and its part in the gradients: what a ring adds up block by block.
-
-With S = scale · Q Kᵀ + mask, and b for a block of the keys,
+The attention to one block of keys, and its part in the gradients, add up block by block. With S = scale · Q Kᵀ + mask,
+and b for a block of the keys,
 
     L_b = log Σ_(j in b) exp S_j          O_b = Σ_(j in b) exp(S_j - L_b) V_j
 
@@ -58,8 +57,8 @@ _SEQUENCE = -2  # of queries, keys and values
 
 @dataclass(frozen=True)
 class _Part:
-    """What is computed at once: ``rows`` queries from ``row`` on with ``keys`` keys from ``key`` on, under a triangle
-    or all of them."""
+    """The unit of one kernel call: ``rows`` queries from ``row`` on with ``keys`` keys from ``key`` on, under a causal
+    mask or without one."""
 
     row: int
     rows: int
@@ -77,23 +76,23 @@ class _Ring:
 
     @cached_property
     def count(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return prod(self.comm.size(axis) for axis in self.axes)
 
     @cached_property
     def index(self) -> int:
-        """Which block is this device's."""
+        """The index of this device's block."""
         return block_index(self.axes, self.comm)
 
     def majors(self, axis: int) -> int:
-        """How many devices the axes before ``axis`` have."""
+        """The number of devices along the axes before ``axis``."""
         return prod(self.comm.size(a) for a in self.axes[: self.axes.index(axis)])
 
     def send(self, x: Tensor, axis: int, distance: int = 1) -> Callable[[], Tensor]:
-        """Send ``x`` that far on along the axis, round its end; returns what waits for what comes from as far
-        behind."""
-        here, size = self.comm.index(axis), self.comm.size(axis)
-        return self.comm.start_send(x, axis, (here + distance) % size, (here - distance) % size)
+        """Begin to send ``x`` to the device ``distance`` further along the axis, cyclically. The returned function
+        waits for the tensor from the device as far behind."""
+        index, size = self.comm.index(axis), self.comm.size(axis)
+        return self.comm.start_send(x, axis, (index + distance) % size, (index - distance) % size)
 
     def route(self) -> list[int]:
         """The axis of each pass."""
@@ -101,8 +100,8 @@ class _Ring:
         return [next(a for a, minor in zip(self.axes, sizes) if step % minor == 0) for step in range(1, self.count)]
 
     def round(self, block: Tensor) -> Iterator[tuple[int, Tensor, int | None]]:
-        """(index, block, axis along which it goes on) of every block, this device's first; the next one comes
-        meanwhile."""
+        """Yield (index, block, axis of its next pass) of every block, this device's first; meanwhile the next
+        arrives."""
         there = {axis: self.comm.index(axis) for axis in self.axes}
         for axis in (*self.route(), None):
             coming = None if axis is None else self.send(block, axis)
@@ -115,14 +114,14 @@ class _Ring:
                 there[axis] = (there[axis] - 1) % self.comm.size(axis)
 
     def home(self, block: Tensor) -> Tensor:
-        """After a ``round``: what has gone round with this device's block."""
+        """Send ``block`` home after a ``round``; returns the tensor that went round with this device's block."""
         for axis in self.axes:
             if distance := self.majors(axis) % self.comm.size(axis):
                 block = self.send(block, axis, distance)()
         return block
 
     def mirror(self, x: Tensor) -> Tensor:
-        """What device p - 1 - r sends of its own, for ``x``."""
+        """Exchange ``x`` with device p - 1 - r; returns its tensor."""
         for axis in self.axes:
             opposite = self.comm.size(axis) - 1 - self.comm.index(axis)
             x = self.comm.start_send(x, axis, opposite, opposite)()
@@ -144,19 +143,19 @@ class _Ring:
         return [(0, rows - half, self.index * rows), (rows - half, half, opposite * rows + rows - half)]
 
     def parts(self, index: int, queries: int, keys: int, causal: bool) -> list[_Part]:
-        """What is to compute where block ``index`` of ``keys`` keys is."""
+        """The parts to compute with block ``index`` of ``keys`` keys; none where a causal mask hides them all."""
         everything = _Part(0, queries, 0, keys, False)
         if not causal:
             return [everything]
-        found = []
+        parts = []
         for row, rows, position in self.pieces(queries):
             before = min(position - index * keys, keys)
             if before > 0:
-                found.append(_Part(row, rows, 0, before, False))
+                parts.append(_Part(row, rows, 0, before, False))
             if 0 <= before < keys:
-                found.append(_Part(row, rows, before, rows, True))
-        whole = sum(part.rows * part.keys for part in found if not part.causal) == queries * keys
-        return [everything] if whole else found
+                parts.append(_Part(row, rows, before, rows, True))
+        whole = sum(part.rows * part.keys for part in parts if not part.causal) == queries * keys
+        return [everything] if whole else parts
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
@@ -185,11 +184,11 @@ def _columns(mask: Tensor, index: int, keys: int) -> Tensor:
 
 def _additive_mask(mask: Tensor, index: int, query: Tensor, keys: int) -> Tensor:
     """Block ``index`` of a mask as what is added to the scores, of as many dims as the query has."""
-    here = _columns(mask, index, keys)
-    if here.dtype == torch.bool:
-        here = query.new_zeros(here.shape).masked_fill_(~here, -torch.inf)
-    here = here[(None,) * (query.dim() - here.dim())]
-    return here.expand(*here.shape[:-1], keys)
+    block = _columns(mask, index, keys)
+    if block.dtype == torch.bool:
+        block = query.new_zeros(block.shape).masked_fill_(~block, -torch.inf)
+    block = block[(None,) * (query.dim() - block.dim())]
+    return block.expand(*block.shape[:-1], keys)
 
 
 def _zeros(query: Tensor, width: int) -> Tensor:
@@ -202,13 +201,15 @@ def _zeros(query: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Queries:
-    """What a backward has of the queries that are here: themselves, the gradient of the output, the output, its
-    log-sum-exp, and the sum of their gradients so far."""
+    """The tensors of a backward that belong to this device's queries."""
 
     query: Tensor
+    #: the gradient of the output
     grad: Tensor
     out: Tensor
+    #: the log-sum-exp of the output
     lse: Tensor
+    #: the sum of the queries' gradients so far
     summed: Tensor
 
     def gradients(
@@ -322,10 +323,10 @@ def ring_attention(
     """``scaled_dot_product_attention`` of this device's queries over the keys of all devices along ``ring_axes``.
 
     query: [..., heads, Sq here, D], key, value: [..., kv heads, Skv here, D], attn_mask: broadcasts to [..., heads, Sq
-    here, Skv of all] -> [..., heads, Sq here, Dv]. What is sent when: the module's text. With ``group_axes`` the query
-    heads are a block, along these axes, of those that the key-value heads here serve; only the latter that the block
-    needs are read. kernel: what attends where nothing goes round; writes_scores: see ``kernel_for``. ValueError with
-    dropout, whose mask would depend on the cut.
+    here, Skv of all] -> [..., heads, Sq here, Dv]. The module's docstring says what is sent when. With ``group_axes``
+    the query heads are a block, along these axes, of those that the key-value heads here serve; only the latter that
+    the block needs are read. kernel: what attends where nothing goes round; writes_scores: see ``kernel_for``.
+    ValueError with dropout, whose mask would depend on the cut.
     """
     if dropout_p:
         raise ValueError(f"a cut attention draws no dropout of its own, but got dropout_p={dropout_p}; pass 0")
@@ -347,10 +348,11 @@ _HEAD_WIDTH_MULTIPLE = 8  # what CUDA's flash kernels want the width of a head t
 
 @dataclass(frozen=True)
 class AttentionSetting:
-    """What all blocks of one attention share. scale: of the products, None for 1 / √D; mask_grad: whether the mask
-    gets a gradient."""
+    """The settings that all blocks of one attention share."""
 
+    #: of the products; None: 1 / √D
     scale: float | None
+    #: True if the mask gets a gradient
     mask_grad: bool = False
 
 
@@ -360,7 +362,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """Both directions of a block.
+    """The forward and the backward of attention to one block.
 
     forward(q [..., heads, Sq, D], k [..., kv heads, Skv, D], v [..., kv heads, Skv, Dv], mask, causal, setting) ->
     (O [..., heads, Sq, Dv], L [..., heads, Sq]). mask: added to the scores, or None. causal: query i sees the keys

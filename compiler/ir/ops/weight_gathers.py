@@ -1,4 +1,4 @@
-"""Weights that are stored in blocks, whole while a layer runs (ZeRO-3: Rajbhandari et al. 2020).
+"""Gathers of sharded weights, which are whole only while a layer runs (ZeRO-3: Rajbhandari et al. 2020).
 
 One node of a program gathers those of a layer, and its backward reduces their gradients into blocks::
 
@@ -7,17 +7,15 @@ One node of a program gathers those of a layer, and its backward reduces their g
 
 Both are one message for all the tensors (see ``reshard``). Wholes that a backward needs are not kept for it: the layer
 is a segment of the program whose gathers are repeated (``segments``). A gradient goes into its message as soon as
-autograd has it, so those of a layer are never whole together. Who starts a gather, and when, says ``weight_gathers``.
+autograd has it, so those of a layer are never whole together.
 Blocks may be fp32 where ops read 16 bits (master weights): then 16 bits travel in the forward, and gradients are summed
 in fp32.
 
-Gathers of weights that are on their way before they are asked for.
-
-A chunk asks for the weights of one layer after the other, in an order that is the same in every forward, and the same
-in every backward, where it is that in which autograd comes to the layers. The first pass of each kind notes what
-follows what. In every later one, a gather that has arrived starts the next, which travels while the layer computes; so
-there is one at most beside the layer that runs. Which one that is depends on the programs alone, not on time: all
-devices of a group start the same gathers in the same order.
+``GatherPrefetcher`` starts gathers before an op needs them. A chunk asks for the weights of one layer after the other,
+in an order that is the same in every forward, and the same in every backward, where it is that in which autograd comes
+to the layers. The first pass of each kind notes what follows what. In every later one, a gather that has arrived starts
+the next, which travels while the layer computes; so there is one at most beside the layer that runs. Which one that is
+depends on the programs alone, not on time: all devices of a group start the same gathers in the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ __all__ = ["GatherOrder", "GatherPrefetcher", "Gathers", "gather_blocks"]
 
 
 Cuts = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
-"""The fields of a ``Cut`` per tensor, as a literal of a lowered program; their axes are the same"""
+"""The fields of a ``Cut`` per tensor, as a literal of a lowered program; all have the same axes."""
 
 
 def gather_blocks(
@@ -191,27 +189,29 @@ class Gathers:
 
 @dataclass
 class GatherOrder:
-    """Of one chunk: (direction, gather) → the gather that comes next."""
+    """The order of gathers in one chunk, which its first forward and backward record."""
 
+    #: (direction, gather) → the gather that comes next
     after: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class GatherPrefetcher:
-    """The gathers of one microbatch. start: puts the one of this number on its way."""
+    """The prefetcher of one microbatch: when a gather arrives, it starts the next one."""
 
     order: GatherOrder
+    #: starts the gather of this number
     start: Callable[[int], Arrival]
     direction: str = "forward"
     last: int | None = None
     flying: dict[int, Arrival] = field(default_factory=dict)
 
     def arrival(self, number: int) -> Arrival:
-        """A gather that is asked for now."""
+        """The gather of this number, started now if it is not in flight yet."""
         return self.flying.pop(number) if number in self.flying else self.start(number)
 
     def follow(self, number: int) -> None:
-        """This one is there: note it, and start the next."""
+        """Note that this gather has arrived, and start the next one."""
         if self.last is not None:
             self.order.after[self.direction, self.last] = number
         self.last = number
@@ -220,7 +220,7 @@ class GatherPrefetcher:
             self.flying[following] = self.start(following)
 
     def turn(self) -> None:
-        """After the forward."""
+        """Switch from the forward to the backward."""
         self.direction, self.last = "backward", None
         for arrival in self.flying.values():
             arrival.wait()

@@ -119,7 +119,7 @@ def test_only_linear_losses_wait_for_the_end_of_the_step(loss: str):
 COUNTED: dict[str, tuple[Any, Callable[[list[str]], bool]]] = {  # loss of (out, y), what its program's ops must be
     "targets of inputs": (
         lambda out, y: F.cross_entropy(out, y.argmax(-1)),
-        lambda ops: ops[:2] == ["argmax", "start_count"] and ops.index("arrived") > ops.index("cross_entropy"),
+        lambda ops: ops[:2] == ["argmax", "start_count"] and ops.index("wait_count") > ops.index("cross_entropy"),
     ),
     "targets of activations": (
         lambda out, y: F.cross_entropy(out, out.detach().argmax(-1)) + F.mse_loss(out, y),
@@ -131,7 +131,7 @@ COUNTED: dict[str, tuple[Any, Callable[[list[str]], bool]]] = {  # loss of (out,
     ),
     "read twice": (
         lambda out, y: F.cross_entropy(out, y.argmax(-1)) + F.cross_entropy(0.5 * out, y.argmax(-1)),
-        lambda ops: ops.count("start_count") == ops.count("arrived") == 2,
+        lambda ops: ops.count("start_count") == ops.count("wait_count") == 2,
     ),
 }
 

@@ -145,7 +145,7 @@ def test_the_check_sees_a_wrong_halo(monkeypatch, wrong):
             above.narrow(2, 0, 1).zero_()
         return above, below
 
-    monkeypatch.setattr(halo, "_swap", broken)
+    monkeypatch.setattr(halo, "_exchange_halos", broken)
     if wrong == "fill":
         monkeypatch.setattr(convolution_rules, "inf", 0.0)
     target, arguments = LOOSE if wrong == "fill" else CASES["groups"]
