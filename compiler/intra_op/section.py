@@ -90,7 +90,7 @@ class Restriction:
     loose: bool = False
 
     @property
-    def loose_axes(self) -> tuple[int, ...]:
+    def independent_axes(self) -> tuple[int, ...]:
         """The axes along which replicas are independent."""
         return tuple(axis for axis, role in enumerate(self.roles) if self.loose and role == "data")
 
@@ -292,6 +292,7 @@ class _Builder:
             if result.node in gives and result.node not in self.entries:
                 i, pairs = self._add_result(result.node, gives[result.node][1])
                 wants.setdefault(result.node, []).append((i, pairs, False))
+        # placeholders come last, because their pairs follow from those that their consumers want
         for name in list(wants):
             node = self.nodes[name]
             if name not in gives and node.op == "placeholder":
@@ -407,14 +408,14 @@ class _Builder:
         if node.name in self.recompute.repeated:
             seconds += np.array([price.forward_s + price.internal_forward_s for price in prices])
         if not self.restriction.roles and self.restriction.pinned is None:
-            # where nobody forced the shape, a mesh on which a large op cannot be split is none for this layer
+            # where no user forced the shape, a mesh on which a large op cannot be split is no option for this layer
             allowed = 0.01 * self.layering.total_flops * self.graph.batch / self.layering.batch
             seconds[[price.wasted_flops > allowed for price in prices]] = np.inf
         if node.name in self.restriction.split:
             fits = [self.restriction.splits(node.name, c.labels) and self._allowed(node, c) for c in choices]
             seconds[~np.array(fits)] = np.inf
-        if loose := self.restriction.loose_axes:
-            seconds[[sends_over(node, c, loose, self.grad) for c in choices]] = np.inf
+        if independent := self.restriction.independent_axes:
+            seconds[[sends_over(node, c, independent, self.grad) for c in choices]] = np.inf
         kept, held = saved_bytes(
             node, choices, self.pricer, self.saved, self.plain, self.grad, self.members, self.recompute
         )
@@ -439,8 +440,8 @@ class _Builder:
         if not pinned and node.name in self.restriction.replicated:
             pairs = {pair for pair in pairs if not any(value.is_shard for value in pair.value)}
         if source.kind in ("parameter", "buffer") and not pinned:
-            loose, trained = self.restriction.loose_axes, self._trainable(node)
-            pairs = {pair for pair in pairs if lies_loosely(pair, loose, trained)}
+            independent, trained = self.restriction.independent_axes, self._trainable(node)
+            pairs = {pair for pair in pairs if lies_loosely(pair, independent, trained)}
         ordered = sorted((p for p in pairs if divides(kind, p.value, self.mesh)), key=str)
         if source.kind == "parameter":
             i = self._add_parameter(node, ordered, pattern)
@@ -518,7 +519,7 @@ class _Builder:
                 ahead, back = (0.0, 0.0) if free else self.pricer.reshard(source, target, kind, grad)
                 seconds[s, t] = (2 if again else 1) * ahead + back
                 late = name in self.late and exit_pair(source).value != target.value
-                if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.loose_axes):
+                if late or any(converts_over(source, target, kind, grad, a) for a in self.restriction.independent_axes):
                     seconds[s, t] = np.inf
                 if copied and source.value != target.value and np.isfinite(seconds[s, t]):
                     nbytes[s, t] = self.pricer.local_bytes(kind, target.value)

@@ -311,10 +311,12 @@ class _Stage:
             return prices[-1] < best
 
         offer(())
+        # Messages are banned greedily: each round keeps the ban that helped last, until no further ban helps.
         banned: list[_Message] = []
         while True:
             best = candidates[prices.index(min(prices))]
             seconds = evaluate(best[0].problem(self.in_flight), best[1])[0]
+            # the problem is a lower bound, so a real price that meets it cannot be improved
             if min(prices)[1] <= seconds * (1 + PRICE_TOLERANCE):
                 return best
             better = [

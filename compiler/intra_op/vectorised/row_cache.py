@@ -137,10 +137,10 @@ class RowCache:
         for made in self._made:
             by_shape.setdefault(made.values.shape[:-1], []).append(made)
         arrays: dict[str, np.ndarray] = {}
-        digest, room = hashlib.sha256(), LIMIT_BYTES // 2
+        digest, free_bytes = hashlib.sha256(), LIMIT_BYTES // 2
         for number, (_, parts) in enumerate(sorted(by_shape.items(), key=lambda item: np.prod(item[0]))):
-            room -= sum(part.values.nbytes for part in parts)
-            if room < 0:
+            free_bytes -= sum(part.values.nbytes for part in parts)
+            if free_bytes < 0:
                 break  # many small rows rather than few large ones
             keys = b"".join(key for part in parts for key in part.keys)
             digest.update(keys)

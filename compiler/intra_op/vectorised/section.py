@@ -272,8 +272,8 @@ class _Builder:
         if node.name in self.restriction.split:
             fits = choices.keeps_to(self.restriction, node.name, self.cases)
             seconds = np.where(fits, seconds, np.inf)
-        if loose := self.restriction.loose_axes:
-            seconds = np.where(choices.sends_over(node, loose, self.grad), np.inf, seconds)
+        if independent := self.restriction.independent_axes:
+            seconds = np.where(choices.sends_over(node, independent, self.grad), np.inf, seconds)
         floor = seconds
         if self.sharing.floats(node.name):
             floor = np.where(np.isinf(seconds), seconds, 0.0)
@@ -342,8 +342,11 @@ class _Builder:
             if node.name in self.restriction.replicated:
                 options = {p: where for p, where in options.items() if not any(value.is_shard for value in p.value)}
             if source.kind in ("parameter", "buffer"):
-                trained, loose = source.requires_grad and node.name in self.grad, self.restriction.loose_axes
-                options = {p: where for p, where in options.items() if lies_loosely(p, loose, trained)}
+                trained, independent = (
+                    source.requires_grad and node.name in self.grad,
+                    self.restriction.independent_axes,
+                )
+                options = {p: where for p, where in options.items() if lies_loosely(p, independent, trained)}
         options = {pair: options[pair] & self.pricer.divides(kind, pair.value) for pair in sorted(options, key=str)}
         options = {pair: where for pair, where in options.items() if where.any()}
         if not options:
@@ -397,7 +400,7 @@ class _Builder:
         is_placeholder = node.op == "placeholder" and not grad
         asked = (
             node.meta["type"], tuple(sources), tuple(targets), grad, is_placeholder, name in self.late,
-            self.restriction.loose_axes,
+            self.restriction.independent_axes,
         )  # fmt: skip
         key = ("edge", *asked)
         if key not in self.cases.cache:
