@@ -241,6 +241,7 @@ def parallelize(
     from .parallel import Parallel, TrainingOptions
     from .runtime.execution.independent_replicas import LocalUpdates
     from .runtime.parameters.optimizer import optimizer_name
+    from .runtime.transport.error_propagation import alike
     from .runtime.transport.launch import ensure_initialized
 
     automatic_delay = delay == "auto"
@@ -255,15 +256,17 @@ def parallelize(
     if plan is not None and microbatches == plan.microbatches:
         microbatches = None  # it repeats what the plan has decided
     check_multiple(pad_to_multiple_of)
-    name = "AdamW" if optimizer is None else optimizer_name(optimizer)
-    request = PlanRequest.of({**locals(), "optimizer": name}, executable=True)
+    request = PlanRequest.of({**locals(), "optimizer": "AdamW"}, executable=True)
     if plan is not None:
         _check_beside_plan(plan, request)
     if data not in ("global", "local"):
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
     cluster = _cluster_of(mesh)
-    outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
+    with alike():  # a user's function may raise on one rank alone
+        outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
+        if optimizer is not None:
+            request = replace(request, optimizer=optimizer_name(optimizer))
     replicas = _ReplicaRequest(updates.delay, local_steps, outer, automatic_delay)
     planner = _RequestedPlan(request, replicas) if plan is None else _GivenPlan(request, replicas, plan, cluster)
     options = TrainingOptions(
