@@ -241,7 +241,7 @@ def parallelize(
     from .parallel import Parallel, TrainingOptions
     from .runtime.execution.independent_replicas import LocalUpdates
     from .runtime.parameters.optimizer import optimizer_name
-    from .runtime.transport.error_propagation import alike
+    from .runtime.transport.error_propagation import fail_together
     from .runtime.transport.launch import ensure_initialized
 
     automatic_delay = delay == "auto"
@@ -263,7 +263,7 @@ def parallelize(
         raise ValueError(f"data is 'global' or 'local', but got {data!r}")
     ensure_initialized()
     cluster = _cluster_of(mesh)
-    with alike():  # a user's function may raise on one rank alone
+    with fail_together():  # a user's function may raise on one rank alone
         outer = None if outer_optimizer is None else optimizer_name(outer_optimizer)
         if optimizer is not None:
             request = replace(request, optimizer=optimizer_name(optimizer))
