@@ -29,6 +29,7 @@ _provide(
     why="meshwright.compiler.report.why:why",
     check="meshwright.compiler.plan.validation:validate",
     not_executable="meshwright.compiler.plan.validation:runtime_faults",
+    require_valid="meshwright.compiler.plan.validation:require_valid",
 )
 
 _HOMES = {

@@ -478,6 +478,11 @@ class Plan:
         lines: list[str] = method("not_executable")(self, graph)
         return lines
 
+    def require_executable(self, graph: Graph | None = None) -> None:
+        """Raise ValueError if the runtime cannot execute this plan, or if the plan does not hold by itself or, with the
+        captured graph, for the model. The code is ``validation.require_valid``."""
+        method("require_valid")(self, graph, runnable=True)
+
     def check(self) -> list[str]:
         """The contradictions inside of the document, which a person may have edited; empty if there are none. The code
         is ``validation.validate``, which also compares a plan with its model and its cluster."""
