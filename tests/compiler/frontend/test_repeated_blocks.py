@@ -296,7 +296,7 @@ def test_errors_in_blocks_name_the_line_and_leave_the_model_alone() -> None:
 
     model = Stack(fails)
     before = {name: id(p) for name, p in model.named_parameters()}
-    with pytest.raises(CaptureError, match=r"test_capture_blocks.py:\d+: `if x.sum\(\) > 0:`"):
+    with pytest.raises(CaptureError, match=r"test_repeated_blocks.py:\d+: `if x.sum\(\) > 0:`"):
         capture(model, (X,))
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert "forward" in vars(Block)
