@@ -87,7 +87,7 @@ def refuse(parts: list[Part]) -> str:
     chunk = plan.stages[0].chunks[0]
     sharded = {name: replace(home, optimizer=(S(0),)) for name, home in chunk.parameters.items()}
     stage = replace(plan.stages[0], chunks=(replace(chunk, parameters=sharded),))
-    with pytest.raises(ValueError, match="parameters in custom") as caught:
+    with pytest.raises(ValueError, match="parameters in a custom sharding") as caught:
         Session(replace(plan, stages=(stage,)), programs, INFO, Toy())
     with pytest.raises(ValueError, match="not divisible by microbatches"):
         Session(replace(plan, global_batch=7), programs, INFO, Toy())
