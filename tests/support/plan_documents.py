@@ -50,7 +50,7 @@ def forced(
     graph = in_precision(capture(model, args, kwargs), precision)
     shape = parse_strategy(strategy)
     cluster = cluster or fast_links(shape.num_devices)
-    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, "AdamW", alternatives=False, space=Space(loose=True))
+    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, alternatives=False, space=Space(loose=True))
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
     stages = []
     for stage in plan.stages:
