@@ -26,11 +26,12 @@ from meshwright.compiler.report.reprice import reprice
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
 from meshwright.costmodel.cluster import Cluster, Mesh
-from meshwright.costmodel.codecs import CODECS, coded_messages, coded_seconds, sent_bytes
+from meshwright.costmodel.codecs import CODECS, coded_messages, sent_bytes
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
 from meshwright.costmodel.measured import CollectiveMeasurement, Piece
 
 from tests.support.planning import make_plan
+from tests.support.prices import coded_seconds
 from tests.support.zoo import ZOO
 
 WORLD = Cluster.parse("p3.16xlarge:2@world")

@@ -27,7 +27,7 @@ from meshwright.compiler.plan.recompute import NOTHING
 from meshwright.compiler.rules import mesh_choices
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.costmodel.cluster import Cluster
-from meshwright.costmodel.memory import OPTIMIZER_STATE, measured_state
+from meshwright.costmodel.memory import OPTIMIZER_STATE
 from meshwright.models.architectures import GPT
 from meshwright.runtime.parameters.gradients import GradientReducer
 from meshwright.runtime.profiling.memory_meter import live_bytes, storages_alive
@@ -35,6 +35,7 @@ from torch import nn
 
 from tests.support.peak_memory import MEDIAN, MOST, least_peak
 from tests.support.planning import make_plan
+from tests.support.prices import measured_state
 from tests.support.ranks import RankPool
 from tests.support.stage_memory import stage_memory
 from tests.support.zoo import ZOO
