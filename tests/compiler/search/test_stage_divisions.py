@@ -63,7 +63,7 @@ def test_a_division_gives_exactly_these_stages(graph):
     assert [stage.devices for stage in plan.stages] == [(0,), (1, 2), (3, 4, 5, 6)]
     assert [stage.mesh_shape for stage in plan.stages] == [(), (2,), (2, 2)]
     assert plan.provenance["strategy"] == "2:dp1 + 2:dp2 + 4:dp2,tp2"
-    assert "asked for: 2:dp1 + 2:dp2 + 4:dp2,tp2" in plan.explain()
+    assert "shape was given: 2:dp1 + 2:dp2 + 4:dp2,tp2" in plan.explain()
     assert plan.check() == []
 
 
