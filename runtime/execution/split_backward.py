@@ -19,6 +19,7 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ aten = torch.ops.aten
 _Edge = Tensor | GradientEdge
 _DeferredGradient = tuple[int, Sequence[_Edge], Callable[[], Sequence[Tensor]]]
 """(group, where the gradients go, what makes them)"""
+_Run = Callable[..., Tensor]
+"""``_DeferredGradients.run`` of a group"""
 
 
 @dataclass
@@ -88,8 +91,10 @@ class _DeferredGradients:
     debts: list[_DeferredGradient] = field(default_factory=list)
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
-    def anchor_for(self, x: Tensor) -> Tensor | None:
-        return None if x.requires_grad else self.anchor
+    def run(self, group: int, op: _HalvedOp, x: Tensor, *weights: Tensor | None) -> Tensor:
+        """The op now; its weight gradients in W."""
+        anchor = None if x.requires_grad else self.anchor
+        return _Halves.apply(x, anchor, tuple(w for w in weights if w is not None), op, self.debts, group)
 
 
 # ---- the pass
@@ -110,7 +115,7 @@ def split_program(program: ChunkProgram) -> SplitProgram:
     for node, weights in weights_of.items():
         group, op = leader[min(roots[weights[0]])], _SPLIT_OPS[node.target]
         counts[group] += 1
-        node.target = op.make(deferred, group, node.args[op.w] is not weights[0])
+        node.target = op.make(partial(deferred.run, group), node.args[op.w] is not weights[0])
     late = {slot for weights in weights_of.values() for w in weights for slot in roots[w]}
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return SplitProgram(module, tuple(sorted(late)), tuple(sorted(early)), dict(counts), deferred)
@@ -179,194 +184,162 @@ def _edge(weight: Tensor) -> _Edge:
     return weight if weight.is_leaf else get_gradient_edge(weight)
 
 
-class _Linear(torch.autograd.Function):
+class _Halves(torch.autograd.Function):
+    """An op ``y = op.forward(x, *weights)`` whose backward gives the gradient of x and puts off those of the weights.
+
+    op: one of the classes below. Its fields are the options of the op; ``saves_weight`` and ``reads_weight_late`` say
+    whether I and W are given the weight, which is then kept until they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, weights: tuple[Tensor, ...], op: Any,
+        debts: list[_DeferredGradient], group: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, *weights[: op.saves_weight])
+        ctx.op, ctx.debts, ctx.group = op, debts, group
+        ctx.edges, ctx.shapes = [_edge(w) for w in weights], [w.shape for w in weights]
+        return op.forward(x, *weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, *weight), op = grads, ctx.saved_tensors, ctx.op
+        late = weight if op.reads_weight_late else ()
+        ctx.debts.append((ctx.group, ctx.edges, partial(op.weight_gradients, ctx.shapes, g, x, *late)))
+        dx = op.input_gradient(g, x, *weight) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None, None, None
+
+
+class _HalvedOp:
+    saves_weight = True
+    reads_weight_late = False
+
+
+@dataclass(frozen=True)
+class _Linear(_HalvedOp):
     """x @ wᵀ + b, and with ``across`` x @ w + b. x: [.., i]; w: [o, i], across [i, o]; b: [o] or None."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor | None,
-        parts: tuple[Tensor, Tensor | None],
-        across: bool,
-        deferred: _DeferredGradients,
-        group: int,
-    ) -> Tensor:
-        w, b = parts
-        ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.across = deferred.debts, group, across
-        ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
-        if not across:
-            return aten.linear.default(x, w, b)
-        return aten.mm.default(x, w) if b is None else aten.addmm.default(b, x, w)
+    across: bool
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x, w), across = grads, ctx.saved_tensors, ctx.across
-        biased = len(ctx.edges) > 1
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return aten.addmm.default(b, x, w) if self.across else aten.linear.default(x, w, b)
 
-        def make() -> list[Tensor]:
-            rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-            weight = rows.t() @ out if across else out.t() @ rows
-            return [weight, out.sum(0)] if biased else [weight]
+    def input_gradient(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return g @ w.t() if self.across else g @ w
 
-        ctx.debts.append((ctx.group, ctx.edges, make))
-        dx = (g @ w.t() if across else g @ w) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None, None
+    def weight_gradients(self, shapes: Sequence[torch.Size], g: Tensor, x: Tensor) -> list[Tensor]:
+        rows, out = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+        weight = rows.t() @ out if self.across else out.t() @ rows
+        return [weight, out.sum(0)] if len(shapes) > 1 else [weight]
 
 
-class _Product(torch.autograd.Function):
+@dataclass(frozen=True)
+class _Product(_HalvedOp):
     """a @ b of at least two dims each, broadcast over the others; the weight is b, or a where ``first``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor | None,
-        parts: tuple[Tensor],
-        first: bool,
-        deferred: _DeferredGradients,
-        group: int,
-    ) -> Tensor:
-        (w,) = parts
-        ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.first, ctx.edges = deferred.debts, group, first, [_edge(w)]
-        return torch.matmul(w, x) if first else torch.matmul(x, w)
+    first: bool
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x, w), first = grads, ctx.saved_tensors, ctx.first
-        shape = w.shape
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(w, x) if self.first else torch.matmul(x, w)
 
-        def make() -> list[Tensor]:
-            if len(shape) == 2 and not first:
-                return [x.reshape(-1, x.shape[-1]).t() @ g.reshape(-1, g.shape[-1])]
-            return [(g @ x.mT if first else x.mT @ g).sum_to_size(shape)]
+    def input_gradient(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return (w.mT @ g if self.first else g @ w.mT).sum_to_size(x.shape)
 
-        ctx.debts.append((ctx.group, ctx.edges, make))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = (w.mT @ g if first else g @ w.mT).sum_to_size(x.shape)
-        return dx, None, None, None, None, None
+    def weight_gradients(self, shapes: Sequence[torch.Size], g: Tensor, x: Tensor) -> list[Tensor]:
+        (shape,) = shapes
+        if len(shape) == 2 and not self.first:
+            return [x.reshape(-1, x.shape[-1]).t() @ g.reshape(-1, g.shape[-1])]
+        return [(g @ x.mT if self.first else x.mT @ g).sum_to_size(shape)]
 
 
-class _Convolution(torch.autograd.Function):
-    """A convolution of 1 to 3 dims; options: (stride, padding, dilation, groups)."""
+@dataclass(frozen=True)
+class _Convolution(_HalvedOp):
+    """A convolution of 1 to 3 dims; options: stride, padding, dilation, transposed, output padding, groups."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, parts: tuple[Tensor, Tensor | None], options: tuple[Any, ...],
-        deferred: _DeferredGradients, group: int,
-    ) -> Tensor:  # fmt: skip
-        w, b = parts
-        stride, padding, dilation, groups = options
-        ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.bias = deferred.debts, group, None if b is None else list(b.shape)
-        ctx.edges = [_edge(w)] if b is None else [_edge(w), _edge(b)]
-        zeros = [0] * len(stride)
-        ctx.rest = (stride, padding, dilation, False, zeros, groups)
-        return aten.convolution.default(x, w, b, *ctx.rest)
+    options: tuple[Any, ...]
+    reads_weight_late = True
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x, w) = grads, ctx.saved_tensors
-        sizes, rest = ctx.bias, ctx.rest
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return aten.convolution.default(x, w, b, *self.options)
 
-        def make() -> list[Tensor]:
-            mask = [False, True, sizes is not None]
-            return list(aten.convolution_backward.default(g, x, w, sizes, *rest, mask)[1 : 2 + (sizes is not None)])
+    def input_gradient(self, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return aten.convolution_backward.default(g, x, w, None, *self.options, [True, False, False])[0]
 
-        ctx.debts.append((ctx.group, ctx.edges, make))
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = aten.convolution_backward.default(g, x, w, sizes, *rest, [True, False, False])[0]
-        return dx, None, None, None, None, None
+    def weight_gradients(self, shapes: Sequence[torch.Size], g: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+        bias = list(shapes[1]) if len(shapes) > 1 else None
+        mask = [False, True, bias is not None]
+        return list(aten.convolution_backward.default(g, x, w, bias, *self.options, mask)[1 : 1 + len(shapes)])
 
 
-class _Embedding(torch.autograd.Function):
-    """Rows of a table; options: (padding_idx, scale_grad_by_freq)."""
+@dataclass(frozen=True)
+class _Embedding(_HalvedOp):
+    """Rows of a table."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor | None,
-        parts: tuple[Tensor],
-        options: tuple[int, bool],
-        deferred: _DeferredGradients,
-        group: int,
-    ) -> Tensor:
-        (w,) = parts
-        ctx.save_for_backward(x)
-        ctx.debts, ctx.group, ctx.edges, ctx.rest = deferred.debts, group, [_edge(w)], (w.shape[0], *options)
-        return aten.embedding.default(w, x, options[0], options[1], False)
+    padding_idx: int
+    by_frequency: bool
+    saves_weight = False
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        (g,), (x,), rest = grads, ctx.saved_tensors, ctx.rest
-        ctx.debts.append((ctx.group, ctx.edges, lambda: [aten.embedding_dense_backward.default(g, x, *rest)]))
-        return None, None, None, None, None, None
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return aten.embedding.default(w, x, self.padding_idx, self.by_frequency, False)
+
+    def weight_gradients(self, shapes: Sequence[torch.Size], g: Tensor, x: Tensor) -> list[Tensor]:
+        rows = shapes[0][0]
+        return [aten.embedding_dense_backward.default(g, x, rows, self.padding_idx, self.by_frequency)]
 
 
-class _RegisteredOp(torch.autograd.Function):
+@dataclass(frozen=True)
+class _RegisteredOp(_HalvedOp):
     """An op of ``register_halves``."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        anchor: Tensor | None,
-        parts: tuple[Tensor],
-        rules: _Rules,
-        deferred: _DeferredGradients,
-        group: int,
-    ) -> Tensor:
-        (w,) = parts
-        ctx.save_for_backward(x, w)
-        ctx.debts, ctx.group, ctx.rules, ctx.edges = deferred.debts, group, rules, [_edge(w)]
-        return rules.op(x, w)
+    forward: Callable[[Tensor, Tensor], Tensor]
+    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    reads_weight_late = True
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x, w), rules = grads, ctx.saved_tensors, ctx.rules
-        ctx.debts.append((ctx.group, ctx.edges, lambda: [rules.of_weight(g, x, w)]))
-        return rules.of_input(g, x, w) if ctx.needs_input_grad[0] else None, None, None, None, None, None
+    def weight_gradients(self, shapes: Sequence[torch.Size], g: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+        return [self.weight_gradient(g, x, w)]
 
 
 # ---- what replaces which op: closures that take the arguments of the op
 
 
-def _linear(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+def _linear(halves: _Run, first: bool) -> Callable[..., Tensor]:
+    op = _Linear(across=False)
+
     def halved_linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
-        return _Linear.apply(x, deferred.anchor_for(x), (w, b), False, deferred, group)
+        return halves(op, x, w, b)
 
     return halved_linear
 
 
-def _addmm(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+def _addmm(halves: _Run, first: bool) -> Callable[..., Tensor]:
+    op = _Linear(across=True)
+
     def halved_addmm(b: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return _Linear.apply(x, deferred.anchor_for(x), (w, b), True, deferred, group)
+        return halves(op, x, w, b)
 
     return halved_addmm
 
 
-def _product(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+def _product(halves: _Run, first: bool) -> Callable[..., Tensor]:
+    op = _Product(first)
+
     def halved_product(a: Tensor, b: Tensor) -> Tensor:
         if min(a.ndim, b.ndim) < 2:
             return torch.matmul(a, b)
-        x, w = (b, a) if first else (a, b)
-        return _Product.apply(x, deferred.anchor_for(x), (w,), first, deferred, group)
+        return halves(op, b, a) if first else halves(op, a, b)
 
     return halved_product
 
 
-def _convolution(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+def _convolution(halves: _Run, first: bool) -> Callable[..., Tensor]:
     def halved_convolution(
         x: Tensor, w: Tensor, b: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:  # fmt: skip
-        options = (*(_expand_option(value, w.ndim - 2) for value in (stride, padding, dilation)), groups)
-        return _Convolution.apply(x, deferred.anchor_for(x), (w, b), options, deferred, group)
+        dims = w.ndim - 2
+        stride, padding, dilation = (_expand_option(value, dims) for value in (stride, padding, dilation))
+        return halves(_Convolution((stride, padding, dilation, False, [0] * dims, groups)), x, w, b)
 
     return halved_convolution
 
@@ -376,18 +349,11 @@ def _expand_option(value: int | Sequence[int], dims: int) -> list[int]:
     return values * dims if len(values) == 1 else values
 
 
-def _embedding(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+def _embedding(halves: _Run, first: bool) -> Callable[..., Tensor]:
     def halved_embedding(w: Tensor, x: Tensor, padding_idx: int = -1, by_frequency: bool = False) -> Tensor:
-        return _Embedding.apply(x, deferred.anchor, (w,), (padding_idx, by_frequency), deferred, group)
+        return halves(_Embedding(padding_idx, by_frequency), x, w)
 
     return halved_embedding
-
-
-@dataclass(frozen=True)
-class _Rules:
-    op: Callable[[Tensor, Tensor], Tensor]
-    of_input: Callable[[Tensor, Tensor, Tensor], Tensor]
-    of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def register_halves(
@@ -399,11 +365,12 @@ def register_halves(
 
     of_input: (dy, x, w) → dx; of_weight: (dy, x, w) → dw. Without this the whole backward of the op is done in I.
     """
-    rules = _Rules(op, of_input, of_weight)
 
-    def make(deferred: _DeferredGradients, group: int, first: bool) -> Callable[..., Tensor]:
+    registered = _RegisteredOp(op, of_input, of_weight)
+
+    def make(halves: _Run, first: bool) -> Callable[..., Tensor]:
         def halved(x: Tensor, w: Tensor) -> Tensor:
-            return _RegisteredOp.apply(x, deferred.anchor_for(x), (w,), rules, deferred, group)
+            return halves(registered, x, w)
 
         return halved
 
@@ -414,7 +381,7 @@ def register_halves(
 class _Op:
     """The replacement of an op by one whose weight gradient is deferred."""
 
-    make: Callable[[_DeferredGradients, int, bool], Callable[..., Tensor]]
+    make: Callable[[_Run, bool], Callable[..., Tensor]]
     #: the positions of activation, weight and bias among its arguments
     x: int = 0
     w: int = 1
