@@ -66,7 +66,7 @@ def run(ranks: int = 4, steps: int | None = None, json_path: Path | None = None)
         f"A GPT of {LAYERS} layers and {parameters / 1e6:.2f} M parameters learns from {len(corpus) / 1e6:.1f} MB of"
         f" Python's standard library, {BATCH} × {SEQUENCE} bytes a step.\n"
     )
-    _say(plan.explain())
+    _say("\n".join([plan.explain(), *(f"  warning: {warning}" for warning in cluster.validate())]))
 
     _say(f"\nTraining: {steps} steps on {ranks} ranks")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the meter's profiler says on stderr when it starts and stops

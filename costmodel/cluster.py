@@ -545,6 +545,11 @@ def _stale(cluster: Cluster) -> Iterable[str]:
 
 
 def _doubtful(cluster: Cluster) -> Iterable[str]:
+    if busy := dict(cluster.provenance).get("busy"):
+        yield (
+            f"{cluster.name} was measured while other processes had the cores for {busy} of the time; its collectives"
+            " may be faster than that, profile again on an idle machine"
+        )
     for wire in cluster.wires:
         for (small, before), (large, after) in pairwise(wire.points):
             if after < _NOISE * before:

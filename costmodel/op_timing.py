@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "TimedOp",
     "fact_tasks",
     "probe_task",
+    "stopwatch",
     "stream_bytes_per_s",
     "timed",
     "without_entry",
@@ -51,16 +52,19 @@ class TimedOp(Protocol):
 
 
 Make = Callable[[torch.device], TimedOp]
+Watch = Callable[[Callable[[], object]], float]
 
 
-def stopwatch(device: torch.device) -> Callable[[Callable[[], object]], float]:
-    """Seconds of a call on ``device``: by events where work is queued on a stream, else by the clock."""
+def stopwatch(device: torch.device) -> Watch:
+    """Seconds of a call on ``device``: by events where work is queued on a stream. On a CPU by the time that the thread
+    had a core, so that other processes do not count, or by the clock where the call has several threads."""
     if device.type != "cuda":
+        now = thread_time if torch.get_num_threads() == 1 else perf_counter
 
         def clock(call: Callable[[], object]) -> float:
-            start = perf_counter()
+            start = now()
             call()
-            return perf_counter() - start
+            return now() - start
 
         return clock
 
@@ -101,9 +105,6 @@ def timed(
         return out[:width], samples
 
     return visit
-
-
-Watch = Callable[[Callable[[], object]], float]
 
 
 def _instances(

@@ -8,8 +8,9 @@ at once, ``agree`` (the elementwise maximum over ranks) makes them decide alike 
     run    ::= round*                                            every task once, in order of value, then again
 
 Visits of one task lie a round apart, so a disturbance of a second hits one visit of many tasks, not all of one: the
-median over visits is then the time that training pays. A visit that would not fit the budget is left out; what a first
-visit takes is foreseen from the task of its series before it.
+median over visits is then the time that training pays. Of two in the middle it is the lower: disturbances only add. A
+visit that would not fit the budget is left out; what a first visit takes is foreseen from the task of its series before
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from time import perf_counter
 from typing import Any
 
@@ -61,7 +62,7 @@ class TaskRecord:
 
     def medians(self) -> tuple[float, ...]:
         """The median of each figure over the visits."""
-        return tuple(median(column) for column in zip(*self.visits))
+        return tuple(median_low(column) for column in zip(*self.visits))
 
 
 @dataclass

@@ -120,13 +120,13 @@ def time_messages(ranks: _Ranks, pair: RankPair | None) -> tuple[list[float], in
 
     if pair is not None:
         pair.open()
-    timed()
+    connecting = timed()
     own.clear()
     posts.clear()
     first = timed()
-    (once,) = ranks.agree([first])
+    connecting, once = ranks.agree([connecting, first])
+    count = sample_count(connecting, once, 4 * PACE_S)
     turns = [(first, 0)]
-    count = sample_count(once, 4 * PACE_S)
     if count > 1:
         turns = sorted((timed(), k) for k in range(1, count + 1))[:-1]
     away = [k for _, k in turns]
@@ -169,9 +169,12 @@ SLOW_S = 0.2  # a collective beyond which one sample has to do
 _SAMPLES = 12
 
 
-def sample_count(once: float, usual: float) -> int:
-    """The number of samples of a call that takes ``once`` seconds: one, if that is beyond ``SLOW_S``."""
-    return 1 if once > SLOW_S else max(4, min(_SAMPLES, int(_SAMPLES * usual / max(once, 1e-6))))
+def sample_count(connecting: float, once: float, usual: float) -> int:
+    """The number of samples of a call, by the seconds of its first two runs: one, if both are beyond ``SLOW_S``. One
+    alone may have been disturbed."""
+    if min(connecting, once) > SLOW_S:
+        return 1
+    return max(4, min(_SAMPLES, int(_SAMPLES * usual / max(once, 1e-6))))
 
 
 def time_call(call: Callable[[], object] | None, device: torch.device) -> float:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...costmodel.op_timing import stopwatch
 from ..collectives.channel import Channel
 from ..collectives.dense import DenseSum
 from ..collectives.rounds import ALGORITHMS
@@ -227,11 +228,11 @@ class Ranks:
             self.pace()
             return time_call(call, self.device)
 
-        time_call(call, self.device)  # connections are made at the first use
+        connecting = time_call(call, self.device)
         begin = perf_counter()
         samples = [timed()]
-        (once,) = self.agree([perf_counter() - begin])
-        count = sample_count(once, 2 * PACE_S)
+        connecting, once = self.agree([connecting, perf_counter() - begin])
+        count = sample_count(connecting, once, 2 * PACE_S)
         if count > 1:
             samples = sorted(timed() for _ in range(count))[:-1]
         return [self.mean(None if call is None else sum(samples) / len(samples))], count
@@ -388,6 +389,7 @@ def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device
     much memory is taken and given back as activations do: the temporaries of an update then lie on fresh pages.
     """
     count = max(1, min(32, _OUT_OF_CACHE_BYTES // (4 * 4 * tensors * elements)))
+    watch = stopwatch(device)
     sets = []
     for _ in range(count):
         parameters = [nn.Parameter(torch.ones(elements, device=device)) for _ in range(tensors)]
@@ -400,7 +402,7 @@ def optimizer_probe(name: str, tensors: int, elements: int, device: torch.device
         for optimizer in sets:
             churn = [torch.ones(1 << 18, device=device) for _ in range(_CHURNED_MIB)]
             del churn
-            seconds += time_call(optimizer.step, device)
+            seconds += watch(optimizer.step)
         return seconds / count
 
     def visit() -> Visit:

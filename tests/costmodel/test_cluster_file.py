@@ -231,6 +231,8 @@ def test_validate_warns_of_other_software_and_hardware(monkeypatch):
     assert CPU.validate() == []
     [line] = replace(MEASURED, provenance=(("torch", "1.0"),)).validate()
     assert "measured with torch 1.0, this is" in line
+    [line] = replace(MEASURED, provenance=(("busy", "34%"),)).validate()
+    assert "other processes had the cores for 34% of the time" in line
     [line] = replace(MEASURED, provenance=(("processor", "another"),)).validate()
     assert "another processor, another, this is a processor" in line
     gpu = replace(MEASURED, provenance=(("processor", "another"), ("gpu", "a GPU")))

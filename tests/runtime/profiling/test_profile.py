@@ -15,11 +15,10 @@ import torch
 from meshwright.costmodel import op_timing
 from meshwright.costmodel.cluster import Cluster, Mesh
 from meshwright.costmodel.op_grid import coarse, grid, op_task, surfaces_of
-from meshwright.costmodel.op_timing import ENTRY, fact_tasks, timed
+from meshwright.costmodel.op_timing import ENTRY, fact_tasks, stopwatch, timed
 from meshwright.costmodel.profiled import op_times_of
 from meshwright.costmodel.profiler import NO_TIME, Engine, ProfileState, Task, TaskRecord, Visit
 from meshwright.runtime.profiling import message_probes, probes
-from meshwright.runtime.profiling import message_probes as paced
 from meshwright.runtime.profiling.probes import group_forms, send_forms
 
 from tests.support.ranks import RankPool
@@ -73,6 +72,18 @@ def test_visits_are_interleaved_so_a_disturbance_does_not_move_the_median() -> N
     Engine(state, clock=clock).run([clock.task(f"a{k}", seconds) for k in range(4)], 1000.0, visits=3)
     assert clock.now > 60  # the disturbance happened
     assert all(state.seconds(f"a{k}/1") == (1.0,) for k in range(4))
+
+
+def test_of_two_visits_the_one_that_nothing_disturbed_counts() -> None:
+    assert TaskRecord([[9.0, 1.0], [2.0, 3.0]], 2).medians() == (2.0, 1.0)
+
+
+def test_an_op_is_timed_while_it_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process on the core is like a sleep: the clock goes on, the op does not."""
+    pause = partial(time.sleep, 0.05)
+    for threads, counted in ((1, False), (2, True)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert (stopwatch(torch.device("cpu"))(pause) >= 0.05) == counted
 
 
 def test_the_end_of_memory_skips_that_size_and_larger_ones() -> None:
@@ -145,7 +156,8 @@ def test_a_foreign_state_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_an_op_is_timed_with_all_forwards_before_all_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, log, numbers = Clock(), [], count()
-    monkeypatch.setattr(op_timing, "perf_counter", clock)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(op_timing, name, clock)
 
     class Fake:
         def __init__(self) -> None:
@@ -266,14 +278,33 @@ def profiled(
         os.environ.pop("MESHWRIGHT_CACHE_DIR", None)
 
 
+def alone(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> probes.Ranks:
+    """A world of one rank without process groups, whose time is ``clock[0]``."""
+    for module in (probes, message_probes):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    ranks = probes.Ranks.__new__(probes.Ranks)
+    ranks.device, ranks.world, ranks.pace = torch.device("cpu"), 1, lambda: None
+    return ranks
+
+
+def test_one_slow_sample_does_not_make_a_collective_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seconds = [0.0], iter([0.25])
+
+    def call() -> None:
+        clock[0] += next(seconds, 0.002)
+
+    ranks = alone(monkeypatch, clock)
+    assert ranks._paced(call)[0] == pytest.approx([0.002])  # slow to connect
+    seconds = iter([0.002, 0.25])
+    (measured,), samples = ranks._paced(call)
+    assert (measured, samples > 1) == (pytest.approx(0.002), True)
+
+
 @pytest.mark.parametrize(("seconds", "most"), [(0.25, 3), (0.0, 20)])
 def test_what_takes_long_is_measured_once(monkeypatch: pytest.MonkeyPatch, seconds: float, most: int) -> None:
     """32 MB over 100 Mbit/s take seconds: a dozen of them would leave no time for anything else."""
     clock = [0.0]
-    for module in (paced, probes, message_probes):
-        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
-    ranks = probes.Ranks.__new__(probes.Ranks)
-    ranks.device, ranks.world, ranks.pace = torch.device("cpu"), 1, lambda: None
+    ranks = alone(monkeypatch, clock)
     calls = []
 
     def call() -> None:
