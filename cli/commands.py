@@ -13,13 +13,14 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from .terminal import answers_only, progress_bar, width
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from ..compiler.ir.graph import Graph
     from ..compiler.plan.plan import Plan
     from ..costmodel.cluster import Cluster
 
@@ -317,13 +318,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _why(arguments: argparse.Namespace) -> None:
     plan = _load(arguments.plan)
     with progress_bar() as progress, answers_only():
-        from ..compiler.frontend.capture import capture
-        from .targets import build_target
-
-        progress("building", 0.0)
-        target = build_target(arguments.target)
-        progress("capture", 0.0)
-        answer = plan.why(arguments.name, capture(target.model, target.args, target.kwargs))
+        answer = plan.why(arguments.name, _captured(arguments.target, progress))
     print(answer)
 
 
@@ -336,13 +331,7 @@ def _check(arguments: argparse.Namespace) -> int:
         if arguments.cluster is not None:
             cluster = _cluster(arguments.cluster)
         if arguments.target is not None:
-            from ..compiler.frontend.capture import capture
-            from .targets import build_target
-
-            progress("building", 0.0)
-            target = build_target(arguments.target)
-            progress("capture", 0.0)
-            graph = capture(target.model, target.args, target.kwargs)
+            graph = _captured(arguments.target, progress)
         progress("check", 0.0)
         faults = validate(plan, graph, cluster)
     for fault in faults:
@@ -378,19 +367,11 @@ def _profile(arguments: argparse.Namespace) -> int:
     from .profile import Options, run
 
     output = None if arguments.output is None else str(arguments.output.absolute())
-    return run(
-        Options(
-            output,
-            arguments.budget,
-            arguments.quick,
-            arguments.model,
-            arguments.global_batch,
-            arguments.optimizer,
-            arguments.resume,
-            arguments.timeout,
-        ),
-        arguments.ranks,
-    )
+    options = Options(
+        output, arguments.budget, arguments.quick, arguments.model, arguments.global_batch, arguments.optimizer,
+        arguments.resume, arguments.timeout,
+    )  # fmt: skip
+    return run(options, arguments.ranks)
 
 
 def _diff(arguments: argparse.Namespace) -> None:
@@ -415,6 +396,16 @@ def _load(path: Path) -> Plan:
     from ..compiler.plan.plan import Plan
 
     return Plan.load(path)
+
+
+def _captured(target: str, progress: Callable[[str, float], None]) -> Graph:
+    from ..compiler.frontend.capture import capture
+    from .targets import build_target
+
+    progress("building", 0.0)
+    built = build_target(target)
+    progress("capture", 0.0)
+    return capture(built.model, built.args, built.kwargs)
 
 
 def _cluster(text: str) -> Cluster:

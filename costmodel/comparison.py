@@ -1,9 +1,7 @@
-"""Two descriptions of hardware held against each other: what changed, both in one, and what is wrong with one.
+"""Two descriptions of hardware held against each other.
 
 changes      every measured price that both have, before and after
 compare      the same as text, with what only one of them has
-merged       the measurements of both, the second's where both have one
-check        ValueError for what cannot be, warnings for what may be out of date
 """
 
 from __future__ import annotations

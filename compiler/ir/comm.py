@@ -14,7 +14,10 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Arrival", "Comm", "CompletedArrival", "Context", "GatherPrefetch", "current_context", "use_context"]
+__all__ = [
+    "Arrival", "Comm", "CompletedArrival", "Context", "GatherPrefetch", "current_context", "cut_blocks", "merge_blocks",
+    "use_context",
+]  # fmt: skip
 
 
 class Arrival(Protocol):
@@ -112,8 +115,19 @@ class Comm(Protocol):
         ...
 
 
+def cut_blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """[..., extent, ...] → contiguous [size, ..., extent / size, ...]."""
+    assert x.shape[dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along dim {dim}"
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
+
+
+def merge_blocks(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+    """[size, ..., extent, ...] → contiguous [..., size · extent, ...]."""
+    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
 class GatherPrefetch(Protocol):
-    """See ``weight_gathers.Ahead``."""
+    """See ``weight_gathers.GatherPrefetcher``."""
 
     def arrival(self, number: int) -> Arrival:
         """The gather of this number, started now if it is not in flight yet."""

@@ -2,12 +2,12 @@
 stage runs the same one.
 
 ``module(*slots) -> tuple(exits)``. The module is differentiable by eager autograd: reshards and communicating ops carry
-their own conjugates. It reads its coordinates and collectives from ``comm.current()``.
+their own conjugates. It reads its coordinates and collectives from ``comm.current_context()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch.fx
 from .graph import TensorType
 from .spec import Pair
 
-__all__ = ["ChunkProgram", "Exit", "Segment", "Slot"]
+__all__ = ["ChunkProgram", "Exit", "Segment", "Slot", "made_of"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,12 @@ class ChunkProgram:
     collectives: Mapping[str, int]
     constants: Mapping[str, torch.Tensor]
     segments: tuple[Segment, ...] = ()
+
+
+def made_of(sources: Iterable[torch.fx.Node], graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The sources, and the nodes that are made of these alone."""
+    derived = set(sources)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    return derived

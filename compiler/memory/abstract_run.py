@@ -23,6 +23,7 @@ import torch.fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...costmodel.codecs import carried_bytes
+from ..ir.comm import cut_blocks, merge_blocks
 from ..ir.ops import local_ops
 from ..ir.ops.ring_attention import ring_attention
 from ..ir.program import ChunkProgram
@@ -305,13 +306,13 @@ class AbstractComm:
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
         x = x.contiguous()
-        return _merged(x.new_empty((size, *x.shape)), dim)
+        return merge_blocks(x.new_empty((size, *x.shape)), dim)
 
     def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
         """The blocks that leave, those that arrive, and their sum."""
         if self.mesh_shape[axis] == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        blocks = _blocks(x, self.mesh_shape[axis], dim)
+        blocks = cut_blocks(x, self.mesh_shape[axis], dim)
         if self.native:
             return torch.empty_like(blocks[0])
         parts = torch.empty_like(blocks)
@@ -322,7 +323,7 @@ class AbstractComm:
         arrive as they leave: experts are chosen alike everywhere."""
         if self.mesh_shape[axis] == 1 or x.device.type != "meta":
             return x.clone(memory_format=torch.contiguous_format)
-        return _merged(torch.empty_like(_blocks(x, self.mesh_shape[axis], split_dim)), concat_dim)
+        return merge_blocks(torch.empty_like(cut_blocks(x, self.mesh_shape[axis], split_dim)), concat_dim)
 
     def all_to_all_uneven(
         self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
@@ -405,14 +406,6 @@ def _decoded(came: torch.Tensor, rows: int, n: int, dtype: torch.dtype) -> torch
 def _arrived(left: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
     """Return the tensor that arrived, and release ``left``."""
     return came
-
-
-def _blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
-
-
-def _merged(blocks: torch.Tensor, dim: int) -> torch.Tensor:
-    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from ..ir.ops import local_ops
 from ..ir.ops.local_ops import dropout_ticket, plain_cross_entropy, ticketed_dropout
-from ..ir.program import Segment
+from ..ir.program import Segment, made_of
 from ..rules.common import argument, parameters
 
 __all__ = ["MakePiece", "in_pieces", "units"]
@@ -68,7 +68,8 @@ def in_pieces(
     pieces, because its backward runs at another time.
     """
     graph = module.graph
-    pieces = _pieces(graph, segments, unit_of, _made_of(graph, apart))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    pieces = _pieces(graph, segments, unit_of, made_of([inputs[position] for position in apart], graph))
     if not pieces:
         return module, tuple(segments)
     return _Rewriting(graph, segments, pieces, make).run()
@@ -167,15 +168,6 @@ def _computes(node: Node) -> bool:
     schema = node.target._schema
     is_view = any(value.alias_info is not None for value in schema.returns)
     return not is_view and schema.name.removeprefix("aten::") not in _FREE
-
-
-def _made_of(graph: torch.fx.Graph, apart: Collection[int]) -> set[Node]:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    derived = {inputs[position] for position in apart}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
-            derived.add(node)
-    return derived
 
 
 # ---- the new program

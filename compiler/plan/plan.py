@@ -344,7 +344,7 @@ class Plan:
 
     @property
     def chunks_asked(self) -> int | None:
-        """``num_chunks`` as ``schedule.generate`` takes it: None where the schedule's own number stands."""
+        """``num_chunks`` as ``families.generate`` takes it: None where the schedule's own number stands."""
         return self.num_chunks if self.num_chunks > 1 else None
 
     def noted(self, *notes: str) -> Plan:

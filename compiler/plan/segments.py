@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..frontend.layers import Layering
 from ..ir.comm import Context, current_context, use_context
-from ..ir.program import Segment
+from ..ir.program import Segment, made_of
 from ..ir.reshard import LOCAL_STEPS, run_steps
 from .plan import Chunk
 from .recompute import Recompute
@@ -47,7 +47,7 @@ def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompu
     gathers of weights are repeated, and what is made of these alone."""
     found = []
     gathers = [node for node in graph.nodes if "layer" in node.meta]
-    gathering, whole = {node.meta["layer"] for node in gathers}, _made_of(gathers, graph)
+    gathering, whole = {node.meta["layer"] for node in gathers}, {node.name for node in made_of(gathers, graph)}
     modes = chunk.recompute or ("none",) * (chunk.layers[1] - chunk.layers[0])
     for layer, mode in zip(range(*chunk.layers), modes, strict=True):
         ops = set(layering.layers[layer].ops)
@@ -62,15 +62,6 @@ def segments_of(graph: torch.fx.Graph, chunk: Chunk, layering: Layering, recompu
             heavy = members - whole if mode == "none" else members & recompute.heavy
             found.append(Segment(frozenset(members), frozenset(heavy)))
     return found
-
-
-def _made_of(gathers: Collection[Node], graph: torch.fx.Graph) -> set[str]:
-    """Names of the nodes that gather weights, and of those made of such weights alone."""
-    derived = set(gathers)
-    for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and derived.issuperset(node.all_input_nodes):
-            derived.add(node)
-    return {node.name for node in derived}
 
 
 def _goes_with(node: Node, members: Collection[str], ops: Collection[str], recompute: Recompute, mode: str) -> bool:

@@ -19,7 +19,7 @@ class DenseSum:
     """Sums (or maxima) of flat tensors of ``length`` elements over the ranks of a channel, which nobody but such sums
     uses. Made on all ranks alike.
 
-    algorithm: an all-reduce of ``rounds.DEFINED`` or "hierarchical", with ``members`` ranks per host. Raises
+    algorithm: an all-reduce of ``rounds.ALGORITHMS`` or "hierarchical", with ``members`` ranks per host. Raises
     ValueError for an algorithm that does not exist.
     """
 

@@ -6,7 +6,7 @@ bucket over these axes gets a persistent ``Sum`` of its own, made on all ranks o
 They send from a communication thread (``worker``), over process groups that nothing else uses and each of these threads
 has of its own::
 
-    code "none"               ``collectives.DenseSum`` by the algorithm
+    code "none"               ``dense.DenseSum`` by the algorithm
     others                    ``compression.make_sum``; where it sums on the way, by the algorithm
     others, "hierarchical"    ``HierarchicalAllReduce``: in the code between hosts only
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...compiler.ir.comm import cut_blocks, merge_blocks
 from ...compiler.plan.cross_mesh import Coordinates, coordinates
 from ...compiler.plan.plan import GradientReduction, Plan, Stage
 from ..compression.dither import random_key as key
@@ -87,7 +88,7 @@ class DistributedComm:
         x = x.contiguous()
         out = x.new_empty((size, *x.shape))
         all_gather_single(_bytes_of_bool(out).view(-1), _bytes_of_bool(x).view(-1), group=self.groups[axis,])
-        return _merge(out, dim)
+        return merge_blocks(out, dim)
 
     def reduce_scatter(self, x: torch.Tensor, axis: int, dim: int) -> torch.Tensor:
         """This device's block along ``dim`` of the sum over the axis; the extent divides evenly."""
@@ -95,7 +96,7 @@ class DistributedComm:
         self._count("reduce_scatter", x.nbytes)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        blocks = _blocks(x, size, dim)
+        blocks = cut_blocks(x, size, dim)
         if self.native:
             out = torch.empty_like(blocks[0])
             reduce_scatter_single(out.view(-1), blocks.view(-1), group=self.groups[axis,])
@@ -110,10 +111,10 @@ class DistributedComm:
         self._count("all_to_all", x.nbytes)
         if size == 1:
             return x.clone(memory_format=torch.contiguous_format)
-        blocks = _blocks(x, size, split_dim)
+        blocks = cut_blocks(x, size, split_dim)
         parts = torch.empty_like(blocks)
         dist.all_to_all_single(_bytes_of_bool(parts), _bytes_of_bool(blocks), group=self.groups[axis,])
-        return _merge(parts, concat_dim)
+        return merge_blocks(parts, concat_dim)
 
     def all_to_all_uneven(
         self, x: torch.Tensor, axis: int, sent: Sequence[int], received: Sequence[int]
@@ -286,17 +287,6 @@ def _wait_arrival(works: Sequence[Any], left: torch.Tensor, came: torch.Tensor) 
 def _bytes_of_bool(x: torch.Tensor) -> torch.Tensor:
     """Backends move no bools: their bytes instead."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x
-
-
-def _blocks(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """[..., extent, ...] → contiguous [size, ..., extent / size, ...]."""
-    assert x.shape[dim] % size == 0, f"{tuple(x.shape)} does not divide by {size} along dim {dim}"
-    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0).contiguous()
-
-
-def _merge(blocks: torch.Tensor, dim: int) -> torch.Tensor:
-    """[size, ..., extent, ...] → contiguous [..., size · extent, ...]."""
-    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 # ---- making the groups

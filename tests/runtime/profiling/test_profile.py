@@ -264,7 +264,7 @@ def profiled(
         0,
     )
     cluster_profile.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
-    cluster_profile.over_ranks.OPTIMIZED = ((4, 64), (2, 4096))
+    cluster_profile.over_ranks.OPTIMIZER_SIZES = ((4, 64), (2, 4096))
     os.environ["MESHWRIGHT_CACHE_DIR"] = str(Path(folder) / "cache")
     if hosts is not None:
         os.environ["MESHWRIGHT_HOST"] = hosts[dist.get_rank()]
