@@ -252,19 +252,12 @@ def profiled(
     import torch.distributed as dist
     from meshwright.runtime.profiling import cluster_profile
 
-    (
-        cluster_profile._COARSE_SIZES,
-        cluster_profile._FINE_SIZES,
-        cluster_profile._VISITS,
-        cluster_profile._REPEAT_VISITS,
-    ) = (
-        (1024, 65536),
-        (8192,),
-        1,
-        0,
-    )
+    cluster_profile._COARSE_SIZES, cluster_profile._FINE_SIZES = (1024, 65536), (8192,)
+    cluster_profile._VISITS, cluster_profile._REPEAT_VISITS = 1, 0
+    cluster_profile.PACE_S = 5e-4
     cluster_profile.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
     cluster_profile.over_ranks.OPTIMIZER_SIZES = ((4, 64), (2, 4096))
+    cluster_profile.over_ranks.CODED_LENGTHS = (1 << 10, 1 << 12)
     os.environ["MESHWRIGHT_CACHE_DIR"] = str(Path(folder) / "cache")
     if hosts is not None:
         os.environ["MESHWRIGHT_HOST"] = hosts[dist.get_rank()]
