@@ -30,6 +30,7 @@ from meshwright.costmodel.codecs import CODECS, coded_messages, sent_bytes
 from meshwright.costmodel.collectives import REDUCTIONS, mesh_prices
 from meshwright.costmodel.measured import CollectiveMeasurement, Piece
 
+from tests.support.graphs import graph_of, shared_plan
 from tests.support.planning import make_plan
 from tests.support.prices import coded_seconds
 from tests.support.zoo import ZOO
@@ -43,13 +44,13 @@ WAYS = list(product(LOSSY.algorithms, LOSSY.compressors))
 
 @pytest.fixture(scope="module")
 def graph():
-    return capture(*ZOO["gpt"](16, device="meta"))
+    return graph_of("gpt", 16)
 
 
 def planned(graph, cluster, communication, strategy="dp4", microbatches=2):
     space = Space.asked(zero=0, recompute="none", communication=communication)
     wanted = parse_strategy(strategy)
-    return make_plan(graph, cluster, 16, microbatches, wanted, alternatives=False, space=space)
+    return shared_plan(graph, cluster, 16, microbatches, wanted, alternatives=False, space=space)
 
 
 def rewired(made: Plan, way) -> Plan:
@@ -226,7 +227,7 @@ def test_no_document_with_any_wire_is_below_the_bound():
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_of_a_stage_travel_alike(schedule):
-    deep = capture(*ZOO["gpt"](16, device="meta", layers=4))
+    deep = graph_of("gpt", 16, layers=4)
     space = Space.asked(schedule, zero=0, recompute="none", communication=FREE)
     made = make_plan(deep, V100, 16, 4, parse_strategy("pp2,dp4"), alternatives=False, space=space)
     assert made.num_chunks > 1
@@ -306,7 +307,7 @@ def test_the_command_takes_it(capsys):
 
 
 def test_factors_are_priced_for_the_weights_that_a_model_trains() -> None:
-    graph = capture(*ZOO["gpt"](16, device="meta"))
+    graph = graph_of("gpt", 16)
     allowed = Communication(("backend",), ("none", "powersgd2")).priced_for(graph)
     weights = [node.meta["type"] for node in graph.placeholders("parameter")]
     assert sorted(allowed.shapes) == sorted(weight.shape for weight in weights)

@@ -21,7 +21,6 @@ from meshwright.compiler.cost.parameter_sharding import (
     unfilled_messages,
 )
 from meshwright.compiler.cost.pricing import MeshPricer
-from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.intra_op.section import Restriction, StageContext, label
 from meshwright.compiler.intra_op.stage import describe_stage, solve_section
@@ -32,7 +31,7 @@ from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.measured import CollectiveMeasurement, Piece
 
 from tests.oracles.scalar_composer import Composer
-from tests.support.zoo import ZOO
+from tests.support.graphs import graph_of
 
 V100 = Cluster.preset("p3.16xlarge")
 WEIGHT = TensorType((64, 48), torch.float32)
@@ -40,7 +39,7 @@ WEIGHT = TensorType((64, 48), torch.float32)
 
 @pytest.fixture(scope="module")
 def graph():
-    return capture(*ZOO["mlp"](8, device="meta"))
+    return graph_of("mlp")
 
 
 # ---- which there are

@@ -36,19 +36,15 @@ from meshwright.runtime.parameters.gradients import _buckets
 from torch import nn
 
 from tests.support import zoo
+from tests.support.graphs import graph_of, shared_plan
 from tests.support.planning import make_plan
 
 CLUSTER = Cluster.parse("p3.16xlarge:1")
 SHAPES = [Strategy(1, 1, 1), Strategy(1, 4, 1), Strategy(1, 2, 2), Strategy(2, 1, 2), Strategy(2, 2, 1)]
 
 
-def captured(name: str) -> Graph:
-    model, args, kwargs = zoo.ZOO[name](batch=8, device="meta")
-    return capture(model, args, kwargs)
-
-
 def planned(graph: Graph, cluster: Cluster, strategy: Strategy, microbatches: int = 2, **kwargs: str) -> Plan:
-    return make_plan(graph, cluster, 8, microbatches, strategy, alternatives=False, **kwargs)
+    return shared_plan(graph, cluster, 8, microbatches, strategy, alternatives=False, **kwargs)
 
 
 def with_device(cluster: Cluster, **changes: object) -> Cluster:
@@ -59,7 +55,7 @@ def with_device(cluster: Cluster, **changes: object) -> Cluster:
 @pytest.mark.parametrize("strategy", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
 def test_causes_add_up_to_the_actions(name: str, strategy: Strategy) -> None:
-    plan = planned(captured(name), CLUSTER, strategy)
+    plan = planned(graph_of(name), CLUSTER, strategy)
     for stage in plan.prediction.stages:
         assert set(stage.seconds) == set(CAUSES)
         each = sum(s for cause, s in stage.seconds.items() if cause not in (*STEP_CAUSES, "transfer"))
@@ -75,7 +71,7 @@ def test_causes_add_up_to_the_actions(name: str, strategy: Strategy) -> None:
 @pytest.mark.parametrize("strategy", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "convnet", "t5"])
 def test_the_same_cluster_gives_the_same_prices(name: str, strategy: Strategy) -> None:
-    graph = captured(name)
+    graph = graph_of(name)
     plan = planned(graph, CLUSTER, strategy)
     again = reprice(plan, graph, CLUSTER)
     assert again.stages == plan.stages
@@ -90,14 +86,14 @@ def test_the_same_cluster_gives_the_same_prices(name: str, strategy: Strategy) -
 
 
 def test_recomputation_is_repriced_too() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     plan = planned(graph, CLUSTER, Strategy(1, 2, 1), recompute="layer")
     assert plan.prediction.stages[0].seconds["recompute"] > 0
     assert reprice(plan, graph, CLUSTER).prediction.step_s == pytest.approx(plan.prediction.step_s)
 
 
 def test_slower_compute_takes_longer_and_nothing_else() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     device = replace(CLUSTER.device(0), launch_s=0.0)
     half = {
         "flops_per_s": tuple((dtype, rate / 2) for dtype, rate in device.flops_per_s),
@@ -115,7 +111,7 @@ def test_slower_compute_takes_longer_and_nothing_else() -> None:
 
 
 def test_repricing_refuses_another_size() -> None:
-    graph = captured("mlp")
+    graph = graph_of("mlp")
     plan = planned(graph, CLUSTER, Strategy(1, 2, 1))
     with pytest.raises(ValueError, match="as many devices as it is for, but got a cluster of 2"):
         reprice(plan, graph, replace(CLUSTER, hosts=(replace(CLUSTER.hosts[0], num_devices=2),)))
@@ -132,7 +128,7 @@ def measured_everywhere(graph: Graph, plan: Plan, cluster: Cluster) -> Cluster:
 
 
 def test_exact_times_are_used_for_every_op_that_has_one() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     plan = planned(graph, CLUSTER, Strategy(1, 1, 1))
     exact = reprice(plan, graph, measured_everywhere(graph, plan, CLUSTER))
     stage = exact.prediction.stages[0]
@@ -146,7 +142,7 @@ def test_exact_times_are_used_for_every_op_that_has_one() -> None:
 
 
 def test_half_the_ops_measured() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     plan = planned(graph, CLUSTER, Strategy(1, 1, 1))
     cluster = measured_everywhere(graph, plan, CLUSTER)
     some = tuple(time for time in cluster.device(0).op_times if "linear" in time.signature)
@@ -156,7 +152,7 @@ def test_half_the_ops_measured() -> None:
 
 
 def test_gradients_of_later_microbatches_are_added() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     one, four = (planned(graph, CLUSTER, Strategy(1, 1, 1), m).prediction.stages[0] for m in (1, 4))
     nbytes = sum(node.meta["type"].nbytes for node in graph.placeholders("parameter"))
     rate = CLUSTER.device(0).memory_bytes_per_s
@@ -164,7 +160,7 @@ def test_gradients_of_later_microbatches_are_added() -> None:
 
 
 def test_wires_price_transfers_of_all_receivers_at_once() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     plan = planned(graph, CLUSTER, Strategy(2, 2, 1))
     one = CollectiveMeasurement("send", "backend", 2, 2, 1, (Piece(0, 1.0, 0.0),), (), 0.0, 1)
     two = CollectiveMeasurement("send", "backend", 2, 2, 2, (Piece(0, 3.0, 0.0),), (), 0.0, 1)
@@ -178,7 +174,7 @@ def test_wires_price_transfers_of_all_receivers_at_once() -> None:
 @pytest.mark.parametrize("strategy", [Strategy(2, 1, 2), Strategy(2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_starting_the_messages_of_the_runtime_keeps_the_sender(name: str, strategy: Strategy) -> None:
-    graph = captured(name)
+    graph = graph_of(name)
     plan = planned(graph, CLUSTER, strategy)
     again = reprice(plan, graph, with_device(CLUSTER, post_s=1.0, post_s_per_byte=1e-3))
     nodes, wanted = graph.with_batch(plan.microbatch_size).by_name(), [[0.0, 0.0] for _ in plan.stages]
@@ -214,9 +210,9 @@ def test_blocks_that_fit_no_other_travel_in_several_messages(ends: str, left: in
 
 
 def test_tied_weights_and_the_loss_travel_at_the_end() -> None:
-    tied = planned(captured("gpt"), CLUSTER, Strategy(2, 1, 1)).prediction.stages
+    tied = planned(graph_of("gpt"), CLUSTER, Strategy(2, 1, 1)).prediction.stages
     assert all(stage.seconds["tied"] > 0 and stage.seconds["loss"] > 0 for stage in tied)
-    alone = planned(captured("convnet"), CLUSTER, Strategy(1, 8, 1), 1).prediction.stages[0]
+    alone = planned(graph_of("convnet"), CLUSTER, Strategy(1, 8, 1), 1).prediction.stages[0]
     axis = mesh_prices(CLUSTER, Mesh.of(CLUSTER, 0, (8,)))[0]
     assert alone.seconds["tied"] == 0
     assert alone.seconds["loss"] == pytest.approx(axis.seconds("all_reduce", 4))  # its sum; no other stage is told
@@ -263,7 +259,7 @@ def test_a_bound_holds_where_gradients_hide(microbatches: int) -> None:
 @pytest.mark.parametrize(("overlap", "m", "seconds", "least"), [(0.0, 4, 1.0, 1.0), (0.8, 4, 1e-9, 0.8e-9)])
 def test_what_hides_lowers_the_bound(overlap: float, m: int, seconds: float, least: float) -> None:
     cluster = with_device(CLUSTER, overlap=overlap)
-    hidden_s = max_hidden_seconds(captured("gpt"), cluster, "AdamW", [(2,), (4,), (2, 2)])
+    hidden_s = max_hidden_seconds(graph_of("gpt"), cluster, "AdamW", [(2,), (4,), (2, 2)])
     assert lower_by_overlap(seconds, m, cluster, hidden_s) == pytest.approx(least)
     # beside a million seconds all gradients are nothing
     assert lower_by_overlap(1e6, m, cluster, hidden_s) == pytest.approx(1e6, rel=1e-6)
@@ -300,7 +296,7 @@ def test_a_message_waits_for_its_receiver() -> None:
 
 
 def test_a_document_of_before_still_reads() -> None:
-    graph = captured("gpt")
+    graph = graph_of("gpt")
     plan = planned(graph, CLUSTER, Strategy(2, 1, 1))
     data = json.loads(json.dumps(plan.to_json()))
     assert Plan.from_json(data) == plan

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from meshwright.compiler.cost.signature import plan_probes, signature
-from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import differentiable_nodes
 from meshwright.compiler.frontend.strides import copy_with_layout, layout_of, note_layouts
 from meshwright.compiler.ir.graph import Graph, op_name
@@ -17,14 +16,9 @@ from meshwright.compiler.search.parallel_shape import Strategy
 from meshwright.costmodel.cluster import Cluster
 
 from tests.support import zoo
-from tests.support.planning import make_plan
+from tests.support.graphs import graph_of, shared_plan
 
 CLUSTER = Cluster.parse("p3.16xlarge:1")
-
-
-def captured(name: str) -> Graph:
-    model, args, kwargs = zoo.ZOO[name](batch=8, device="meta")
-    return capture(model, args, kwargs)
 
 
 def signature_of(node, labels, mesh_shape, needs_grad) -> str:
@@ -32,12 +26,12 @@ def signature_of(node, labels, mesh_shape, needs_grad) -> str:
 
 
 def probes_of(graph: Graph, tp: int) -> dict[str, Probe]:
-    plan = make_plan(graph, CLUSTER, 8, 2, Strategy(1, 1, tp), alternatives=False)
+    plan = shared_plan(graph, CLUSTER, 8, 2, Strategy(1, 1, tp), alternatives=False)
     return plan_probes(graph, plan)
 
 
 def test_text_of_a_linear() -> None:
-    graph = captured("gpt").with_batch(8)
+    graph = graph_of("gpt").with_batch(8)
     note_layouts(graph)
     grad = differentiable_nodes(graph)
     linear = graph.node("linear_4")
@@ -52,7 +46,7 @@ def test_text_of_a_linear() -> None:
 
 
 def test_masked_ops_count_blocks_not_axes() -> None:
-    graph = captured("gpt").with_batch(8)
+    graph = graph_of("gpt").with_batch(8)
     grad = differentiable_nodes(graph)
     loss = next(node for node in graph.ops() if op_name(node) == "meshwright.cross_entropy")
     four = signature_of(loss, ("vocab",), (4,), grad)
@@ -62,7 +56,7 @@ def test_masked_ops_count_blocks_not_axes() -> None:
 
 
 def test_only_views_that_copy_are_named() -> None:
-    graph = captured("llama").with_batch(8)
+    graph = graph_of("llama").with_batch(8)
     note_layouts(graph)
     grad = differentiable_nodes(graph)
     text = {n.name: signature_of(n, (), (), grad) for n in graph.ops() if op_name(n) != "getitem"}
@@ -75,7 +69,7 @@ def test_only_views_that_copy_are_named() -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", sorted(zoo.ZOO))
 def test_every_probe_runs(name: str, tp: int) -> None:
-    probes = probes_of(captured(name), tp)
+    probes = probes_of(graph_of(name), tp)
     assert probes
     for text, probe in probes.items():
         assert text == probe.signature
@@ -98,7 +92,7 @@ def test_probes_give_the_gradients_that_the_marks_promise(monkeypatch: pytest.Mo
         asked.append(len(inputs))
         return found
 
-    probes = probes_of(captured("mixtral"), 2)
+    probes = probes_of(graph_of("mixtral"), 2)
     monkeypatch.setattr(torch.autograd, "grad", spy)
     for text, probe in probes.items():
         for weights, marks in ((True, "*^"), (False, "*")):
@@ -112,7 +106,7 @@ def test_probes_give_the_gradients_that_the_marks_promise(monkeypatch: pytest.Mo
 
 
 def test_instances_are_independent() -> None:
-    probes = probes_of(captured("gpt"), 1)
+    probes = probes_of(graph_of("gpt"), 1)
     probe = next(probe for text, probe in probes.items() if "gelu" in text)
     many = [probe.make("cpu") for _ in range(3)]
     pointers = {x.data_ptr() for instance in many for x in instance.operands}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from meshwright.compiler.cost.pricing import MeshPricer
-from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.layers import cluster_layers
 from meshwright.compiler.ir.graph import op_name
 from meshwright.compiler.rules import mesh_choices, rule_for
@@ -13,14 +12,14 @@ from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.compute import SCORE_BYTES, op_price
 
 from tests.oracles.scalar_composer import Composer
-from tests.support.zoo import ZOO
+from tests.support.graphs import graph_of
 
 V100 = Cluster.preset("p3.16xlarge")
 
 
 @pytest.fixture(scope="module")
 def graph():
-    return capture(*ZOO["gpt"](64, device="meta", layers=8))
+    return graph_of("gpt", 64, layers=8)
 
 
 # ---- what the rows taught the model
