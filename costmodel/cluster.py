@@ -40,7 +40,12 @@ from .measured import CodingRate, CollectiveMeasurement, OpTime, OptimizerRate, 
 from .presets import DEFAULT_HOSTS, LOOPBACK, NETWORKS, PRESETS
 from .tables import MachineTable, local_table, machine, machine_memory_bytes, usable_cores
 
-__all__ = ["Cluster", "Mesh", "T", "check", "cluster_fields", "cluster_text", "merged"]
+__all__ = ["Cluster", "Mesh"]
+
+FORMAT, SCHEMA, READABLE = "meshwright-cluster", 2, (1, 2)
+_NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -199,14 +204,36 @@ class Cluster(HashedOnce):
     # ---- measurements
 
     def merge(self, other: Cluster) -> Cluster:
-        """This cluster with the measurements of ``other`` beside its own, the other's where both have one; ValueError
-        unless both are the same hardware."""
-        return merged(self, other)
+        """This cluster with the measurements of ``other`` beside its own. Where both have one, the other's counts, and
+        so do its rates where it was measured at all; ValueError unless both are the same hardware."""
+        if difference := self.difference(other):
+            raise ValueError(
+                f"measurements are merged for the same hardware, but got {self.name} and {other.name}:"
+                f" {'; '.join(difference)}; merge tables of one cluster"
+            )
+        pairs = {(id(a), id(b)): (a, b) for a, b in zip(self.hosts, other.hosts)}
+        both = {key: replace(a, device=_both(a.device, b.device), link=b.link) for key, (a, b) in pairs.items()}
+        return replace(
+            self,
+            hosts=tuple(both[id(a), id(b)] for a, b in zip(self.hosts, other.hosts)),
+            link=other.link,
+            oversubscription=other.oversubscription,
+            wires=_union(self.wires, other.wires, lambda wire: wire.label),
+            provenance=tuple((dict(self.provenance) | dict(other.provenance)).items()),
+        )
 
     def validate(self) -> list[str]:
         """Warnings, one line each, where the measurements are of other software or hardware than this process has, or
-        doubtful; ValueError, naming the entry, for what cannot be."""
-        return check(self)
+        doubtful. Raises ValueError for a wire that no group of the cluster can have; what cannot be by itself is
+        refused already when it is made or read."""
+        widest = max(host.num_devices for host in self.hosts)
+        for wire in self.wires:
+            if wire.size > self.num_devices or wire.members > widest:
+                raise ValueError(
+                    f"{self.name} has {self.num_devices} devices, {widest} on a host, but got {wire.label}; is it of"
+                    " another cluster?"
+                )
+        return [*_stale(self), *_doubtful(self)]
 
     # ---- identity and JSON
 
@@ -216,7 +243,8 @@ class Cluster(HashedOnce):
         parts: list[object] = [
             [h.device.name, h.device.memory_bytes, h.num_devices, h.link.name, h.link_kind] for h in self.hosts
         ]
-        return _digest([parts, self.link.name, self.link_kind, self.backend])
+        text = json.dumps([parts, self.link.name, self.link_kind, self.backend])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def difference(self, other: Cluster) -> list[str]:
         """One line per way in which ``other`` is not this hardware; empty if the fingerprints agree."""
@@ -266,13 +294,46 @@ class Cluster(HashedOnce):
 
     def to_json(self) -> str:
         """Versioned, human-readable JSON; equal neighbouring hosts are written once with a count."""
-        return cluster_text(self)
+        body = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "name": self.name,
+            "backend": self.backend,
+            "oversubscription": self.oversubscription,
+            "link_kind": self.link_kind,
+            "link": asdict(self.link),
+            "hosts": [{"count": len(list(run))} | asdict(host) for host, run in groupby(self.hosts)],
+            "wires": [asdict(wire) for wire in self.wires],
+            "provenance": dict(self.provenance),
+        }
+        return json.dumps(body, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Cluster:
-        """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible
-        values."""
-        return Cluster(**cluster_fields(text))
+        """The inverse of ``to_json``; ValueError on a corrupt, foreign or outdated document and on impossible values,
+        naming the entry."""
+        data = parse_document(text, "cluster", FORMAT, READABLE, "save it again")
+        try:
+            hosts: list[Host] = []
+            for entry in data["hosts"]:
+                link = Link(**entry["link"])
+                host = Host(_device(entry["device"]), int(entry["num_devices"]), link, str(entry["link_kind"]))
+                hosts += [host] * int(entry["count"])
+            fields: dict[str, Any] = {
+                "name": str(data["name"]),
+                "hosts": tuple(hosts),
+                "link": Link(**data["link"]),
+                "link_kind": str(data["link_kind"]),
+                "backend": str(data["backend"]),
+                "oversubscription": float(data["oversubscription"]),
+                "wires": tuple(_wire(entry) for entry in data.get("wires", ())),
+                "provenance": tuple((str(key), str(value)) for key, value in data.get("provenance", {}).items()),
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form"
+            ) from None
+        return Cluster(**fields)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``: complete or not at all."""
@@ -315,10 +376,6 @@ def _local(table: MachineTable, ranks: int, slowdown: float) -> Cluster:
 
 def _link_text(link: Link, kind: str) -> str:
     return f"{link.name} ({kind}), {link.bytes_per_s / 1e9:.4g} GB/s, {link.alpha_s * 1e6:.4g} µs"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 # ---- Mesh: a logical view of consecutive devices of a cluster, written ``2x4@8`` (shape @ first device;
@@ -389,50 +446,6 @@ class Mesh:
         return tuple(self.devices[start : start + stride * size : stride] for start in starts)
 
 
-FORMAT, SCHEMA, READABLE = "meshwright-cluster", 2, (1, 2)
-
-
-def cluster_text(cluster: Cluster) -> str:
-    """The document; equal neighbouring hosts are written once with a count."""
-    hosts = [{"count": len(list(run))} | asdict(host) for host, run in groupby(cluster.hosts)]
-    body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "name": cluster.name, "backend": cluster.backend}
-    body |= {
-        "oversubscription": cluster.oversubscription,
-        "link_kind": cluster.link_kind,
-        "link": asdict(cluster.link),
-        "hosts": hosts,
-        "wires": [asdict(wire) for wire in cluster.wires],
-        "provenance": dict(cluster.provenance),
-    }
-    return json.dumps(body, indent=1)
-
-
-def cluster_fields(text: str) -> dict[str, Any]:
-    """The fields of the Cluster that ``text`` describes; ValueError on a corrupt, foreign or outdated document and on
-    impossible values, naming the entry."""
-    data = parse_document(text, "cluster", FORMAT, READABLE, "save it again")
-    try:
-        hosts: list[Host] = []
-        for entry in data["hosts"]:
-            link = Link(**entry["link"])
-            host = Host(_device(entry["device"]), int(entry["num_devices"]), link, str(entry["link_kind"]))
-            hosts += [host] * int(entry["count"])
-        return {
-            "name": str(data["name"]),
-            "hosts": tuple(hosts),
-            "link": Link(**data["link"]),
-            "link_kind": str(data["link_kind"]),
-            "backend": str(data["backend"]),
-            "oversubscription": float(data["oversubscription"]),
-            "wires": tuple(_wire(entry) for entry in data.get("wires", ())),
-            "provenance": tuple((str(key), str(value)) for key, value in data.get("provenance", {}).items()),
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"a cluster document lacks or misnames a field ({error!r}); see Cluster.to_json for the form"
-        ) from None
-
-
 def _device(entry: Mapping[str, Any]) -> Device:
     fields = dict(entry)
     fields["curves"] = tuple(curve_from(curve) for curve in fields.get("curves", ()))
@@ -454,41 +467,7 @@ def _wire(entry: Mapping[str, Any]) -> CollectiveMeasurement:
     return CollectiveMeasurement(**(dict(entry) | {"pieces": pieces, "points": points}))
 
 
-T = TypeVar("T")
-_NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
-
-
-# ---- both in one
-
-
-def merged(first: Cluster, second: Cluster) -> Cluster:
-    """``first`` with the measurements of ``second`` beside its own; where both have one, the second's counts, and so do
-    its rates where it was measured at all.
-
-    Raises ValueError unless both describe the same hardware.
-    """
-    if difference := first.difference(second):
-        raise ValueError(
-            f"measurements are merged for the same hardware, but got {first.name} and {second.name}:"
-            f" {'; '.join(difference)}; merge tables of one cluster"
-        )
-    theirs = iter(second.hosts)
-    hosts: list[Host] = []
-    cache: dict[tuple[int, int], Host] = {}
-    for host in first.hosts:
-        other = next(theirs)
-        pair = (id(host), id(other))
-        if pair not in cache:
-            cache[pair] = replace(host, device=_both(host.device, other.device), link=other.link)
-        hosts.append(cache[pair])
-    return replace(
-        first,
-        hosts=tuple(hosts),
-        link=second.link,
-        oversubscription=second.oversubscription,
-        wires=_union(first.wires, second.wires, lambda wire: wire.label),
-        provenance=tuple((dict(first.provenance) | dict(second.provenance)).items()),
-    )
+# ---- the measurements of two in one
 
 
 def _both(a: Device, b: Device) -> Device:
@@ -509,22 +488,6 @@ def _union(first: Iterable[T], second: Iterable[T], key: Callable[[T], object]) 
 
 
 # ---- what is wrong
-
-
-def check(cluster: Cluster) -> list[str]:
-    """Warnings, one line each: measured with other software or on other hardware than this process has, or badly.
-
-    Raises ValueError for a wire that no group of the cluster can have; what cannot be by itself (negative, not finite,
-    falling) is refused already when it is made or read.
-    """
-    widest = max(host.num_devices for host in cluster.hosts)
-    for wire in cluster.wires:
-        if wire.size > cluster.num_devices or wire.members > widest:
-            raise ValueError(
-                f"{cluster.name} has {cluster.num_devices} devices, {widest} on a host, but got {wire.label}; is it of"
-                " another cluster?"
-            )
-    return [*_stale(cluster), *_doubtful(cluster)]
 
 
 def _stale(cluster: Cluster) -> Iterable[str]:
