@@ -48,7 +48,7 @@ _NOISE, _MISFIT = 0.5, 0.5  # shares of a time that are worth a warning
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cluster(HashedOnce):
     """Hosts joined by one network. ``oversubscription``: ranks per core where ranks share cores (already in all rates);
     ``backend``: "nccl" or "gloo", whose algorithms the default prices assume. ``wires``: measured collectives;
@@ -73,12 +73,6 @@ class Cluster(HashedOnce):
         if self.backend not in ("nccl", "gloo"):
             raise ValueError(f"a backend is nccl or gloo, but got {self.backend!r}; change the cluster's backend")
         positive(f"cluster {self.name}", self, "oversubscription")
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self._equals(other)
 
     @cached_property
     def _starts(self) -> tuple[int, ...]:

@@ -28,7 +28,10 @@ class HashedOnce:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]
 
-    def _equals(self, other: object) -> bool:
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if other.__class__ is not self.__class__ or hash(self) != hash(other):
@@ -44,7 +47,7 @@ class HashedOnce:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device(HashedOnce):
     """One accelerator or CPU rank. ``flops_per_s``: (dtype name, peak) pairs; ``efficiency``: (op kind, achievable
     share of the peak) pairs; ``view_s``: cost of an op that moves no data; ``kind``: "cuda" or "cpu".
@@ -86,12 +89,6 @@ class Device(HashedOnce):
             raise ValueError(
                 f"device {self.name} needs positive flops_per_s, float32 among them, but got {self.flops_per_s}; add it"
             )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self._equals(other)
 
     @cached_property
     def _op_times(self) -> dict[str, OpTime]:
