@@ -30,7 +30,7 @@ def graph_of(name: str, batch: int = 8, **options: Any) -> Graph:
 def shared_plan(graph: Graph, cluster: Cluster, global_batch: int, *shape: Any, **words: Any) -> Plan:
     """``planning.make_plan``, searched once for equal questions."""
     request = request_of(global_batch, *shape, **words)
-    key = graph.fingerprint(), graph.batch, cluster, repr(request), repr(request.space)
+    key = graph.fingerprint(), graph.batch, graph.precision, cluster, repr(request), repr(request.space)
     if key not in _PLANS:
         _PLANS[key] = make_plan(graph, cluster, global_batch, *shape, **words)
     return _PLANS[key]

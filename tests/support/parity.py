@@ -8,6 +8,7 @@ named below and compared in absolute terms. In float64 no such exception is need
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ def chunks(value: Any, m: int, i: int) -> Any:
     return value.chunk(m)[i] if isinstance(value, torch.Tensor) else value
 
 
-def single_device(name: str, kind: str, m: int, options: dict[str, Any]):
-    """Losses and the state dict of a plain PyTorch loop that accumulates the same microbatches."""
-    options = dict(options)
-    double = options.pop("double", False)
+@cache
+def single_device(name: str, kind: str, m: int, double: bool = False, **options: Any):
+    """Losses and the state dict of a plain PyTorch loop that accumulates the same microbatches. To be read only: tests
+    of one model in several shapes share it."""
     model, args, kwargs = case(name, **options)
     if double:
         model = model.double()
@@ -120,7 +121,7 @@ def compare(results: Any, name: str, kind: str, options: dict[str, Any]) -> None
     _, state, m, *_ = results[0]
     double = options.get("double", False)
     rtol = 1e-9 if double else 1e-4
-    expected, reference = single_device(name, kind, m, options)
+    expected, reference = single_device(name, kind, m, **options)
     for rank, (other, *_rest) in enumerate(results):
         torch.testing.assert_close(
             torch.tensor(other), torch.tensor(expected), rtol=rtol, atol=1e-6, msg=lambda t, r=rank: f"rank {r}: {t}"

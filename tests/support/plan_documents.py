@@ -10,7 +10,6 @@ import meshwright as mw
 import torch
 from meshwright.compiler.cost.parameter_sharding import shardings_by_pattern
 from meshwright.compiler.cost.pricing import partial_axes
-from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.frontend.mixed_precision import in_precision
 from meshwright.compiler.ir.spec import P, Pair, R
 from meshwright.compiler.plan.plan import GradientReduction, Plan, Stage
@@ -20,9 +19,9 @@ from meshwright.costmodel.cluster import Cluster
 from meshwright.runtime.profiling.memory_meter import storages_alive
 
 from tests.support.clusters import fast_links
+from tests.support.graphs import graph_of, shared_plan
 from tests.support.parity import STEPS, case, make_optimizer, single_device
 from tests.support.peak_memory import least_peak
-from tests.support.planning import make_plan
 from tests.support.zoo import ZOO
 
 
@@ -46,11 +45,10 @@ def forced(
     precision: str = "model", schedule: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A plan's document in which every parameter takes the first of ``patterns`` that its shape permits, in turn."""
-    model, args, kwargs = case(name, **options)
-    graph = in_precision(capture(model, args, kwargs), precision)
+    graph = in_precision(graph_of(name, BATCH, **options), precision)
     shape = parse_strategy(strategy)
     cluster = cluster or fast_links(shape.num_devices)
-    plan = make_plan(graph, cluster, BATCH, m, shape, schedule, alternatives=False, space=Space(loose=True))
+    plan = shared_plan(graph, cluster, BATCH, m, shape, schedule, alternatives=False, space=Space(loose=True))
     nodes = {node.meta["source"].name: node for node in graph.placeholders("parameter")}
     stages = []
     for stage in plan.stages:
@@ -94,7 +92,7 @@ def sent(parallel: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def agree(results: Any, name: str, kind: str, m: int, options: dict[str, Any]) -> None:
-    expected, reference = single_device(name, kind, m, options)
+    expected, reference = single_device(name, kind, m, **options)
     for losses, *_ in results:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-6)
     state = results[0][2]

@@ -153,9 +153,9 @@ class Rooted(nn.Module):
         return F.mse_loss(torch.where(z > 0, torch.sqrt(z), z), y)
 
 
-def rooted(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
+def rooted(batch: int, device: str = "cpu") -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
     torch.manual_seed(0)
-    return Rooted(), (torch.ones(batch, 4), torch.zeros(batch, 4)), {}
+    return Rooted().to(device), (torch.ones(batch, 4), torch.zeros(batch, 4)), {}
 
 
 def train_on_a_zero(document: dict[str, Any]) -> str:
