@@ -329,8 +329,8 @@ class _Stage:
             banned.append(better[-1])
 
     def _solve_without(self, section: Section, without: Sequence[_Message], held: float) -> tuple[int, ...] | None:
-        """The fastest choice by the problem that sends none of this; None if none fits. held: bytes beside those of the
-        problem."""
+        """The fastest choice by the problem that sends none of this; None if none fits, or none was found in time.
+        held: bytes beside those of the problem."""
         alive = [
             np.array([k for k, one in enumerate(choices) if _message_of(self.context.pricer, one) not in without])
             for choices in section.choices
@@ -340,7 +340,10 @@ class _Stage:
         problem = section.problem(self.in_flight)
         gap = LARGE_STAGE_GAP if len(section.names) > LARGE_STAGE_OPERATORS else TOLERANCE
         restricted = restrict(problem, alive) if without else problem
-        solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap)
+        try:
+            solution = solve(restricted, self.limit_bytes - held, FREE_SOLVE_S, near=gap)
+        except TimeoutError:  # too wide for elimination, and the integer program found nothing in time
+            return None
         if isinstance(solution, InfeasibleAssignment):
             return None
         return tuple(int(some[k]) for some, k in zip(alive, solution.choice))

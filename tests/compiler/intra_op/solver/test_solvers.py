@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from meshwright.compiler.errors import TooWide
-from meshwright.compiler.intra_op.solver import elimination
+from meshwright.compiler.intra_op.solver import elimination_order
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.ilp import solve_ilp
 from meshwright.compiler.intra_op.solver.lagrange import solve
@@ -124,7 +124,7 @@ def test_brute_force_equals_ilp_equals_elimination(chunk):
 @pytest.mark.parametrize("joint_cells", [4096, 3])
 def test_tables_equal_brute_force_with_the_kept_operators_fixed(joint_cells, monkeypatch):
     # with 3 cells every shared tensor takes the form with a set of paid targets
-    monkeypatch.setattr(elimination, "_JOINT_CELLS", joint_cells)
+    monkeypatch.setattr(elimination_order, "_JOINT_CELLS", joint_cells)
     for seed in range(200):
         rng = np.random.default_rng(seed)
         problem = random_problem(seed)
