@@ -352,10 +352,13 @@ def split_batch_norm(graph: Graph) -> None:
 
 
 def localize_experts(graph: Graph) -> None:
-    """Replace ``meshwright::experts`` by ``local_ops.experts``; ``gated`` is given only where it is False."""
+    """Replace ``meshwright::experts`` by ``local_ops.experts``; ``gated`` is given only where it is False, biases only
+    where there are any."""
     for node in _find(graph, torch.ops.meshwright.experts.default):
-        *args, gated = (*node.args, True)[:7]
-        kwargs = {} if node.kwargs.get("gated", gated) else {"gated": False}
+        *args, gated, gate_up_bias, down_bias = _arguments(node).values()
+        kwargs: dict[str, Any] = {} if gated else {"gated": False}
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        kwargs |= {name: bias for name, bias in biases.items() if bias is not None}
         _replace(graph, node, _Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
 
 

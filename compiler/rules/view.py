@@ -116,9 +116,9 @@ class StrideRule(DimsRule):
     def stride_tracks(self, node: Node) -> list[Track]:
         """Input dims that every output has in full, and output dims that repeat one element."""
         shape = operand_shapes(node)[0]
-        # strides from powers of a base larger than any extent are unique and not reachable by combining
-        base = max((*shape, 2)) + 1
-        strides = [base ** (len(shape) - i) for i in range(len(shape))]
+        # above any extent and below twice as much, so that neither a multiple nor a sum of strides is one of them
+        base = max((*shape, len(shape))) + 1
+        strides = [base + i for i in range(len(shape))]
         x = torch.empty_strided(shape, strides, device="meta")
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: x)
         result = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -178,6 +178,18 @@ CASES = {
         {},
         "token expert ffn dispatch",
     ),
+    "experts with biases": (
+        local_ops.experts,
+        (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 2, 8, 4), r(4, 4, 8), "silu"),
+        {"gate_up_bias": r(4, 2, 8), "down_bias": r(4, 4)},
+        "token expert ffn dispatch",
+    ),
+    "experts interleaved": (
+        local_ops.experts,
+        (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 8, 2, 4).transpose(1, 2), r(4, 4, 8), "silu"),
+        {"gate_up_bias": r(4, 8, 2).transpose(1, 2), "down_bias": r(4, 4)},
+        "token expert ffn dispatch",
+    ),
     "dropout": (local_ops.dropout, (r(4, 8, 4), 0.3, 7), {}, "d0 d1 d2 grad"),
     "dropout across groups": (local_ops.dropout, (r(4, 12), 0.5, 7), {}, "d0 d1 grad"),
 }
