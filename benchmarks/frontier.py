@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from frontier_models import MODELS, FrontierModel, find
+from huggingface.models import MODELS, FrontierModel, find
 from meshwright.compiler.frontend.capture import capture
 from meshwright.compiler.report.explain import explain, summary_json
 from reporting.results import Record, computed, save_records, write_results

@@ -145,7 +145,7 @@ class Audit:
     """A reader of bytecode that refuses code with state of its own. It reads each class once.
 
     reads: (namespace, name, value) of every global that the code reads. instead: the original of each function that is
-    replaced during a capture, to be read in its place.
+    replaced during a capture, to be read in its place (None: it was a builtin).
     """
 
     def __init__(self) -> None:
@@ -202,6 +202,8 @@ class Audit:
 
     def _value(self, value: Any) -> None:
         """UnprovableError if reading ``value`` from outside of a block could give something else at another time."""
+        if isinstance(value, FunctionType | type):
+            value = self.instead.get(value, value)
         kind = type(value)
         if kind in _PLAIN_TYPES or kind in _TORCH_TYPES or isinstance(value, enum.Enum | ModuleType):
             return

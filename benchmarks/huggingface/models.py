@@ -32,7 +32,7 @@ class Shape:
 
 def tokens(*names: str, length: int = TOKENS) -> Shape:
     """Token numbers under each of these names."""
-    return Shape({name: ((length,), torch.int64) for name in names})
+    return Shape(dict.fromkeys(names, ((length,), torch.int64)))
 
 
 @dataclass(frozen=True)
