@@ -206,7 +206,7 @@ def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
             for getitem in list(node.users):
                 source = results[getitem.args[1]]
                 value = env[source]
-                if detach and not enabled and source.meta["val"].is_floating_point():
+                if detach and not enabled and _type_of(source.meta["val"]).is_float:
                     value = graph.call_function(torch.ops.aten.detach.default, (value,))
                     value.meta = {**source.meta}
                 getitem.replace_all_uses_with(value)

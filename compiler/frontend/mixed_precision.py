@@ -106,6 +106,8 @@ class _Conversion:
         half = any(self._is_half(operand) for operand in operands)
         # a loop adds up many small terms, and its code decides on the types inside
         looped = isinstance(node.target, LoopFunction)
+        numbers = [*kinds, *(operand.meta["type"] for operand in operands)]
+        looped |= any(kind.dtype.is_complex for kind in numbers)  # there are no complex numbers of 16 bits
         wide = looped or rule_for(node).cost_kind == "loss" or _is_wide(kinds[0], scalar=True)
         takes: dict[Node, Node] = {}
         for place, operand in enumerate(dict.fromkeys(operands) if half else ()):

@@ -120,6 +120,19 @@ def drop_copies(graph: Graph) -> None:
             _replace(graph, node, source)
 
 
+def differentiate_assignments(graph: Graph) -> None:
+    """Replace ``copy``, which an assignment to a slice becomes and which has no derivative, by a cast and an expand of
+    what is assigned."""
+    for node in _find(graph, aten.copy.default):
+        kind, new, at = node.meta["type"], node.args[1], _Insertion(graph, node)
+        assert isinstance(new, Node)
+        if new.meta["type"].dtype != kind.dtype:
+            new = at(aten._to_copy.default, new, dtype=kind.dtype)
+        if new.meta["type"].shape != kind.shape:
+            new = at(aten.expand.default, new, list(kind.shape))
+        _replace(graph, node, new)
+
+
 def spell_out_broadcasts(graph: Graph) -> None:
     """Replace ``broadcast_tensors`` (the losses begin with it) by one expand per tensor that changes."""
     for node in _find(graph, aten.broadcast_tensors.default):
@@ -365,6 +378,7 @@ def localize_experts(graph: Graph) -> None:
 #: the passes, in the order in which they run
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
+    differentiate_assignments,
     drop_copies,
     localize_experts,
     expand_attention_dropout,

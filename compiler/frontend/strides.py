@@ -219,7 +219,7 @@ def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tup
 
     def leaf(operand: Node) -> Any:
         x = values[operand].detach()
-        if x.is_floating_point():
+        if x.is_floating_point() or x.is_complex():
             leaves.append(x.requires_grad_())
         return x
 

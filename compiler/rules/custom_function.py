@@ -176,7 +176,9 @@ def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mappi
     model's at a batch of 8."""
     extents = {extent for kind in kinds for extent in kind.shape}
     batch = {extent: extent // PRIME for extent in extents if extent and extent % PRIME == 0}
-    yield {extent: 4 << number for number, extent in enumerate(sorted(e for e in extents - set(batch) if e > 4))} | batch
+    yield {
+        extent: 4 << number for number, extent in enumerate(sorted(e for e in extents - set(batch) if e > 4))
+    } | batch
     scaled = sorted(extent for extent in extents if extent > UNSCALED_EXTENT)
     yield {extent: 8 * (number + 1) for number, extent in enumerate(scaled)}
     yield {extent: batch.get(extent, extent) for extent in scaled}
