@@ -121,9 +121,11 @@ def drop_copies(graph: Graph) -> None:
 
 
 def differentiate_assignments(graph: Graph) -> None:
-    """Replace ``copy``, which an assignment to a slice becomes and which has no derivative, by a cast and an expand of
-    what is assigned."""
+    """Replace ``copy`` of floats, which an assignment to a slice becomes and which has no derivative, by a cast and an
+    expand of what is assigned."""
     for node in _find(graph, aten.copy.default):
+        if not node.meta["type"].is_float:
+            continue
         kind, new, at = node.meta["type"], node.args[1], _Insertion(graph, node)
         assert isinstance(new, Node)
         if new.meta["type"].dtype != kind.dtype:
@@ -131,6 +133,30 @@ def differentiate_assignments(graph: Graph) -> None:
         if new.meta["type"].shape != kind.shape:
             new = at(aten.expand.default, new, list(kind.shape))
         _replace(graph, node, new)
+
+
+def join_assignments(graph: Graph) -> None:
+    """Replace assignments to slices that together cover a dim by a ``cat`` of what is assigned."""
+    for node in reversed(_find(graph, aten.slice_scatter.default)):
+        parts: list[tuple[int, int, Node]] = []
+        base: Any = node
+        while isinstance(base, Node) and base.target is aten.slice_scatter.default:
+            arguments = _arguments(base)
+            if (base is not node and len(base.users) > 1) or arguments["step"] != 1:
+                break
+            dim, extent = arguments["dim"], base.meta["type"].shape[arguments["dim"]]
+            if dim != _arguments(node)["dim"]:
+                break
+            start, stop, _ = slice(arguments["start"], arguments["end"]).indices(extent)
+            parts.append((start, stop, arguments["src"]))
+            base = arguments["self"]
+            covered = sorted(parts, key=lambda part: part[0])
+            edges = [0, *(stop for _, stop, _ in covered)]
+            if [start for start, _, _ in covered] == edges[:-1] and edges[-1] == extent:
+                pieces = [src for _, _, src in covered]
+                new = pieces[0] if len(pieces) == 1 else _Insertion(graph, node)(aten.cat.default, pieces, dim)
+                _replace(graph, node, new)
+                break
 
 
 def spell_out_broadcasts(graph: Graph) -> None:
@@ -379,6 +405,9 @@ def localize_experts(graph: Graph) -> None:
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
     differentiate_assignments,
+    drop_unused,
+    join_assignments,
+    drop_unused,
     drop_copies,
     localize_experts,
     expand_attention_dropout,

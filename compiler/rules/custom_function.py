@@ -172,7 +172,7 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
 
 
 def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
-    """Yield maps from the model's extents to a trial's: small ones with a factor of two between them, small ones, and the
+    """Yield maps from the model's extents to a trial's: small ones, each twice the one before; small ones; and the
     model's at a batch of 8."""
     extents = {extent for kind in kinds for extent in kind.shape}
     batch = {extent: extent // PRIME for extent in extents if extent and extent % PRIME == 0}
