@@ -79,23 +79,27 @@ def _match(node: Node) -> _DenseExperts | None:
     last = _through(arguments_of(node)["self"], _VIEWS)
     if last.target is not aten.bmm.default:
         return None
-    product, down = last.args
+    product, down = _args(last)
     gate_up_product = _gated(product)
     if gate_up_product is None:
         return None
     first, activation = gate_up_product
-    rows, gate_up = first.args
+    rows, gate_up = _args(first)
     scaled = _through(rows, _VIEWS)
     if scaled.target is not aten.mul.Tensor:
         return None
-    for repeated, weight in (scaled.args, scaled.args[::-1]):
+    for repeated, weight in (_args(scaled), _args(scaled)[::-1]):
         scores = _scores(weight)
         if isinstance(repeated, Node) and repeated.target is aten.repeat.default and scores is not None:
-            x, times = repeated.args
+            x, times = _args(repeated)
             experts = down.meta["type"].shape[0]
             if isinstance(x, Node) and list(times) == [experts, 1]:
                 return _DenseExperts(x, *scores, gate_up, down, activation)
     return None
+
+
+def _args(node: Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _through(node: Any, targets: tuple[Any, ...]) -> Node:
@@ -109,7 +113,7 @@ def _gated(product: Any) -> tuple[Node, str] | None:
     """(the product with gate and up, the activation) if ``product`` is act(gate) * up of its halves, in this order."""
     if not isinstance(product, Node) or product.target is not aten.mul.Tensor:
         return None
-    for acted, up in (product.args, product.args[::-1]):
+    for acted, up in (_args(product), _args(product)[::-1]):
         if not isinstance(acted, Node) or not isinstance(up, Node) or op_name(acted) not in _ACTIVATIONS:
             continue
         if len(acted.args) > 1 or acted.kwargs:
@@ -136,7 +140,7 @@ def _half(node: Any) -> tuple[Node, int] | None:
 def _scores(weight: Any) -> tuple[Node, Node] | None:
     """(values, index) if the weight is the column of scores of all experts, one after the other."""
     column = _through(weight, _VIEWS) if isinstance(weight, Node) else None
-    if column is None or column.target is not aten.transpose.int or sorted(column.args[1:]) != [0, 1]:
+    if column is None or column.target is not aten.transpose.int or sorted(_args(column)[1:]) != [0, 1]:
         return None
     scores = _through(column.args[0], _CASTS)
     if scores.target is not aten.sigmoid.default:
@@ -144,6 +148,6 @@ def _scores(weight: Any) -> tuple[Node, Node] | None:
     scatter = _through(scores.args[0], _CASTS)
     if scatter.target is not aten.scatter.src:
         return None
-    base, dim, index, values = scatter.args
+    base, dim, index, values = _args(scatter)
     lowest = isinstance(base, Node) and base.target is aten.full_like.default and base.args[1] == -inf
-    return (values, index) if lowest and dim == 1 else None  # type: ignore[return-value]
+    return (values, index) if lowest and dim == 1 else None

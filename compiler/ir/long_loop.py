@@ -64,7 +64,7 @@ class LoopFunction(CustomFunction):
         """Run the function on these leaves; its tensors, flattened."""
         operands = [x for x in args if isinstance(x, Tensor)]
         if any(x.is_meta or isinstance(x, FakeTensor) for x in operands):
-            return _StandIn.apply(self, args, *operands)  # type: ignore[no-any-return]
+            return _StandIn.apply(self, args, *operands)
         return self.run(args)
 
     def run(self, args: Sequence[Any]) -> tuple[Tensor, ...]:

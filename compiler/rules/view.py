@@ -224,7 +224,7 @@ def tracks_except(name: str) -> Callable[[Node], list[Track]]:
 def _complex_tracks(node: Node) -> list[Track]:
     """All dims of the complex tensor."""
     shape, out = operand_shapes(node)[0], types_of(node)[0].shape
-    return [Track((d,), (d,), extent) for d, extent in enumerate(min(shape, out, key=len)) if extent > 1]
+    return [Track((d,), (d,), extent) for d, extent in enumerate(shape if len(shape) < len(out) else out) if extent > 1]
 
 
 def _stack(node: Node) -> list[Track]:

@@ -47,8 +47,9 @@ def experts(
     activation: a key of ``local_ops.ACTIVATIONS``. gate_up_bias: like gate_up without H; down_bias: [E, H]. Returns
     [T, H] of x's dtype.
     """
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return local_ops.experts(x, index, weight, gate_up, down, activation, gated, **biases)
+    return local_ops.experts(
+        x, index, weight, gate_up, down, activation, gated, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
 
 
 @experts.register_fake
@@ -62,12 +63,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _experts_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    saved = [None if t is None else t.detach() for t in ctx.saved_tensors]
+    saved: list[Any] = [None if t is None else t.detach() for t in ctx.saved_tensors]
     leaves = [t.requires_grad_() for k, t in enumerate(saved) if t is not None and k != 1]
-    *operands, gate_up_bias, down_bias = saved
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    x, index, weight, gate_up, down, up_bias, down_bias = saved
+    given = ctx.activation, ctx.gated
     with torch.enable_grad():
-        out = local_ops.experts(*operands, ctx.activation, ctx.gated, **biases)
+        out = local_ops.experts(x, index, weight, gate_up, down, *given, gate_up_bias=up_bias, down_bias=down_bias)
     grads = iter(torch.autograd.grad(out, leaves, grad))
     found = [None if t is None or k == 1 else next(grads) for k, t in enumerate(saved)]
     return *found[:5], None, None, *found[5:]

@@ -428,7 +428,7 @@ def experts(
     # unbind: one gradient buffer for all experts; interleaved rows of gate and up stay apart, as joining copies them
     apart = gate_up.dim() == 4 and not gate_up.is_contiguous()
     ups, downs = (gate_up if apart else gate_up.flatten(1, -2)).unbind(0), down.unbind(0)
-    nothing = [None] * len(downs)
+    nothing: tuple[Any, ...] = (None,) * len(downs)
     up_biases = nothing if gate_up_bias is None else (gate_up_bias if apart else gate_up_bias.flatten(1)).unbind(0)
     down_biases = nothing if down_bias is None else down_bias.unbind(0)
     outs = []
@@ -437,7 +437,7 @@ def experts(
         if not mine.shape[0] and (e or any(counts)):
             continue
         if apart:
-            biases = nothing[:1] * 2 if gate_up_bias is None else up_biases[e].unbind(0)
+            biases = (None, None) if gate_up_bias is None else up_biases[e].unbind(0)
             halves = [F.linear(mine, half, bias) for half, bias in zip(ups[e].unbind(0), biases)]
         else:
             hidden = F.linear(mine, ups[e], up_biases[e])
