@@ -50,7 +50,7 @@ class HiddenError(Exception):
 
 
 class TooWide(Exception):  # noqa: N818 — an answer about the problem's shape rather than an error of the caller
-    """A table would have more cells than allowed; use ``ilp.solve_ilp``."""
+    """A table would have more cells than allowed. Solvers catch it, and solve a smaller problem or another way."""
 
 
 class UnlikeError(RuntimeError):

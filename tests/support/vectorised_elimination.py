@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from meshwright.compiler.intra_op.solver.elimination_order import plan_elimination
+from meshwright.compiler.intra_op.solver.elimination_order import Limits, plan_elimination
 from meshwright.compiler.intra_op.solver.vectorised_elimination import (
-    MAX_CELLS,
     EliminatedRows,
     chunk_rows,
     follow,
     in_chunks,
 )
 from meshwright.compiler.intra_op.solver.vectorised_presolve import Consumers, TensorEdges, simplify_links
+from meshwright.compiler.intra_op.vectorised.layer_tables import EXACT
 
 
 class EdgeCosts(NamedTuple):
@@ -63,12 +63,12 @@ def eliminate_rows(
     costs: Sequence[np.ndarray],
     edges: Sequence[tuple[int, np.ndarray, Consumers, np.ndarray]],
     keep: Sequence[int] = (),
-    max_cells: int = MAX_CELLS,
+    limits: Limits = EXACT,
 ) -> CaseTable:
     """Minimise Σ costs + Σ edges over all operators but those of ``keep``, in every row.
 
     costs: [rows, choices] ≥ 0 per operator, inf = impossible; edges: as ``EdgeCosts``. Raises TooWide where a table
-    would have more than ``max_cells`` cells per row; use ``ilp.solve_ilp`` row by row then.
+    would be above the limits.
     """
     assert len(set(keep)) == len(keep), keep
     by_row = [np.ascontiguousarray(cost.T, dtype=float) for cost in costs]
@@ -78,7 +78,7 @@ def eliminate_rows(
         if consumers
     ]
     alive, reduced = simplify_links(by_row, links, frozenset(keep))
-    recipe = plan_elimination(alive, reduced, keep, max_cells)
+    recipe = plan_elimination(alive, reduced, keep, limits)
     tables = [link.tables[0] for link in reduced]
 
     def work(rows: slice) -> EliminatedRows:

@@ -4,13 +4,18 @@ The mathematics is that of ``elimination``: operators, state variables (function
 variables (which targets of a tensor are paid); a variable leaves by a minimum over the tables that mention it, a state
 whose operator is still there by substitution, an operator whose states are still there by scattering. Here nothing is
 computed: tables are numbers (ids) with a scope, and each instruction says which tables it takes and which it leaves.
+
+**Bounds of what is too wide** (``plan_relaxation``). The tables that mention a variable are dealt into *mini-buckets*
+(Dechter and Rish, 2003), each of which takes its own minimum within the limit: the result is never above the true one.
+A state whose substitution is too wide is minimised as if it were free of its operator. Of the sets of targets of a
+tensor only the small ones are listed; one more stands for all larger ones, at the price of the cheapest of them.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -23,6 +28,7 @@ __all__ = [
     "Fixed",
     "Instruction",
     "Joined",
+    "Limits",
     "Minimum",
     "Recipe",
     "Scatter",
@@ -34,7 +40,10 @@ __all__ = [
 _JOINT_CELLS = (
     2**18
 )  # up to this size the joint table of a link is always built as it is: sets cost more to minimise over
+_LARGEST_JOINT = 2**20
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
+_FEW_SETS = 512  # … and this many, of up to so many targets, in a relaxation
+_RELAXED_COPIES = 3
 _HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
 _ORDERS = ((True, False), (False, False), (True, True), (False, True))  # by growth, and whether states are held
 _FEW = 4  # times fewer values than its operator has a state that may stay for longer
@@ -45,7 +54,8 @@ class Joined:
     """Table ``out`` from link ``link``: over (source, states of the consumers) the sum of the wanted targets' costs.
 
     rows: [S] original source states; members: [unions, R] original targets of each set, -1 = none; index: an int array
-    with one axis per consumer (or one for a set variable), into the unions; None where it is 0, 1, 2, ….
+    with one axis per consumer (or one for a set variable), into the unions; None where it is 0, 1, 2, …. others: a
+    last state, for every larger set, costs as much as the cheapest ``others[1]`` of the targets ``others[0]`` together.
     """
 
     out: int
@@ -53,6 +63,8 @@ class Joined:
     rows: np.ndarray
     members: np.ndarray
     index: np.ndarray | None
+    alone: bool  # there is one source state, which has no axis
+    others: tuple[np.ndarray, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +99,8 @@ class Substitute:
 @dataclass(frozen=True, eq=False)
 class Minimum:
     """Table ``out`` over ``shape``: the minimum over the leading axis (``size``) of the sum of ``parts``; the first
-    ``before`` of them are summed before the joint axes are complete. The argmin is that of step ``step``."""
+    ``before`` of them are summed before the joint axes are complete. The argmin is that of step ``step``; of none, −1,
+    in all mini-buckets of a variable but the largest."""
 
     out: int
     step: int
@@ -141,28 +154,56 @@ class Recipe:
     result: tuple[SumOperand, ...]
     most_cells: int
     work: int
+    #: The operators that made tables too wide, where these were relaxed.
+    relaxed: tuple[frozenset[int], ...] = ()
+    order: int = 0
 
 
 def plan_elimination(
-    alive: Sequence[np.ndarray], links: Sequence[TensorEdges], keep: Sequence[int], max_cells: int
+    alive: Sequence[np.ndarray], links: Sequence[TensorEdges], keep: Sequence[int], limits: Limits
 ) -> Recipe:
-    """The recipe for operators with these choices and the links of ``simplify_links``. Raises TooWide where a table
-    would have more than ``max_cells`` cells per row."""
-    if math.prod(len(alive[i]) for i in keep) > max_cells:
-        raise TooWide(f"the table of the kept operators has more than {max_cells} cells")
+    """The recipe for operators with these choices and the links of ``simplify_links``. Raises TooWide where that is
+    above the limits."""
+    if math.prod(len(alive[i]) for i in keep) > limits.max_cells:
+        raise TooWide(f"the table of the kept operators has more than {limits.max_cells} cells")
     recipes: list[Recipe] = []
-    wide: TooWide | None = None
-    for by_growth, holds in _ORDERS:
+    wide: list[TooWide] = []
+    for order in _ORDERS:
         try:
-            recipes.append(_Planner(alive, links, tuple(keep), max_cells, by_growth, holds).run())
+            recipes.append(_Planner(alive, links, tuple(keep), limits, *order).run())
         except TooWide as error:
-            wide = wide or error
+            wide.append(error)
         if recipes and min(one.work for one in recipes) < _HEAVY:
             break
     if not recipes:
-        assert wide is not None
-        raise wide
+        raise wide[0]
     return min(recipes, key=lambda one: one.work)
+
+
+def plan_relaxation(
+    alive: Sequence[np.ndarray],
+    links: Sequence[TensorEdges],
+    keep: Sequence[int],
+    max_cells: float,
+    orders: Sequence[int] = range(len(_ORDERS)),
+) -> Recipe:
+    """The recipe of a lower bound by minima over tables of at most ``max_cells`` cells per row. Its walk gives every
+    operator a choice, without a promise that they are possible together."""
+    limits = Limits(max_cells, relaxed=True)
+    recipes = [_Planner(alive, links, tuple(keep), limits, *_ORDERS[k]).run() for k in orders]
+    return min(recipes, key=lambda one: (len(one.relaxed), one.work))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of an elimination, per row."""
+
+    #: Cells of one table.
+    max_cells: float
+    #: Cells of all minima.
+    max_work: float = math.inf
+    #: True if what is above ``max_cells`` is relaxed: the result is then a lower bound.
+    relaxed: bool = False
 
 
 class _Planner:
@@ -173,20 +214,23 @@ class _Planner:
         alive: Sequence[np.ndarray],
         links: Sequence[TensorEdges],
         keep: tuple[int, ...],
-        max_cells: int,
+        limits: Limits,
         by_growth: bool,
         holds: bool,
     ) -> None:
-        self.alive, self.keep, self.max_cells, self.by_growth, self.holds = alive, keep, max_cells, by_growth, holds
+        self.alive, self.keep, self.limits, self.by_growth, self.holds = alive, keep, limits, by_growth, holds
         self.size = [len(choices) for choices in alive]
         self.scopes: dict[int, tuple[int, ...]] = {}  # table → its variables
         self.at: list[set[int]] = [set() for _ in alive]  # variable → tables that mention it
         self.owner: dict[int, tuple[int, np.ndarray]] = {}  # state variable → (operator, its map)
         self.states: list[set[int]] = [set() for _ in alive]  # variable → state variables it still owns
+        self.operators: dict[int, tuple[int, ...]] = {}  # state or set variable → operators that make it as large
         self.instructions: list[Instruction] = []
         self.steps: list[EliminationStep] = []
         self.next_table = 0
         self.most_cells = 1
+        self.work = 0
+        self.relaxed: list[frozenset[int]] = []
         for i in range(len(alive)):
             self._table((i,))
         for number, link in enumerate(links):
@@ -201,15 +245,16 @@ class _Planner:
         self.states.append(set())
         return len(self.size) - 1
 
-    def _state(self, operator: int, values: np.ndarray) -> tuple[int, np.ndarray]:
-        """A variable for the states in ``values``, and these states; the operator itself where that is as small."""
+    def _state(self, operator: int, values: np.ndarray) -> int:
+        """A variable for the states in ``values``; the operator itself where that is as small."""
         used, index = np.unique(values, return_inverse=True)
         if len(used) == len(values):
-            return operator, values
+            return operator
         variable = self._variable(len(used))
         self.owner[variable] = operator, index.reshape(-1)
         self.states[operator].add(variable)
-        return variable, used
+        self.operators[variable] = (operator,)
+        return variable
 
     def _table(self, scope: tuple[int, ...]) -> int:
         number = self.next_table
@@ -225,64 +270,68 @@ class _Planner:
     # ---- links
 
     def _add_link(self, number: int, link: TensorEdges) -> None:
-        source, used = self._state(link.producer, link.source)
-        rows = link.rows[used]
+        used = np.unique(link.source)
+        source = () if len(used) == 1 else (self._state(link.producer, link.source),)
+        rows = link.rows[used if len(used) < len(link.source) else link.source]
         free = link.free()
         wants: dict[int, list[np.ndarray]] = {}
         for k, target in link.consumers:
             wants.setdefault(k, []).append(target)
-        # per consuming operator its variable and, for each value of that, the set of targets it wants
+        # per consuming operator with a choice its variable and, for each value of that, the set of targets it wants
         ends: list[tuple[int, list[frozenset[int]]]] = []
+        sure: frozenset[int] = frozenset()
         for k, targets in wants.items():
             sets = [frozenset(column) for column in zip(*(t.tolist() for t in targets))]
             kinds = {s: j for j, s in enumerate(dict.fromkeys(sets))}
-            variable, values = self._state(k, np.array([kinds[s] for s in sets]))
-            by_kind = list(kinds)
-            ends.append((variable, [by_kind[j] for j in values.tolist()]))
-        paid = [g for g in range(len(free)) if not free[g]]
-        most = min(len(paid), sum(max(len(s & set(paid)) for s in sets) for _, sets in ends))
-        num_sets = sum(math.comb(len(paid), r) for r in range(most + 1))
+            if len(kinds) == 1:
+                sure |= sets[0]
+            else:
+                variable = self._state(k, np.array([kinds[s] for s in sets]))
+                ends.append((variable, sets if variable == k else list(kinds)))
+        paid = frozenset(np.flatnonzero(~free).tolist())
+        sure &= paid
+        others = sorted(paid - sure)
+        most = min(len(others), sum(max(len(s & paid - sure) for s in sets) for _, sets in ends))
+        listed = min(most, _RELAXED_COPIES) if self.limits.relaxed else most
+        while self.limits.relaxed and listed > 1 and _num_sets(len(others), listed) > _FEW_SETS:
+            listed -= 1
         cells = len(rows) * math.prod(len(sets) for _, sets in ends)
-        widest = max(len(rows), *(len(sets) for _, sets in ends))
+        widest = max([len(rows), *(len(sets) for _, sets in ends)])
+        num_sets = _num_sets(len(others), listed)
         if cells > _JOINT_CELLS and num_sets <= _PAID_SETS and num_sets * widest < cells:
-            self._add_paid_set(number, link, rows, source, ends, paid, most)
+            sets = [sure.union(c) for r in range(listed + 1) for c in combinations(others, r)]
+            larger = None
+            if self.limits.relaxed and listed < most:
+                larger = link.columns[others], listed + 1
+                self.relaxed.append(frozenset({link.producer, *wants} - {*self.keep}))
+            self._add_paid_set(number, link, rows, source, ends, paid, sets, larger)
             return
-        if cells > self.max_cells:
-            raise TooWide(f"the table of a tensor would have {cells} cells, more than {self.max_cells}")
-        unions, index = _unions([[s & frozenset(paid) for s in sets] for _, sets in ends])
-        out = self._table((source, *(v for v, _ in ends)))
-        self._join(out, number, link, rows, unions, index)
-
-    def _join(
-        self,
-        out: int,
-        number: int,
-        link: TensorEdges,
-        rows: np.ndarray,
-        unions: Sequence[frozenset[int]],
-        index: np.ndarray | None,
-    ) -> None:
-        members = np.full((len(unions), max(1, *(len(u) for u in unions))), -1)
-        for line, union in zip(members, unions):
-            line[: len(union)] = link.columns[sorted(union)]
-        self.instructions.append(Joined(out, number, rows, members, index))
+        if cells > min(self.limits.max_cells, _LARGEST_JOINT) and not self.limits.relaxed:
+            raise TooWide(f"the table of a tensor would have {cells} cells")
+        unions, index = _unions(sure, [[s & paid for s in sets] for _, sets in ends])
+        out = self._table((*source, *(v for v, _ in ends)))
+        self.instructions.append(Joined(out, number, rows, _members(link, unions), index, alone=not source))
 
     def _add_paid_set(
         self,
         number: int,
         link: TensorEdges,
         rows: np.ndarray,
-        source: int,
+        source: tuple[int, ...],
         ends: Sequence[tuple[int, list[frozenset[int]]]],
-        paid: list[int],
-        most: int,
+        paid: frozenset[int],
+        sets: Sequence[frozenset[int]],
+        larger: tuple[np.ndarray, int] | None,
     ) -> None:
-        sets = [frozenset(c) for r in range(most + 1) for c in combinations(paid, r)]
-        bought = self._variable(len(sets))
-        self._join(self._table((source, bought)), number, link, rows, sets, None)
+        """Add the set of targets that is paid as a variable. larger: as in ``Joined``."""
+        bought = self._variable(len(sets) + (larger is not None))
+        self.operators[bought] = tuple(self.operators.get(v, (v,))[0] for v, _ in ends)
+        out = self._table((*source, bought))
+        self.instructions.append(Joined(out, number, rows, _members(link, sets), None, not source, larger))
         for variable, wanted in ends:
-            lacking = np.array([[bool((w & set(paid)) - s) for w in wanted] for s in sets])
-            self.instructions.append(Fixed(self._table((bought, variable)), np.where(lacking, np.inf, 0.0)))
+            lacking = np.array([[bool(w & paid - s) for w in wanted] for s in sets] + [[False] * len(wanted)])
+            table = np.where(lacking[: self.size[bought]], np.inf, 0.0)
+            self.instructions.append(Fixed(self._table((bought, variable)), table))
 
     # ---- order
 
@@ -324,7 +373,9 @@ class _Planner:
             tuple(self.steps),
             result,
             max(self.most_cells, math.prod(shape)),
-            sum(one.size * math.prod(one.shape) for one in self.instructions if isinstance(one, Minimum | Scatter)),
+            self.work,
+            tuple(self.relaxed),
+            _ORDERS.index((self.by_growth, self.holds)),
         )
 
     def _run(self, todo: set[int]) -> None:
@@ -335,13 +386,23 @@ class _Planner:
             rank, v = heapq.heappop(heap)
             if v not in todo or ranks[v] != rank:
                 continue
-            if (cells := self._cells(v)) > self.max_cells:
-                raise TooWide(f"eliminating the next variable takes a table of {cells} cells, over {self.max_cells}")
+            wide = self._cells(v) > self.limits.max_cells
+            if wide and not self.limits.relaxed:
+                raise TooWide(f"eliminating the next variable takes a table of {self._cells(v)} cells")
+            if wide and self.states[v]:  # these go first: tables then mention the operator itself
+                ranks[v] = math.nan
+                v = min(self.states[v])
+                wide = self._cells(v) > self.limits.max_cells
             todo.discard(v)
             touched = {u for f in self.at[v] for u in self.scopes[f]} | self.states[v] | {v}
             if v in self.owner:
                 touched.add(self.owner[v][0])
-            self._eliminate(v)
+            if wide:
+                self._relax(v)
+            else:
+                self._eliminate(v)
+            if self.work > self.limits.max_work:
+                raise TooWide(f"minima over more than {self.limits.max_work} cells")
             touched |= {s for u in touched for s in self.states[u]}
             touched |= {self.owner[u][0] for u in touched if u in self.owner}
             for u in touched & todo:
@@ -350,34 +411,73 @@ class _Planner:
                     ranks[u] = new
                     heapq.heappush(heap, (new, u))
 
+    def _operators(self, scope: Iterable[int]) -> frozenset[int]:
+        """The operators that are not kept behind some variables."""
+        return frozenset(i for u in scope for i in self.operators.get(u, (u,)) if i not in self.keep)
+
     # ---- one elimination
 
-    def _eliminate(self, v: int) -> None:
-        tables = sorted(self.at[v])
+    def _taken(self, tables: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Table → scope of tables that leave."""
         scopes = {f: self.scopes.pop(f) for f in tables}
         for f, scope in scopes.items():
             for u in scope:
                 self.at[u].discard(f)
+        return scopes
+
+    def _eliminate(self, v: int) -> None:
+        scopes = self._taken(sorted(self.at[v]))
         if v in self.owner:
             self._substitute(v, scopes)
+        else:
+            self._minimise(v, scopes)
+
+    def _relax(self, v: int) -> None:
+        """Eliminate v by tables within the limit, from below."""
+        self.relaxed.append(self._operators({u for f in self.at[v] for u in self.scopes[f]} | {v}))
+        tables = sorted(self.at[v], key=lambda f: (-self._prod(self.scopes[f]), f))
+        if v in self.owner:
+            x = self.owner[v][0]
+            wide = [f for f in tables if self._prod({*self.scopes[f], x} - {v}) > self.limits.max_cells]
+            narrow = self._taken([f for f in tables if f not in wide])
+            for f in wide:
+                self._minimise(v, self._taken([f]), counted=False)
+            self._substitute(v, narrow)
             return
+        buckets: list[tuple[list[int], set[int]]] = []
+        for f in tables:
+            scope = set(self.scopes[f])
+            for members, joint in buckets:
+                if self._prod(joint | scope) <= self.limits.max_cells:
+                    members.append(f)
+                    joint |= scope
+                    break
+            else:
+                buckets.append(([f], scope))
+        for number, (members, _) in enumerate(buckets):
+            self._minimise(v, self._taken(members), counted=number == 0)
+
+    def _minimise(self, v: int, scopes: dict[int, tuple[int, ...]], counted: bool = True) -> None:
+        """Take the minimum over v of these tables. counted: whether its argmin is that of v."""
         others = tuple(sorted({u for scope in scopes.values() for u in scope} - {v}))
-        self.most_cells = max(self.most_cells, self._prod(others))
-        tables.sort(key=lambda f: self._prod(scopes[f]))
+        tables = sorted(scopes, key=lambda f: self._prod(scopes[f]))
         parts = tuple(self._part(f, (v, *others), scopes[f]) for f in tables)
         seen: set[int] = set()
         before = 0
         for f in tables:
             seen |= set(scopes[f])
             before += len(seen) < len(others) + 1
+        self.most_cells = max(self.most_cells, self._prod(others))
         owned = sorted(self.states[v])
         if owned:
             self._scatter(v, owned, others, parts, before)
             return
         shape = tuple(self.size[u] for u in others)
-        out, step = self._table(others), len(self.steps)
+        out, step = self._table(others), len(self.steps) if counted else -1
+        self.work += self._prod(others) * self.size[v]
         self.instructions.append(Minimum(out, step, self.size[v], shape, parts, before))
-        self.steps.append(EliminationStep(v, others, shape))
+        if counted:
+            self.steps.append(EliminationStep(v, others, shape))
 
     def _substitute(self, v: int, scopes: dict[int, tuple[int, ...]]) -> None:
         x, values = self.owner.pop(v)
@@ -403,6 +503,7 @@ class _Planner:
         cells = tuple(tuple(values[u][c] if u in values else slice(None) for u in scope) for c in range(self.size[v]))
         reads = tuple((c, *(values[u][c] if u in values else slice(None) for u in others)) for c in range(self.size[v]))
         step = len(self.steps)
+        self.work += self.size[v] * math.prod(shape)
         self.steps.append(EliminationStep(v, scope, shape))
         self.instructions.append(Scatter(self._table(scope), step, self.size[v], shape, parts, before, cells, reads))
 
@@ -413,15 +514,31 @@ class _Planner:
         return SumOperand(table, order, tuple(slice(None) if u in own else None for u in scope))
 
 
-def _unions(ends: Sequence[Sequence[frozenset[int]]]) -> tuple[list[frozenset[int]], np.ndarray | None]:
-    """(distinct unions of one set per end, their index over all combinations; None where that is 0, 1, 2, …)."""
-    codes = np.zeros((), dtype=object)
+def _num_sets(num: int, most: int) -> int:
+    """The number of sets of at most ``most`` out of ``num``."""
+    return sum(math.comb(num, r) for r in range(most + 1))
+
+
+def _members(link: TensorEdges, sets: Sequence[frozenset[int]]) -> np.ndarray:
+    """[sets, R]: ``Joined.members`` of sets of the link's columns."""
+    members = np.full((len(sets), max(1, *(len(one) for one in sets))), -1)
+    for line, one in zip(members, sets):
+        line[: len(one)] = link.columns[sorted(one)]
+    return members
+
+
+def _unions(
+    sure: frozenset[int], ends: Sequence[Sequence[frozenset[int]]]
+) -> tuple[list[frozenset[int]], np.ndarray | None]:
+    """(distinct unions of ``sure`` and one set per end, their index over all combinations; None where that is 0, 1,
+    2, …)."""
+    codes = np.full((), sum(1 << g for g in sure), dtype=object)
     for sets in ends:
         bits = np.array([sum(1 << g for g in s) for s in sets], dtype=object)
         codes = codes[..., None] | bits
-    flat = codes.reshape(-1).tolist()
+    flat = np.asarray(codes, dtype=object).reshape(-1).tolist()
     kinds = {code: j for j, code in enumerate(dict.fromkeys(flat))}
     unions = [frozenset(g for g in range(code.bit_length()) if code >> g & 1) for code in kinds]
-    index = np.array([kinds[code] for code in flat]).reshape(codes.shape)
+    index = np.array([kinds[code] for code in flat]).reshape([len(sets) for sets in ends])
     plain = index.ndim == 1 and np.array_equal(index, np.arange(len(unions)))
     return unions, None if plain else index

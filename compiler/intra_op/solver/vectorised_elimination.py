@@ -34,7 +34,6 @@ __all__ = [
     "in_chunks",
 ]
 
-MAX_CELLS = 20_000_000  # of one table, per row
 _TEMPORARY_BYTES = 2**22  # of the widest temporary of a chunk, where it can be had
 _LEAST_ROWS = 32  # fewer make numpy's inner loops too short …
 _MOST_BYTES = 2**26  # … but no temporary gets larger than this
@@ -116,9 +115,11 @@ def follow(
             case Substitute():
                 tables[do.out] = _substituted(do, tables.pop(do.table))
             case Minimum():
-                tables[do.out], argmins[do.step] = _minimum(
-                    do, [_view(tables.pop(p.table), p) for p in do.parts], walkable
+                tables[do.out], best = _minimum(
+                    do, [_view(tables.pop(p.table), p) for p in do.parts], walkable and do.step >= 0
                 )
+                if do.step >= 0:
+                    argmins[do.step] = best
             case Scatter():
                 tables[do.out], argmins[do.step] = _scattered(do, [_view(tables.pop(p.table), p) for p in do.parts])
     total = np.zeros((*recipe.kept_shape, rows), kind)
@@ -133,6 +134,15 @@ def _view(table: np.ndarray, part: SumOperand) -> np.ndarray:
 
 
 def _joined(do: Joined, cost: np.ndarray) -> np.ndarray:
+    table = _of_unions(do, cost)
+    if do.others is not None:
+        targets, count = do.others
+        least = np.sort(cost[do.rows[:, None], targets], axis=1)[:, :count].sum(axis=1)
+        table = np.concatenate([table, table[:, :1] + least[:, None]], axis=1)
+    return table[0] if do.alone else table
+
+
+def _of_unions(do: Joined, cost: np.ndarray) -> np.ndarray:
     num_targets = cost.shape[1]
     flat = cost.reshape(-1, cost.shape[2])
     at = do.rows[:, None] * num_targets + do.members[:, 0]

@@ -13,7 +13,8 @@ actions a of a stage, and the transfer x of the tensors that cross its borders, 
     cost = min over border states of   objective(p + s, bytes) + a + x
     floor_s = min over border states of   objective(p + s, bytes) + a            (its own minimum: nothing follows x)
 
-so floor_s is a lower bound on the seconds of a microbatch where the multipliers are 0, and else on the Lagrangian.
+so floor_s is a lower bound on the seconds of a microbatch where the multipliers are 0, and else on the Lagrangian; of
+layers that were too wide to be solved exactly it takes their lower bounds (``LayerTemplate.floors``).
 pace_s (actions included), step_s, transfer_s and the bytes are those of the choices behind cost.
 """
 
@@ -246,11 +247,14 @@ class IntervalComposer:
         """[9, runs, rows]: the arrays of ``IntervalTables`` for rows that are all free, or none."""
         own = {row: place for place, row in enumerate(dict.fromkeys(map(self._own, rows)))}
         tables = {self._alike[0][k]: self._layer_values(k, list(own)) for k in self._distinct[0]}
+        wide = [k for k in self._distinct[0] if self.template(k).lower is not None]
+        below = {self._alike[0][k]: self._layer_floors(k, list(own)) for k in wide}
         at = np.array([own[self._own(row)] for row in rows], dtype=np.intp)
 
         def layers(part: slice) -> dict[str, Taken]:
             taken = {key: values.take(at[part], axis=-1) for key, values in tables.items()}
-            return {key: (values[0], values[1:]) for key, values in taken.items()}
+            least = {key: table.take(at[part], axis=-1) for key, table in below.items()}
+            return {key: (values[0], values[1:], least.get(key, values[0])) for key, values in taken.items()}
 
         runs, _ = self._runs
         case = np.array([row[0] for row in rows], dtype=np.intp)
@@ -359,7 +363,8 @@ class IntervalComposer:
         for layer, (table, position), into, out in zip(range(first, end), by_layer, path, path[1:]):
             chosen, mode = table.choices(position, into, out)
             modes.append(table.template.modes[mode])
-            section, names = table.template.section, self._names(table.template.layer, layer)
+            template, names = table.template, self._names(table.template.layer, layer)
+            section, chosen = template.decision(chosen)
             for operator, (name, kind, choice) in enumerate(zip(section.names, section.kinds, chosen)):
                 if kind in ("op", "parameter") and name in names:
                     labels.setdefault(names[name], section.label(operator, choice, row[0]))
@@ -402,7 +407,8 @@ def _positions(section: CaseSection, operator: int, states: Sequence[State], ten
 
 
 Row = tuple[int, int]  # (case, level)
-Taken = tuple[np.ndarray, np.ndarray]  # cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]
+# cost [in, out, rows]; pace, step, resident, saved, transient [5, in, out, rows]; lower bounds [in, out, rows] of cost
+Taken = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -516,20 +522,20 @@ class Composition:
 
     def _extended(self, key: str, start: np.ndarray) -> np.ndarray:
         """One more layer of class ``key``: [8, runs, in states, rows] → [8, runs, out states, rows]."""
-        table, quantities = self.tables[key]
+        table, quantities, below = self.tables[key]
         num_into, num_out, num_rows = table.shape
         shape = start.shape[1], num_out, num_rows
         values = np.empty((8, *shape))
         least, lowest = values[0], values[1]
         running = Running(least, num_into)
         total, better = np.empty(shape), np.empty(shape, dtype=bool)
-        for state, line in enumerate(table):
+        for state, (line, floor) in enumerate(zip(table, below)):
             if state == 0:
                 np.add(start[0][:, 0, None], line, out=least)
-                np.add(start[1][:, 0, None], line, out=lowest)
+                np.add(start[1][:, 0, None], floor, out=lowest)
                 continue
             running.offer(np.add(start[0][:, state, None], line, out=total), state, None, better)
-            np.minimum(lowest, np.add(start[1][:, state, None], line, out=total), out=lowest)
+            np.minimum(lowest, np.add(start[1][:, state, None], floor, out=total), out=lowest)
         rows = np.arange(num_rows)
         best = running.best.astype(np.intp)
         old = best * num_rows

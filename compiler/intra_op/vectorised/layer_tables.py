@@ -22,13 +22,26 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from ..solver.elimination_order import Recipe, plan_elimination
-from ..solver.vectorised_elimination import MAX_CELLS, EliminatedRows, Running, chunk_rows, follow, in_chunks
+from ...errors import TooWide
+from ..solver.choice_reduction import proposals, reduced_elimination
+from ..solver.elimination_order import Limits, Recipe, plan_elimination, plan_relaxation
+from ..solver.vectorised_elimination import EliminatedRows, Running, chunk_rows, follow, in_chunks
 from ..solver.vectorised_presolve import TensorEdges, simplify_links
 from .problem import CaseEdge, CaseSection
+from .repeats import merged, merged_below, places_of, repeats_of
 
 __all__ = ["TIE", "LayerTables", "LayerTemplate", "Level", "Weights"]
 
+#: What is above these limits is solved on fewer choices.
+EXACT = Limits(20_000_000, 2.0**24)
+REDUCED = Limits(2**20, 2.0**22)
+RELAXED_CELLS = 2**19
+#: So many sets of choices serve the cases of a layer …
+MOST_GROUPS = 4
+#: … where the ones before lie further above the bounds than this.
+GROUP_GAP = 0.05
+GROUP_GAIN = 0.01
+_NO_RECIPE = Recipe((), (), (), (), (), (), 0, 0)
 #: Seconds per byte that let the leaner of equally fast choices win; 0.1 ns for a terabyte.
 TIE = 1e-22
 
@@ -75,7 +88,7 @@ class Weights:
             1.0 - np.array([level.weight_share for level in levels]),
         )
 
-    def part(self, rows: slice) -> Weights:
+    def part(self, rows: slice | np.ndarray) -> Weights:
         """These rows alone."""
         return Weights(*(getattr(self, f.name)[rows] for f in fields(self)))
 
@@ -188,6 +201,12 @@ class LayerTemplate:
     recipe: Recipe
     borders: tuple[Border, Border]
     possible: np.ndarray
+    #: The template of lower bounds, where this one has less choices than the layer.
+    lower: LayerTemplate | None = None
+    #: Templates of fewer choices, and bool [cases] which of the cases each is for.
+    groups: tuple[tuple[np.ndarray, LayerTemplate], ...] = ()
+    #: The layer before its repeats were merged, and the place of each of its operators in ``section``.
+    whole: tuple[CaseSection, np.ndarray] | None = None
 
     @staticmethod
     def of(
@@ -199,22 +218,46 @@ class LayerTemplate:
         possible: np.ndarray,
     ) -> LayerTemplate:
         """Presolve the section and plan its elimination. into, out: operator → its choice by state of that border.
-        Raises TooWide."""
-        operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
-        known: dict[tuple[int, ...], np.ndarray] = {}
-        tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
-        borders = Border.of(into, possible.shape[0]), Border.of(out, possible.shape[1])
-        numbers = tuple(i for i, e in enumerate(section.edges) if e.consumers)
-        links = [_link(section.edges[i], tensors[i], borders, len(operators)) for i in numbers]
-        keep = len(operators), len(operators) + 1
-        corners = [np.zeros((1, 1)) if i in into or i in out else _corners(terms) for i, terms in enumerate(operators)]
-        corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
-        alive, reduced = simplify_links(corners, links, frozenset(keep))
-        recipe = plan_elimination(alive, reduced, keep, MAX_CELLS)
-        return LayerTemplate(section, layer, tuple(modes), operators, tensors, numbers, recipe, borders, possible)
+
+        Repeated ops are merged. What is then still too wide keeps the choices that good decisions use, and has bounds
+        of its own."""
+
+        def presolved(section: CaseSection, place: np.ndarray | None = None) -> _Presolved:
+            ends = (into, out) if place is None else (places_of(into, place), places_of(out, place))
+            return _Presolved.of(section, layer, tuple(modes), *ends, possible)
+
+        classes = repeats_of(section)
+        if classes is None:
+            return presolved(section).template()
+        above = merged(section, classes)
+        lower = presolved(*merged_below(section, classes)).template_below()
+        return replace(presolved(*above).template(), lower=lower, whole=(section, above[1]))
+
+    def decision(self, chosen: list[int]) -> tuple[CaseSection, list[int]]:
+        """The section of the layer, and a choice for each of its operators."""
+        return (self.section, chosen) if self.whole is None else (self.whole[0], [chosen[i] for i in self.whole[1]])
+
+    def proposals(self, cases: np.ndarray) -> list[np.ndarray]:
+        """The scores of the choices that might stay (``choice_reduction``), from these cases without a price on bytes
+        and at one that makes all bytes cost as much as all seconds."""
+        seconds = sum(float(_typical(terms.seconds)) for terms in self.operators)
+        held = sum(float(_typical(terms.resident)) for terms in self.operators if terms.resident is not None)
+        held += sum(float(_typical(a)) for terms in self.operators for a in _different(terms.saved))
+        levels = [Level(), Level(byte=seconds / held, saved_byte=seconds / held)] if held else [Level()]
+        weights = Weights.of([(case, level) for level in levels for case in cases.tolist()])
+
+        def scores(rows: slice) -> list[np.ndarray]:
+            return proposals(self._eliminated(weights.part(rows), None, walkable=True))
+
+        parts = in_chunks(scores, len(weights.case), chunk_rows(self.recipe))
+        return [np.max(some, axis=0) for some in zip(*parts)]
 
     def tables(self, weights: Weights) -> LayerTables:
         """The class's tables for these rows."""
+        if self.groups:
+            some = [np.flatnonzero(mask[weights.case]) for mask, _ in self.groups]
+            parts = [(rows, one.tables(weights.part(rows))) for rows, (_, one) in zip(some, self.groups) if len(rows)]
+            return LayerTables.joined(self, weights.case, parts)
         shape = (*self.possible.shape[:2], len(weights.case))
         values, mode = np.zeros((6, *shape)), np.zeros(shape, np.uint8)
         values[0] = np.inf
@@ -230,6 +273,8 @@ class LayerTemplate:
     def floors(self, weights: Weights) -> np.ndarray:
         """[in states, out states, rows] lower bounds of the objective, rounded down: the minimum where each op and each
         copy may have a mode of its own. It is exact where multipliers are 0 and some mode recomputes nothing."""
+        if self.lower is not None:
+            return self.lower.floors(weights)
         cost = np.full((*self.possible.shape[:2], len(weights.case)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
         terms = len(self.operators) + len(self.tensors) + 8
@@ -237,17 +282,15 @@ class LayerTemplate:
 
         def fill(rows: slice) -> None:
             part = weights.part(rows)
-            _, values = self._eliminated(part, None, (into, out))
+            values = self._values(self._eliminated(part, None, walkable=False), (into, out), len(part.case))
             allowed = self.possible[into, out][:, _as_slice(part.case)]
             cost[into, out, rows] = np.where(allowed, values[:, 0] * lower, np.inf)
 
         in_chunks(fill, len(weights.case), chunk_rows(self.recipe))
         return cost
 
-    def _eliminated(
-        self, weights: Weights, modes: Sequence[int] | None, cells: tuple[np.ndarray, ...]
-    ) -> tuple[EliminatedRows, np.ndarray]:
-        """The elimination of these rows, and [cells, modes, rows] its values. modes: None for that of ``floors``."""
+    def _eliminated(self, weights: Weights, modes: Sequence[int] | None, walkable: bool) -> EliminatedRows:
+        """The elimination of these rows, mode by mode. modes: None for that of ``floors``."""
         case_indices, kind = _as_slice(weights.case), np.float32 if modes is None else np.float64
         costs = [terms.objective(weights, case_indices, modes) for terms in self.operators]
         costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
@@ -255,9 +298,12 @@ class LayerTemplate:
             costs[operator] = np.zeros((1, costs[0].shape[1]))
         costs = [cost.astype(kind, copy=False) for cost in costs]
         links = [self.tensors[i].objective(weights, case_indices, modes).astype(kind, copy=False) for i in self.links]
-        chunk = follow(self.recipe, costs, links, walkable=modes is not None)
+        return follow(self.recipe, costs, links, walkable)
+
+    def _values(self, chunk: EliminatedRows, cells: tuple[np.ndarray, ...], num_rows: int) -> np.ndarray:
+        """[cells, modes, rows] the costs at these (in, out) states."""
         by_mode = chunk.cost[self.borders[0].of_state[cells[0]], self.borders[1].of_state[cells[1]]]
-        return chunk, by_mode.reshape(len(cells[0]), -1, len(weights.case))
+        return by_mode.reshape(len(cells[0]), -1, num_rows)
 
     def _chunk(
         self, weights: Weights, rows: slice, cells: tuple[np.ndarray, ...], tables: LayerTables
@@ -265,7 +311,8 @@ class LayerTemplate:
         """Fill these rows of ``tables``. cells: the (in, out) states that are possible together in some case."""
         case, (into, out) = weights.case, cells
         case_indices = _as_slice(case)
-        chunk, by_mode = self._eliminated(weights, tables.modes, cells)
+        chunk = self._eliminated(weights, tables.modes, walkable=True)
+        by_mode = self._values(chunk, cells, len(case))
         running = Running(np.array(by_mode[:, 0]), len(tables.modes))
         better = np.empty(running.cost.shape, dtype=bool)
         for k in range(1, len(tables.modes)):
@@ -316,6 +363,82 @@ class LayerTemplate:
 
 
 @dataclass(frozen=True, eq=False)
+class _Presolved:
+    """A template without its recipe, and the choices and links of its elimination."""
+
+    first: LayerTemplate
+    alive: list[np.ndarray]
+    links: list[TensorEdges]
+    keep: tuple[int, int]
+
+    @staticmethod
+    def of(
+        section: CaseSection,
+        layer: int,
+        modes: tuple[str, ...],
+        into: Mapping[int, np.ndarray],
+        out: Mapping[int, np.ndarray],
+        possible: np.ndarray,
+    ) -> _Presolved:
+        operators = tuple(_operator_terms(section, i, modes) for i in range(len(section.names)))
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        tensors = tuple(_tensor_terms(edge, modes, known) for edge in section.edges)
+        borders = Border.of(into, possible.shape[0]), Border.of(out, possible.shape[1])
+        numbers = tuple(i for i, e in enumerate(section.edges) if e.consumers)
+        links = [_link(section.edges[i], tensors[i], borders, len(operators)) for i in numbers]
+        keep = len(operators), len(operators) + 1
+        corners = [np.zeros((1, 1)) if i in into or i in out else _corners(terms) for i, terms in enumerate(operators)]
+        corners += [np.zeros((len(border.choices), 1)) for border in borders]  # never compared
+        alive, reduced = simplify_links(corners, links, frozenset(keep))
+        first = LayerTemplate(section, layer, modes, operators, tensors, numbers, _NO_RECIPE, borders, possible)
+        return _Presolved(first, alive, reduced, keep)
+
+    def template(self) -> LayerTemplate:
+        """The template whose tables are the costs of decisions, exact where that is not too wide."""
+        try:
+            return replace(self.first, recipe=plan_elimination(self.alive, self.links, self.keep, EXACT))
+        except TooWide:
+            lower = replace(self.first, recipe=plan_relaxation(self.alive, self.links, self.keep, RELAXED_CELLS))
+            return replace(self.first, lower=lower, groups=self._groups(lower))
+
+    def _groups(self, lower: LayerTemplate) -> tuple[tuple[np.ndarray, LayerTemplate], ...]:
+        """``LayerTemplate.groups``: the choices that are good in all cases, those that are good in the cases where the
+        first ones lie above the bounds, and so on."""
+        num = self.first.possible.shape[2]
+        offered = [np.isfinite(terms.seconds) for terms in self.first.operators]
+        offered += [np.ones((len(border.choices), num), dtype=bool) for border in self.first.borders]
+
+        def least(template: LayerTemplate, cases: np.ndarray) -> np.ndarray:
+            return template.floors(Weights.of([(case, Level()) for case in cases.tolist()])).min(axis=(0, 1))
+
+        bound_s = least(lower, np.arange(num))
+        left, best_s, group = np.flatnonzero(np.isfinite(bound_s)), np.full(num, np.inf), np.zeros(num, dtype=np.intp)
+        found: list[LayerTemplate] = []
+        some = left if len(left) else np.arange(num)
+        while len(some) and len(found) < MOST_GROUPS:
+            possible = [mask[alive][:, some] for mask, alive in zip(offered, self.alive)]
+            recipe = reduced_elimination(self.alive, self.links, self.keep, lower.proposals(some), possible, REDUCED)
+            found.append(replace(self.first, recipe=recipe))
+            now_s = least(found[-1], some)
+            better = now_s < best_s[some] * (1 - GROUP_GAIN)
+            group[some[better]] = len(found) - 1
+            best_s[some[better]] = now_s[better]
+            left = left[best_s[left] > bound_s[left] * (1 + GROUP_GAP)]
+            if not better.any():  # fewer cases, if that gives these any decision at all
+                left = left[np.isinf(best_s[left])]
+            some = left[: max(1, len(some) // 4)] if len(left) == len(some) else left
+        return tuple((group == k, one) for k, one in enumerate(found) if (group == k).any())
+
+    def template_below(self) -> LayerTemplate:
+        """The template of lower bounds."""
+        try:
+            recipe = plan_elimination(self.alive, self.links, self.keep, REDUCED)
+        except TooWide:
+            recipe = plan_relaxation(self.alive, self.links, self.keep, RELAXED_CELLS)
+        return replace(self.first, recipe=recipe)
+
+
+@dataclass(frozen=True, eq=False)
 class LayerTables:
     """One layer class for some rows: arrays [in states, out states, rows]; the bytes and seconds are those of the
     choices behind ``cost``, and 0 where that is inf. modes: indices of the recompute modes that were looked at.
@@ -331,6 +454,8 @@ class LayerTables:
     case: np.ndarray
     modes: tuple[int, ...]
     chunks: tuple[EliminatedRows, ...]
+    #: The tables of the template's groups, and the rows of each.
+    parts: Sequence[tuple[np.ndarray, LayerTables]] = ()
 
     cost = property(lambda self: self.values[0])
     pace_s = property(lambda self: self.values[1])
@@ -339,12 +464,27 @@ class LayerTables:
     saved = property(lambda self: self.values[4])
     transient = property(lambda self: self.values[5])
 
+    @staticmethod
+    def joined(
+        template: LayerTemplate, case: np.ndarray, parts: Sequence[tuple[np.ndarray, LayerTables]]
+    ) -> LayerTables:
+        """The tables of some rows each, as one."""
+        first = parts[0][1]
+        values = np.empty((*first.values.shape[:-1], len(case)))
+        mode = np.empty((*first.mode.shape[:-1], len(case)), first.mode.dtype)
+        for rows, part in parts:
+            values[..., rows], mode[..., rows] = part.values, part.mode
+        return LayerTables(template, values, mode, case, first.modes, (), parts)
+
     def choices(self, row: int, into: int, out: int) -> tuple[list[int], int]:
-        """(choice per operator, mode) behind one cell; ValueError where it is impossible."""
+        """(choice per operator of the section, mode) behind one cell; ValueError where it is impossible."""
         if not np.isfinite(self.cost[into, out, row]):
             raise ValueError(
                 f"border states must be possible together, but got {(into, out)} in row {row}; see where cost is finite"
             )
+        for rows, part in self.parts:
+            if row in rows:
+                return part.choices(int(np.searchsorted(rows, row)), into, out)
         mode = int(self.mode[into, out, row])
         num_modes = len(self.modes)
         for chunk in self.chunks:
@@ -433,6 +573,12 @@ def _link(edge: CaseEdge, terms: Terms, borders: Sequence[Border], number: int) 
 def _is_nothing(array: np.ndarray) -> bool:
     """True if all of it is 0: by one cell where that stands for all of them."""
     return not (array.any() if any(array.strides) else array.size and array.flat[0])
+
+
+def _typical(array: np.ndarray) -> float:
+    """The least of the choices in the average case, of those that are possible."""
+    least = np.where(np.isfinite(array), array, np.inf).min(axis=0)
+    return float(np.mean(least[np.isfinite(least)])) if np.isfinite(least).any() else 0.0
 
 
 def _any(arrays: Sequence[np.ndarray | None]) -> bool:

@@ -14,7 +14,7 @@ count, the seconds at borders and the memory peaks.
 
 So the cache needs not know what prices depend on (cluster, mesh, microbatch, optimizer, constraints, …): a change of
 any of them changes a number, and with it the key. Among equally good choices, a search over other cases may have taken
-another one.
+another one; and the choices to which a layer that is too wide is reduced are those that its search's cases use.
 """
 
 from __future__ import annotations
@@ -200,7 +200,9 @@ def column_digests(template: LayerTemplate) -> list[bytes]:
     for first in range(0, num, most):
         columns = np.concatenate([array[:, first : first + most] for array in flat], dtype=np.float64).T
         digests += [_digest([structure, column]) for column in columns]
-    return digests
+    if template.lower is None:
+        return digests
+    return [_digest(pair) for pair in zip(digests, column_digests(template.lower))]
 
 
 def row_key(

@@ -8,6 +8,7 @@ import pytest
 from meshwright.compiler.errors import TooWide
 from meshwright.compiler.intra_op.solver import elimination_order, vectorised_elimination
 from meshwright.compiler.intra_op.solver.elimination import eliminate
+from meshwright.compiler.intra_op.solver.elimination_order import Limits
 from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
 from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
 
@@ -138,7 +139,7 @@ def test_of_several_orders_the_lightest_is_taken(monkeypatch):
 
     def work(orders):
         monkeypatch.setattr(elimination_order, "_ORDERS", orders)
-        return elimination_order.plan_elimination(alive, reduced, (), 10**7).work
+        return elimination_order.plan_elimination(alive, reduced, (), Limits(10**7)).work
 
     orders = elimination_order._ORDERS
     each = [work([order]) for order in orders]
@@ -200,6 +201,6 @@ def test_states_merge_only_where_every_row_prices_them_alike():
 def test_too_wide_is_an_answer():
     costs, edges = layer_like(1, rows=1)
     with pytest.raises(TooWide):
-        eliminate_rows(costs, edges, max_cells=50)
+        eliminate_rows(costs, edges, limits=Limits(50))
     with pytest.raises(TooWide, match="kept"):
-        eliminate_rows(costs, edges, (0, 5, 11), max_cells=100)
+        eliminate_rows(costs, edges, (0, 5, 11), limits=Limits(100))
