@@ -3,9 +3,10 @@
 ``torch.export`` unrolls every loop. While ``LongLoops`` is active, each function with a ``for … in range(…)`` in the
 files of the model's modules is led through ``_call``, and ``range`` in these files is ``_Range``, which interrupts the
 function where a loop has ``LONG`` iterations or more. The call is then recorded as one op (``ir.long_loop``) that runs
-the function as it is. A trial of the function on tensors without data tells the types of its results, its FLOPs and
-what it keeps for its backward. A function that cannot be one op is traced: if it changes an argument, reads tensors of
-the model that are not its arguments, draws random numbers, or returns an argument.
+the function as it is. So is a module whose ``forward`` loops as often as one of its inputs is long: its parameters and
+buffers are operands of the op. A trial of the function on tensors without data tells the types of its results, its
+FLOPs and what it keeps for its backward. A function that cannot be one op is traced: if it changes an argument, reads
+tensors of the model that are not its arguments, draws random numbers, or returns an argument.
 
 A loop over the batch is refused by its line: it would be as long as the fictitious batch of a capture.
 """
@@ -29,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir.custom_function import FUNCTION_OP, set_types
 from ..ir.graph import PRIME
-from ..ir.long_loop import LoopFunction, LoopWork
+from ..ir.long_loop import LoopFunction, LoopWork, ModuleCall
 from .custom_backward import CustomBackwards, is_literal, next_number
 from .source_errors import current_line_error
 
@@ -79,7 +80,8 @@ class LongLoops:
         self.instead: dict[Any, Any] = {}
         self.undo: list[Callable[[], None]] = []
         self.trials: dict[Any, _Trial | None] = {}
-        self.watching = 0  # the number of calls within which long loops are looked for
+        #: of the calls that are running, innermost last: the lengths of loops that are long (None: all from LONG)
+        self.watched: list[frozenset[int] | None] = []
 
     def __enter__(self) -> LongLoops:
         files = dict.fromkeys(type(module).__module__ for module in self.model.modules())
@@ -95,6 +97,17 @@ class LongLoops:
                         self.instead[leads[value]] = value
                         spaces += [inner.__globals__ for inner in _unwrapped(value) if _calls_range(inner)]
                     self._set(space, name, leads[value])
+        for kind in dict.fromkeys(type(module) for module in self.model.modules()):
+            forward = kind.forward
+            if (
+                kind.__module__ in files
+                and isinstance(forward, FunctionType)
+                and any(map(_calls_range, _unwrapped(forward)))
+            ):
+                led = self._lead_module(forward)
+                self.instead[led] = forward
+                spaces += [inner.__globals__ for inner in _unwrapped(forward) if _calls_range(inner)]
+                self._set_attribute(kind, "forward", led)
         for space in spaces:
             if space.get("range") is not stand_in:
                 self._set(space, "range", stand_in)
@@ -124,8 +137,10 @@ class LongLoops:
     def checked(self, steps: range) -> range:
         """These steps; CaptureError where they go over the batch, an interrupt where they are many."""
         _refuse_batch(len(steps))
-        if self.watching and len(steps) >= LONG:
-            raise _Interrupt
+        if self.watched and len(steps) >= LONG:
+            lengths = self.watched[-1]
+            if lengths is None or len(steps) in lengths:
+                raise _Interrupt
         return steps
 
     @staticmethod
@@ -141,36 +156,52 @@ class LongLoops:
     def _lead(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def led(*args: Any, **kwargs: Any) -> Any:
-            return self._call(function, args, kwargs)
+            return self._call(function, args, kwargs, None, lambda: function(*args, **kwargs))
 
         return led
 
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _lead_module(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def led(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            lengths = frozenset(extent - less for x in inputs for extent in x.shape for less in (0, 1))
+            call = ModuleCall(module, forward, tuple(tensors))
+            given = list(tensors.values()), *args
+            return self._call(call, given, kwargs, lengths, lambda: forward(module, *args, **kwargs))
+
+        return led
+
+    def _call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, lengths: frozenset[int] | None,
+        run: Callable[[], Any],
+    ) -> Any:  # fmt: skip
+        """The result of ``run``, which calls ``function`` with these arguments, or of the op that stands for it."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if not any(isinstance(x, FakeTensor) for x in leaves):
-            return function(*args, **kwargs)
+            return run()
         try:
-            with self._watching(self.watching + 1):
-                return function(*args, **kwargs)
+            with self._watching([*self.watched, lengths]):
+                return run()
         except _Interrupt:
             pass
         key = function, structure, tuple(map(_key, leaves))
         if key not in self.trials:
-            with self._watching(0):
+            with self._watching([]):
                 self.trials[key] = _trial(function, structure, leaves)
         trial = self.trials[key]
         if trial is None:
-            with self._watching(0):
-                return function(*args, **kwargs)
+            with self._watching([]):
+                return run()
         return self._record(function, structure, leaves, trial)
 
     @contextmanager
-    def _watching(self, depth: int) -> Iterator[None]:
-        before, self.watching = self.watching, depth
+    def _watching(self, watched: list[frozenset[int] | None]) -> Iterator[None]:
+        before, self.watched = self.watched, watched
         try:
             yield
         finally:
-            self.watching = before
+            self.watched = before
 
     def _record(self, function: Callable[..., Any], structure: Any, leaves: list[Any], trial: _Trial) -> Any:
         objects = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tensor) and not is_literal(x)}

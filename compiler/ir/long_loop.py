@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .custom_function import CustomFunction
 
-__all__ = ["LoopFunction", "LoopWork"]
+__all__ = ["LoopFunction", "LoopWork", "ModuleCall"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,58 @@ class LoopFunction(CustomFunction):
         meta = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in args]
         with torch.no_grad(), torch.device("meta"):
             return [tuple(x.shape) for x in self.run(meta)]
+
+
+class ModuleCall:
+    """A module's ``forward`` as a function of its parameters and buffers, in the order of ``names``, and its
+    arguments."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.module, self.names = module, names
+        self.__wrapped__ = forward  # by which ``inspect`` finds the source
+        self.__name__, self.__module__ = forward.__qualname__.replace(".", "_"), forward.__module__
+        self.__qualname__ = forward.__qualname__
+
+    def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward`` on a copy of the module that has these tensors. ValueError if it sets an attribute, which the
+        module would not keep."""
+        copies: dict[int, nn.Module] = {}
+        module = _copy_with(self.module, "", dict(zip(self.names, tensors, strict=True)), copies)
+        before = [_attributes(one) for one in copies.values()]
+        returned = self.__wrapped__(module, *args, **kwargs)
+        if before != [_attributes(one) for one in copies.values()]:
+            raise ValueError(
+                f"a forward that is one op leaves its module as it is, but {self.__qualname__} sets attributes"
+            )
+        return returned
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModuleCall) and self.module is other.module
+
+    def __hash__(self) -> int:
+        return id(self.module)
+
+
+def _copy_with(module: nn.Module, path: str, tensors: Mapping[str, Tensor], copies: dict[int, nn.Module]) -> nn.Module:
+    """A copy of the module at ``path``, and of those below it, with these tensors, by the first of their names."""
+    if id(module) in copies:
+        return copies[id(module)]
+    copies[id(module)] = made = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    for table in ("_parameters", "_buffers"):
+        held = module.__dict__[table].items()
+        made.__dict__[table] = {name: x if x is None else tensors.get(path + name, x) for name, x in held}
+    children = module._modules.items()
+    made.__dict__["_modules"] = {
+        name: child if child is None else _copy_with(child, f"{path}{name}.", tensors, copies)
+        for name, child in children
+    }
+    return made
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, int]]:
+    tables = [module.__dict__, *(module.__dict__[name] for name in ("_parameters", "_buffers", "_modules"))]
+    return [(name, id(value)) for table in tables for name, value in table.items()]
 
 
 class _StandIn(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.recurrent import HIDDEN as CHANNELS
-from tests.support.recurrent import Recurrent
+from tests.support.recurrent import Gated, Recurrent
 from tests.support.zoo import HIDDEN, SEQUENCE, VOCAB, Case, tokens_and_labels
 
 
@@ -68,6 +68,10 @@ def rotary(batch: int = 8) -> Case:
 
 def recurrent(batch: int = 8) -> Case:
     return _series(_seeded(Recurrent), batch, 40, CHANNELS)
+
+
+def gated(batch: int = 8) -> Case:
+    return _series(_seeded(lambda: Gated(layers=2)), batch, 40, CHANNELS)
 
 
 def _language(architecture: str, configuration: str, batch: int, sequence: int = SEQUENCE, **settings: Any) -> Case:
@@ -128,5 +132,5 @@ def jamba(batch: int = 8) -> Case:
 
 
 SPECIAL: dict[str, Callable[..., Case]] = {
-    f.__name__: f for f in (assigning, rotary, recurrent, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
+    f.__name__: f for f in (assigning, rotary, recurrent, gated, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
 }

@@ -16,7 +16,7 @@ from meshwright.compiler.verification.capture_check import check_capture
 from meshwright.compiler.verification.check_rules import check_node
 from torch import Tensor, nn
 
-from tests.support.recurrent import HIDDEN, Recurrent, decay_scan
+from tests.support.recurrent import HIDDEN, Gated, Recurrent, decay_scan
 
 BATCH = 8
 
@@ -115,6 +115,39 @@ def grouped_scan(k: Tensor, v: Tensor) -> Tensor:
         state = 0.5 * state + torch.softmax(k[:, t], -1) * v[:, t].sum(-1, keepdim=True)
         states.append(state)
     return torch.stack(states, 1)
+
+
+def test_a_module_that_loops_over_time_is_one_op_and_one_that_loops_over_layers_is_not() -> None:
+    inputs = tuple(torch.randn(BATCH, 2 * LONG, HIDDEN) for _ in range(2))
+    graph = capture(Gated(), inputs)
+    assert check_capture(Gated(), graph, inputs, {}, (), None) == ""
+    first, second = loops(graph)
+    assert [operand.meta["source"].name for operand in second.all_input_nodes if operand.op == "placeholder"] == [
+        "cells.1.inner.weight", "cells.1.inner.bias", "cells.1.state.weight"
+    ]  # fmt: skip
+    assert len(graph.placeholders("parameter")) == 2 * 32 + 6
+    assert len(graph.ops()) > 3 * 32
+    assert [choice.label for choice in rule_for(first).axis_choices(first)] == ["whole", "in3d0"]
+    assert check_node(loops(graph.with_batch(BATCH))[0]) == {}
+
+
+def test_a_module_that_keeps_state_is_traced() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+            self.register_buffer("state", torch.zeros(HIDDEN))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.state
+            for t in range(x.shape[1]):
+                h = torch.tanh(self.linear(x[:, t]) + h)
+            self.state.copy_(h.detach().mean(0))
+            return h.mean()
+
+    graph = capture(nn.Sequential(nn.Identity(), Keeping()), (torch.randn(BATCH, LONG, HIDDEN),))
+    assert not loops(graph)
+    assert [result.name for result in graph.results] == ["loss", "1.state"]
 
 
 def in_place_scan(x: Tensor) -> Tensor:
