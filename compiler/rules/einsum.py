@@ -193,4 +193,28 @@ class _TriangularSolveRule(EinsumRule):
         return [0.1 * matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype), right]
 
 
+class _GroupedProductRule(EinsumRule):
+    """Rows in groups, each times a matrix of its own: inner and outer dims may be cut; rows and groups stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__("s! i, e! i o, e! -> s! o")
+
+    def flops(self, node: Node) -> float:
+        """Each row meets one matrix."""
+        rows, matrices, _ = (operand.meta["type"].shape for operand in tensor_operands(node))
+        return 2.0 * rows[0] * matrices[1] * matrices[2]
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """All operands."""
+        return (("input", 0), ("input", 1), ("input", 2))
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """Groups of equal size."""
+        rows, matrices, ends = tensor_operands(node)
+        size = rows.meta["type"].shape[0] // ends.meta["type"].numel
+        steps = size * torch.arange(1, ends.meta["type"].numel + 1)
+        return [random_float(rows, generator), random_float(matrices, generator), steps.to(ends.meta["type"].dtype)]
+
+
+register("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")(_GroupedProductRule())
 register("aten.linalg_solve_triangular.default")(_TriangularSolveRule())

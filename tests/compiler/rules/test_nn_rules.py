@@ -202,6 +202,12 @@ CASES = {
     "irfft": (aten.fft_irfft.default, (c(4, 8, 5), 8), {}, "d0 d1 partial grad"),
     "fftn": (aten.fft_fftn.default, (c(4, 8, 8), None, [-1, -2]), {}, "d0 partial grad"),
     "cdist": (aten.cdist.default, (r(4, 8, 3), r(4, 12, 3)), {}, "b0 p r"),
+    "grouped product": (
+        aten._grouped_mm.default,
+        (r(32, 16), r(2, 16, 16), torch.tensor([16, 32], dtype=torch.int32)),
+        {},
+        "o i",
+    ),
     "triangular solve": (aten.linalg_solve_triangular.default, (r(4, 4, 4), r(4, 4, 8)), {"upper": False}, "b0 k"),
     "triangular solve from the right": (
         aten.linalg_solve_triangular.default,
