@@ -48,7 +48,7 @@ def plan_one(model: FrontierModel, layers: int | None, devices: int, text: Path 
     began = time.perf_counter()
     graph = capture(built.model, (), built.kwargs)
     report(parameters=built.num_parameters, capture_s=time.perf_counter() - began, ops=len(graph.ops()))
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     plan = mw.plan(
         built.model,
         f"dgx-h100:{devices // HOST_DEVICES}",
@@ -57,12 +57,12 @@ def plan_one(model: FrontierModel, layers: int | None, devices: int, text: Path 
         global_batch=model.batch,
         cache=False,
     )
-    plan_s = time.perf_counter() - began
+    seconds = {"plan_s": time.perf_counter() - began, "plan_cpu_s": time.process_time() - busy}
     if text is not None:
         text.mkdir(parents=True, exist_ok=True)
         (text / f"{model.name}.txt").write_text(explain(plan, graph))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    report(**summary_json(plan) | {"plan_s": plan_s, "layers": len(plan.layers), "peak_bytes": peak})
+    report(**summary_json(plan) | seconds | {"layers": len(plan.layers), "peak_bytes": peak})
 
 
 def run_one(model: FrontierModel, options: argparse.Namespace) -> dict[str, Any]:
@@ -100,6 +100,7 @@ def records(results: Sequence[dict[str, Any]]) -> list[Record]:
         found += [
             Record(f"{name}: capture", capture_s, "s", 1, note="" if capture_s else note),
             Record(f"{name}: planning", plan_s, "s", 1, None, "the aim of 60 s", AIM_S, note=note),
+            Record(f"{name}: planning, processor", run.get("plan_cpu_s"), "s", 1, note=note),
         ]
         if not note:
             step, gap, repeated = run["step_s"], 100 * run["bound_gap"], 100 * run["replicated_flops_fraction"]
@@ -115,7 +116,7 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     """A line per model."""
     table = Table(title="frontier models: bf16, batch 1,024, each in a fresh process")
     table.add_column("model")
-    for heading in ("parameters", "capture s", "ops", "layers", "GPUs", "plan s", "step s", "gap", "TFLOPS"):
+    for heading in ("parameters", "capture s", "ops", "layers", "GPUs", "plan s", "cpu s", "step s", "gap", "TFLOPS"):
         table.add_column(heading, justify="right")
     table.add_column("stages × mesh")
     for heading in ("repeated", "idle"):
@@ -123,11 +124,12 @@ def show(results: Sequence[dict[str, Any]], console: Console) -> None:
     for run in results:
         seen = [run["name"], *(_captured(run) if "ops" in run else ["", "", ""])]
         if "error" in run:
-            table.add_row(*seen, "", str(run["devices"]), "", "", "", "", run["error"][:60])
+            table.add_row(*seen, "", str(run["devices"]), "", "", "", "", "", run["error"][:60])
             continue
         meshes = dict.fromkeys("×".join(map(str, stage["mesh_shape"])) or "1" for stage in run["stages"])
         table.add_row(
-            *seen, str(run["layers"]), str(run["devices"]), f"{run['plan_s']:.1f}", f"{run['step_s']:.3g}",
+            *seen, str(run["layers"]), str(run["devices"]), f"{run['plan_s']:.1f}",
+            f"{run['plan_cpu_s']:.1f}", f"{run['step_s']:.3g}",
             f"{run['bound_gap']:.1%}", f"{run['tflops_per_device']:.0f}",
             f"{len(run['stages'])} × {' '.join(meshes)}", f"{run['replicated_flops_fraction']:.2%}",
             str(run["idle_devices"]),
