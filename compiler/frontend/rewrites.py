@@ -119,13 +119,14 @@ def spell_out_broadcasts(graph: Graph) -> None:
 
 
 def drop_idle_ops(graph: Graph) -> None:
-    """Drop views and expands to the same shape, and detaches of tensors that have no gradient anyway."""
-    for node in find_nodes(
-        graph, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default
-    ):
+    """Drop views, expands, slices and pads that change nothing, and detaches of tensors without a gradient."""
+    views = aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor
+    pads = aten.pad.default, aten.constant_pad_nd.default
+    for node in find_nodes(graph, *views, *pads):
         source = node.args[0]
         assert isinstance(source, Node)
-        if node.meta["type"] == source.meta["type"]:
+        changes = node.target in pads and any(arguments_of(node)["pad"])
+        if node.meta["type"] == source.meta["type"] and not changes:
             replace_node(graph, node, source)
     for node in find_nodes(graph, aten.detach.default):
         source = node.args[0]
