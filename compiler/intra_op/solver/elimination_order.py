@@ -44,6 +44,7 @@ _LARGEST_JOINT = 2**20
 _PAID_SETS = 4096  # up to this many subsets of targets are listed
 _FEW_SETS = 512  # … and this many, of up to so many targets, in a relaxation
 _RELAXED_COPIES = 3
+_COUNTLESS = 10**60  # cells: what is wider still is as wide
 _HEAVY = 2**19  # cells per row: a recipe that touches more is worth comparing with others
 _ORDERS = ((True, False), (False, False), (True, True), (False, True))  # by growth, and whether states are held
 _FEW = 4  # times fewer values than its operator has a state that may stay for longer
@@ -265,7 +266,7 @@ class _Planner:
         return number
 
     def _prod(self, variables: Sequence[int] | set[int]) -> int:
-        return math.prod(self.size[u] for u in variables)
+        return min(math.prod(self.size[u] for u in variables), _COUNTLESS)
 
     # ---- links
 
@@ -351,7 +352,7 @@ class _Planner:
             if x not in self.keep and _FEW * self.size[v] <= self.size[x]:
                 return math.inf
         gone = sum(self._prod(self.scopes[f]) for f in self.at[v]) if self.by_growth else 1
-        return self._cells(v) / max(gone, 1)
+        return self._cells(v) / max(gone, 1.0)
 
     def run(self) -> Recipe:
         """Eliminate every variable that is not kept, in greedy order."""

@@ -33,6 +33,11 @@ from ...ir.graph import Graph, TensorType, copy_at, output_of, rescale
 from ...ir.spec import Pair, Placement, R, S, Spec
 from ..section import State
 
+#: Where an axis could cut the tensors of a border in more ways than this, beside along their batch, …
+MANY_CUTS = 14
+#: … these are left, of the largest tensors: states are pairs of them, and no stage should end in the middle of so much.
+MOST_CUTS = 4
+
 __all__ = ["Case", "Cases", "Samples", "cut_mask"]
 
 
@@ -209,7 +214,8 @@ class Cases:
 
     def states(self, boundary: int, roles: Sequence[str | None] = ()) -> tuple[tuple[State, ...], np.ndarray]:
         """(the states of the tensors that cross before layer ``boundary`` in any case, bool [num, states] in which):
-        per axis all of them whole, all that have a batch cut along it, or one of them cut along one other dim."""
+        per axis all of them whole, all that have a batch cut along it, or one of them (of many, the largest) cut along
+        one other dim."""
         tensors = self.layering.crossing[boundary]
         if not tensors:
             return ((),), np.ones((self.num, 1), dtype=bool)
@@ -265,8 +271,10 @@ def _modes(kinds: Sequence[TensorType], batch: Sequence[int | None], role: str |
     if role == "data":
         return [data]
     modes = [whole, data]
-    for t, kind in enumerate(kinds):
-        modes += [[*whole[:t], S(d), *whole[t + 1 :]] for d in range(len(kind.shape)) if d != batch[t]]
+    cuts = [(t, d) for t, kind in enumerate(kinds) for d in range(len(kind.shape)) if d != batch[t]]
+    if len(cuts) > MANY_CUTS:
+        cuts = sorted(sorted(cuts, key=lambda cut: -kinds[cut[0]].nbytes)[:MOST_CUTS])
+    modes += [[*whole[:t], S(d), *whole[t + 1 :]] for t, d in cuts]
     if role == "tensor" and data != whole:
         modes.remove(data)
     return modes

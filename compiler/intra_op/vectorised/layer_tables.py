@@ -230,7 +230,7 @@ class LayerTemplate:
         if classes is None:
             return presolved(section).template()
         above = merged(section, classes)
-        lower = presolved(*merged_below(section, classes)).template_below()
+        lower = presolved(*merged_below(section, repeats_of(section, equal=True) or [])).template_below()
         return replace(presolved(*above).template(), lower=lower, whole=(section, above[1]))
 
     def decision(self, chosen: list[int]) -> tuple[CaseSection, list[int]]:

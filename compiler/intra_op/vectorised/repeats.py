@@ -1,13 +1,13 @@
 """Repeated ops of one layer, such as the steps of a loop over time that Python unrolled, as one op each.
 
-Ops are *alike* if they have the same choices at the same seconds, and neighbours with such choices.
-Where a layer has many, all that are alike take the same choice, so that a scan of 256 steps is a problem of one step:
+Ops are *alike* if they have the same choices, and neighbours that have the same; *equal* if that costs them the same,
+too. Where a layer has many, all that are alike take the same choice, so that a scan of 256 steps is a problem of one:
 
 ``merged``        one operator stands for all that are alike; what it costs is the sum. What this problem finds is a
                   decision of the layer, at its true cost. Ops that read the op before them of their own kind (sums of
                   sums) are told apart by turns.
-``merged_below``  a problem whose optimum is not above that of the layer. Ops that are alike are first joined to
-                  *steps*, of which none has two that are alike, and tensors between steps cost nothing. Equal steps
+``merged_below``  a problem whose optimum is not above that of the layer. Ops that are equal are first joined to
+                  *steps*, of which none has two that are equal, and tensors between steps cost nothing. Equal steps
                   are then independent of each other but for what they all read, of which copies are shared: if one
                   takes the best choice of any of them, so may all.
 """
@@ -31,8 +31,9 @@ _ROUNDS = 1
 _WORTH = 64  # operators that go
 
 
-def repeats_of(section: CaseSection) -> list[int] | None:
-    """The class of every operator, if enough of them are alike: numbers ≥ 0 of ops that are, else −1."""
+def repeats_of(section: CaseSection, equal: bool = False) -> list[int] | None:
+    """The class of every operator, if enough of them are alike: numbers ≥ 0 of ops that are, else −1. equal: of those
+    that are equal, however many."""
     numbers: dict[Hashable, int] = {}
 
     def number(key: Hashable) -> int:
@@ -42,22 +43,27 @@ def repeats_of(section: CaseSection) -> list[int] | None:
         if section.kinds[i] != "op":
             return i
         pairs = tuple(id(p) for c in section.choices[i] if isinstance(c, MeshChoice) for p in (*c.inputs, *c.outputs))
-        return pairs, section.seconds[i].tobytes()
+        return pairs, section.seconds[i].tobytes() if equal else b""
 
-    if len(section.names) <= _WORTH or _fewer(kinds := [number(own(i)) for i in range(len(section.names))]) < _WORTH:
+    if len(section.names) <= _WORTH:
+        return None
+    kinds = [number(own(i)) for i in range(len(section.names))]
+    if _fewer(kinds) < _WORTH and not equal:
         return None
     for _ in range(_ROUNDS):
         reads: list[list[Hashable]] = [[] for _ in kinds]
         gives: list[list[Hashable]] = [[] for _ in kinds]
         for edge in section.edges:
-            key = _edge_key(edge), kinds[edge.producer]
+            key = _edge_key(edge), id(edge.conversions) if equal else 0, kinds[edge.producer]
             users = frozenset((kinds[k], target.tobytes()) for k, target in edge.consumers)
             gives[edge.producer].append((key, users))
             for k, target in edge.consumers:
                 reads[k].append((key, target.tobytes()))
         kinds = [number((kind, tuple(r), tuple(g))) for kind, r, g in zip(kinds, reads, gives)]
     counts = Counter(kinds)
-    return [kind if counts[kind] >= _LEAST else -1 for kind in kinds] if _fewer(kinds) >= _WORTH else None
+    if _fewer(kinds) < _WORTH and not equal:
+        return None
+    return [kind if counts[kind] >= _LEAST else -1 for kind in kinds]
 
 
 def _fewer(kinds: Sequence[int]) -> int:
@@ -110,14 +116,16 @@ def merged_below(section: CaseSection, classes: Sequence[int]) -> tuple[CaseSect
                 looks.setdefault(one, []).append((number, frozenset(ends)))
         else:
             users = frozenset((k if alone[k] else -1, classes[k], target.tobytes()) for k, target in within)
-            looks.setdefault(at, []).append((classes[edge.producer], _edge_key(edge), users))
+            looks.setdefault(at, []).append((classes[edge.producer], _edge_key(edge), id(edge.conversions), users))
     look = {one: (frozenset(kinds[one]), frozenset(some)) for one, some in looks.items()}
     groups = [(i,) if alone[i] else (kind, look.get(root(i))) for i, kind in enumerate(classes)]
     return _merged(section, groups, edges)
 
 
 def _edge_key(edge: CaseEdge) -> Hashable:
-    return id(edge.conversions), edge.source.tobytes(), edge.copied, edge.kept_in, edge.again_in, edge.floor
+    """What tells tensors apart, but for the seconds and bytes of their conversions."""
+    pairs = tuple(id(pair) for pairs in edge.states for pair in pairs), len(edge.states[0])
+    return pairs, edge.source.tobytes(), edge.copied, edge.kept_in, edge.again_in, edge.floor
 
 
 def _merged(
@@ -126,17 +134,15 @@ def _merged(
     """(the section with one operator per group and one edge for all that are equal then, the operators' places)."""
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     place = np.array([places[group] for group in groups])
-    first, counts = np.unique(place, return_index=True, return_counts=True)[1:]
+    first = np.unique(place, return_index=True)[1].tolist()
+
+    members = [np.flatnonzero(place == k).tolist() for k in range(len(places))]
 
     def every(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        return tuple(_times(arrays[i], n) for i, n in zip(first, counts.tolist()))
+        return tuple(_sum([arrays[i] for i in some]) for some in members)
 
     def by_mode(arrays: Sequence[ByMode]) -> tuple[ByMode, ...]:
-        scaled = []
-        for i, n in zip(first, counts.tolist()):
-            one = {id(array): _times(array, n) for array in arrays[i].values()}
-            scaled.append({mode: one[id(array)] for mode, array in arrays[i].items()})
-        return tuple(scaled)
+        return tuple({mode: _sum([arrays[i][mode] for i in some]) for mode in section.modes} for some in members)
 
     equal: dict[Hashable, list[CaseEdge]] = {}
     for edge in edges:
@@ -145,13 +151,15 @@ def _merged(
         new = replace(edge, producer=int(place[edge.producer]), consumers=consumers)
         if consumers:
             equal.setdefault((new.producer, _edge_key(new), tuple(sorted(ends))), []).append(new)
-    known: dict[tuple[int, int], Conversions] = {}
+    known: dict[tuple[tuple[int, int], ...], Conversions] = {}
     new_edges = []
     for same in equal.values():
-        edge, key = same[0], (id(same[0].conversions), len(same))
+        each = {id(edge.conversions): edge.conversions for edge in same}
+        counts_of = Counter(id(edge.conversions) for edge in same)
+        key = tuple(sorted(counts_of.items()))
         if key not in known:
-            known[key] = _repeated(edge.conversions, len(same))
-        new_edges.append(replace(edge, conversions=known[key]))
+            known[key] = _summed([(each[number], count) for number, count in counts_of.items()])
+        new_edges.append(replace(same[0], conversions=known[key]))
     made = replace(
         section,
         names=tuple(section.names[i] for i in first),
@@ -173,18 +181,22 @@ def _merged(
     return made, place
 
 
-def _times(array: np.ndarray, number: int) -> np.ndarray:
-    return array if number == 1 or not (any(array.strides) or array.flat[0]) else array * number
+def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    counts = Counter(map(id, arrays))
+    each = [one for one in {id(array): array for array in arrays}.values() if any(one.strides) or one.flat[0]]
+    if len(arrays) == 1 or not each:
+        return arrays[0]
+    return np.asarray(sum(one * counts[id(one)] for one in each))
 
 
-def _repeated(conversions: Conversions, number: int) -> Conversions:
-    """The conversions of this many equal tensors."""
-    if number == 1:
-        return conversions
-    many = copy(conversions)
+def _summed(several: Sequence[tuple[Conversions, int]]) -> Conversions:
+    """The conversions of tensors of the same states, so many of each."""
+    if len(several) == 1 and several[0][1] == 1:
+        return several[0][0]
+    made = copy(several[0][0])
     names = "ahead", "back", "seconds", "copies"
-    many.__dict__.update({name: getattr(conversions, name) * number for name in names})
-    return many
+    made.__dict__.update({name: sum(getattr(one, name) * number for one, number in several) for name in names})
+    return made
 
 
 def places_of(positions: Mapping[int, np.ndarray], place: np.ndarray) -> dict[int, np.ndarray]:

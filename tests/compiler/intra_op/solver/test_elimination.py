@@ -1,87 +1,21 @@
 """Elimination of many problems at once against brute force and against the elimination of one, row by row."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 from meshwright.compiler.errors import TooWide
 from meshwright.compiler.intra_op.solver import elimination_order, vectorised_elimination
 from meshwright.compiler.intra_op.solver.elimination import eliminate
 from meshwright.compiler.intra_op.solver.elimination_order import Limits
-from meshwright.compiler.intra_op.solver.problem import Edge, Operator, Problem, evaluate
 from meshwright.compiler.intra_op.solver.vectorised_presolve import TensorEdges, simplify_links
 
-from tests.support.vectorised_elimination import EdgeCosts, eliminate_rows
-
-
-def random_batch(seed, rows):
-    """2–6 operators of 1–4 choices; tensors with 0–3 consumers (repeats too), impossible entries, zeros and ties."""
-    rng = np.random.default_rng(seed)
-    whole = rng.random() < 0.3  # whole seconds make ties
-    num_operators = int(rng.integers(2, 7))
-
-    def seconds(*shape):
-        values = rng.integers(0, 4, shape).astype(float) if whole else rng.random(shape)
-        return values * (rng.random(shape[1:]) > 0.2)
-
-    costs = []
-    for _ in range(num_operators):
-        cost = seconds(rows, int(rng.integers(1, 5)))
-        cost[rng.random(cost.shape) < 0.05] = np.inf
-        cost[:, rng.random(cost.shape[1]) < 0.05] = np.inf
-        costs.append(cost)
-    edges = []
-    for i in range(num_operators - 1):
-        sources, targets = map(int, rng.integers(1, 5, 2))
-        cost = seconds(rows, sources, targets)
-        cost[rng.random(cost.shape) < 0.05] = np.inf
-        cost[:, rng.random(cost.shape[1:]) < 0.1] = np.inf
-        if rng.random() < 0.3:
-            cost[:, :, -1] = cost[:, :, 0]
-        consumers = rng.integers(i + 1, num_operators, rng.integers(0, 4)).tolist()
-        wants = tuple((k, rng.integers(0, targets, costs[k].shape[1])) for k in consumers)
-        edges.append(EdgeCosts(i, rng.integers(0, sources, costs[i].shape[1]), wants, cost))
-    return costs, edges
-
-
-def row_of(costs, edges, row):
-    """One row as a problem of its own."""
-    operators = tuple(
-        Operator(f"o{i}", tuple(map(str, range(cost.shape[1]))), cost[row], np.zeros(cost.shape[1]))
-        for i, cost in enumerate(costs)
-    )
-    return Problem(
-        operators,
-        tuple(
-            Edge(f"e{t}", e.producer, e.source, e.consumers, e.cost[row], np.zeros(e.cost.shape[1:]))
-            for t, e in enumerate(edges)
-        ),
-    )
-
-
-def brute_force(problem, keep):
-    expected = np.full([len(problem.operators[i].labels) for i in keep], np.inf)
-    for choice in itertools.product(*(range(len(op.labels)) for op in problem.operators)):
-        cell = tuple(choice[i] for i in keep)
-        expected[cell] = min(expected[cell], evaluate(problem, choice)[0])
-    return expected
-
-
-def assert_attained(problem, table, row):
-    """Each finite cell's assignment keeps what the cell says and costs what it says."""
-    shape = table.cost.shape[1:]
-    cells = [np.broadcast_to(index.reshape(1, -1), (len(table.cost), index.size)) for index in np.indices(shape)]
-    if not cells:
-        chosen = [c[row : row + 1] for c in table.assignments([])]
-    else:
-        chosen = [c[row] for c in table.assignments(cells)]
-    for number, cell in enumerate(itertools.product(*map(range, shape))):
-        cost = table.cost[(row, *cell)]
-        if math.isfinite(cost):
-            choice = [int(c[number]) for c in chosen]
-            assert tuple(choice[i] for i in table.keep) == cell
-            assert evaluate(problem, choice)[0] == pytest.approx(cost, rel=1e-12)
+from tests.support.vectorised_elimination import (
+    EdgeCosts,
+    assert_attained,
+    brute_force,
+    eliminate_rows,
+    random_batch,
+    row_of,
+)
 
 
 @pytest.mark.parametrize("order", elimination_order._ORDERS)
