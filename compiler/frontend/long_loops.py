@@ -84,30 +84,30 @@ class LongLoops:
         self.watched: list[frozenset[int] | None] = []
 
     def __enter__(self) -> LongLoops:
-        files = dict.fromkeys(type(module).__module__ for module in self.model.modules())
-        spaces = [vars(sys.modules[name]) for name in files if name in sys.modules and not name.startswith("torch.")]
+        kinds: list[Any] = [kind for kind in dict.fromkeys(map(type, self.model.modules())) if not _is_torch(kind)]
+        spaces = [vars(sys.modules[name]) for name in {kind.__module__: None for kind in kinds} if name in sys.modules]
         stand_in = _Range("range", (), {"loops": self})
-        leads: dict[Any, Any] = {}
         self.instead[stand_in] = None
+        leads: dict[Any, Any] = {}
+
+        def led(function: Any, lead: Callable[[Any], Any]) -> Any:
+            """What stands for the function: what leads to it, if it has a loop of its own, else itself."""
+            if function in self.instead:  # a base class's
+                return function
+            looping = [inner for inner in _unwrapped(function) if not _is_torch(inner) and _calls_range(inner)]
+            if looping and function not in leads:
+                leads[function] = lead(function)
+                self.instead[leads[function]] = function
+                spaces.extend(inner.__globals__ for inner in looping)
+            return leads[function] if looping else function
+
         for space in [*spaces, *(vars(module) for module in self.model.modules())]:
             for name, value in list(space.items()):
-                if isinstance(value, FunctionType) and any(map(_calls_range, _unwrapped(value))):
-                    if value not in leads:
-                        leads[value] = self._lead(value)
-                        self.instead[leads[value]] = value
-                        spaces += [inner.__globals__ for inner in _unwrapped(value) if _calls_range(inner)]
+                if isinstance(value, FunctionType) and led(value, self._lead) is not value:
                     self._set(space, name, leads[value])
-        for kind in dict.fromkeys(type(module) for module in self.model.modules()):
-            forward = kind.forward
-            if (
-                kind.__module__ in files
-                and isinstance(forward, FunctionType)
-                and any(map(_calls_range, _unwrapped(forward)))
-            ):
-                led = self._lead_module(forward)
-                self.instead[led] = forward
-                spaces += [inner.__globals__ for inner in _unwrapped(forward) if _calls_range(inner)]
-                self._set_attribute(kind, "forward", led)
+        for kind in kinds:
+            if led(kind.forward, self._lead_module) is not kind.forward:
+                self._set_attribute(kind, "forward", leads[kind.forward])
         for space in spaces:
             if space.get("range") is not stand_in:
                 self._set(space, "range", stand_in)
@@ -220,6 +220,10 @@ def _refuse_batch(steps: int) -> None:
         raise current_line_error(
             "a Python loop over the batch", "write it as tensor ops, or say with batch_dims= that this dim is no batch"
         )
+
+
+def _is_torch(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] == "torch"
 
 
 def _unwrapped(function: Any) -> Iterator[FunctionType]:
