@@ -45,6 +45,10 @@ SECTIONS = (
         "scaling.svg",
     ),
     Section("search", "Planning", "The whole process in a fresh interpreter with an empty cache."),
+    Section(
+        "frontier", "Models at their published sizes",
+        "From Hugging Face configurations on the meta device; bf16, a batch of 1,024 on hosts of eight H100.",
+    ),
     Section("growth", "How planning grows", "A GPT of width 1,024 on hosts of eight V100.", "search-growth.svg"),
     Section("replan", "Planning again after a change", "Processor seconds of the process less those of its start."),
     Section("quality", "Plans against other kinds of plans", "All under the same prices: their step over ours."),

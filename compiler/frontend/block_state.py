@@ -145,7 +145,7 @@ class Audit:
     """A reader of bytecode that refuses code with state of its own. It reads each class once.
 
     reads: (namespace, name, value) of every global that the code reads. instead: the original of each function that is
-    replaced during a capture, to be read in its place.
+    replaced during a capture, to be read in its place (None: it was a builtin).
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class Audit:
                 elif isinstance(value, staticmethod | classmethod):
                     self._value(value.__func__)
                 elif isinstance(value, FunctionType):
-                    self._function(self.instead.get(value, value))
+                    self._function(self._original(value))
                 elif not name.startswith("__") and name != "_abc_impl" and not hasattr(type(value), "__get__"):
                     self._read(vars(base), name)
 
@@ -202,6 +202,7 @@ class Audit:
 
     def _value(self, value: Any) -> None:
         """UnprovableError if reading ``value`` from outside of a block could give something else at another time."""
+        value = self._original(value)
         kind = type(value)
         if kind in _PLAIN_TYPES or kind in _TORCH_TYPES or isinstance(value, enum.Enum | ModuleType):
             return
@@ -219,6 +220,11 @@ class Audit:
             self._value(value.__wrapped__)
         elif isinstance(value, torch.Tensor | nn.Module | torch.Generator) or not self._trusted(value):
             raise UnprovableError(f"a global {kind.__name__}")
+
+    def _original(self, value: Any) -> Any:
+        while isinstance(value, FunctionType | type) and value in self.instead:
+            value = self.instead[value]
+        return value
 
     def _trusted(self, value: Any) -> bool:
         if isinstance(value, dict | list | set | bytearray) or type(value).__module__ == "collections":

@@ -39,6 +39,7 @@ from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
+from .long_loops import LongLoops
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
 from .source_errors import capture_error, line_of, node_error
@@ -97,11 +98,12 @@ def capture(
         if wants_loss:
             refuse_hooks(model)
         backwards = stack.enter_context(CustomBackwards(training))
+        loops = stack.enter_context(LongLoops(model, backwards))
         names = tensor_names(model)
         banned: frozenset[int] | None = frozenset() if share_blocks else None
         hide = True
         while True:
-            with Blocks(model, banned) as blocks:
+            with Blocks(model, banned, loops.instead) as blocks:
                 if hide:
                     blocks.hide()
                 try:
@@ -204,7 +206,7 @@ def _inline_regions(module: torch.fx.GraphModule, detach: bool) -> None:
             for getitem in list(node.users):
                 source = results[getitem.args[1]]
                 value = env[source]
-                if detach and not enabled and source.meta["val"].is_floating_point():
+                if detach and not enabled and _type_of(source.meta["val"]).is_float:
                     value = graph.call_function(torch.ops.aten.detach.default, (value,))
                     value.meta = {**source.meta}
                 getitem.replace_all_uses_with(value)

@@ -31,7 +31,7 @@ from ..errors import CaptureError
 from ..ir.custom_function import FUNCTION_OP, CustomFunction, forget_types, set_types
 from .source_errors import current_line_error
 
-__all__ = ["CustomBackwards", "refuse_hooks"]
+__all__ = ["CustomBackwards", "is_literal", "next_number", "refuse_hooks"]
 
 _NUMBERS = itertools.count()  # never twice: fake tensors remember what an op gave
 _LITERALS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -160,8 +160,8 @@ class CustomBackwards:
                 f"{kind.__qualname__}: a Function without tensors", "pass it the tensors that it reads"
             )
         returned, outputs = self._run(kind, args)
-        objects = {i: x for i, x in enumerate(args) if not isinstance(x, Tensor) and not _is_literal(x)}
-        number = next(_NUMBERS)
+        objects = {i: x for i, x in enumerate(args) if not isinstance(x, Tensor) and not is_literal(x)}
+        number = next_number()
         self.calls[number] = CustomFunction(kind, objects, len(self.calls))
         self.arguments[number] = [None if i in objects else x for i, x in enumerate(args)]
         set_types(number, outputs)
@@ -243,9 +243,15 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(below)
 
 
-def _is_literal(value: Any) -> bool:
+def next_number() -> int:
+    """A number for the next call that becomes one op."""
+    return next(_NUMBERS)
+
+
+def is_literal(value: Any) -> bool:
+    """True if a graph can hold the value as an argument."""
     if isinstance(value, list | tuple):
-        return all(map(_is_literal, value))
+        return all(map(is_literal, value))
     return isinstance(value, _LITERALS)
 
 

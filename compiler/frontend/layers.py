@@ -194,9 +194,15 @@ def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[s
     return floating, frozenset(n for n in floating if n not in moving), frozenset(grad)
 
 
+_WITHOUT_GRADIENT = frozenset(
+    ["detach", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"]
+)
+
+
 def _blocks_gradient(node: Node) -> bool:
-    """A detach, or an output that is not differentiable: the statistics of a batch norm."""
-    if op_name(node) == "aten.detach.default":
+    """A detach, a new tensor of a given type, or an output that is not differentiable: the statistics of a batch
+    norm."""
+    if op_name(node).removeprefix("aten.").partition(".")[0] in _WITHOUT_GRADIENT:
         return True
     producer, index = output_of(node)
     return index != 0 and op_name(producer) == "meshwright.batch_norm"

@@ -27,6 +27,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from ..ir.graph import Graph, Result, TensorType, op_name, tensor_operands, types_of
+from ..ir.long_loop import LoopFunction
 from ..ir.precision import PRECISIONS, computed_type
 from ..rules import rule_for
 
@@ -103,7 +104,11 @@ class _Conversion:
     def _op(self, node: Node) -> Node:
         operands, kinds = [self.env[operand] for operand in tensor_operands(node)], types_of(node)
         half = any(self._is_half(operand) for operand in operands)
-        wide = rule_for(node).cost_kind == "loss" or _is_wide(kinds[0], scalar=True)
+        # a loop adds up many small terms, and its code decides on the types inside
+        looped = isinstance(node.target, LoopFunction)
+        numbers = [*kinds, *(operand.meta["type"] for operand in operands)]
+        looped |= any(kind.dtype.is_complex for kind in numbers)  # there are no complex numbers of 16 bits
+        wide = looped or rule_for(node).cost_kind == "loss" or _is_wide(kinds[0], scalar=True)
         takes: dict[Node, Node] = {}
         for place, operand in enumerate(dict.fromkeys(operands) if half else ()):
             statistic = op_name(node) in _STATISTICS and place > 0

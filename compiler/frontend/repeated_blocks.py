@@ -109,14 +109,18 @@ class TracedBlock:
 class Blocks:
     """The context of one export of ``model``, in which equal blocks are traced once.
 
-    banned: the kinds of which every block is traced by itself (None: all). calls: number of the op → (record, path).
+    banned: the kinds of which every block is traced by itself (None: all). instead: of ``Audit``. calls: number of the
+    op → (record, path).
     """
 
-    def __init__(self, model: nn.Module, banned: frozenset[int] | None = frozenset()) -> None:
+    def __init__(
+        self, model: nn.Module, banned: frozenset[int] | None = frozenset(), instead: Mapping[Any, Any] | None = None
+    ) -> None:
         self.candidates: dict[int, _Candidate] = {}
         self.records: dict[int, list[TracedBlock]] = defaultdict(list)
         self.calls: dict[int, tuple[TracedBlock, str]] = {}
         self.audit = Audit()
+        self.audit.instead.update(instead or {})
         self.current: tuple[TracedBlock, dict[int, list[str]]] | None = None
         self.undo: list[tuple[type, str, Any]] = []
         self.left_out: dict[type, frozenset[str]] = {}
@@ -140,7 +144,7 @@ class Blocks:
     def __enter__(self) -> Blocks:
         for kind in {type(candidate.module) for candidate in self.candidates.values()}:
             self._set(kind, "forward", self._replacement(kind.forward))
-        self.audit.instead = {vars(kind)[name]: vars(kind)[name].__wrapped__ for kind, name, _ in self.undo}
+        self.audit.instead |= {vars(kind)[name]: vars(kind)[name].__wrapped__ for kind, name, _ in self.undo}
         for kind, names in self.left_out.items():
             for name in names:
                 self._set(kind, name, _WatchedAttribute(self, name))

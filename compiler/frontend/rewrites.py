@@ -8,7 +8,6 @@ op on meta tensors, and the module and line of the node that they replace.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,8 @@ from torch.fx import Node
 from ..errors import CaptureError
 from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
 from ..ir.ops import local_ops
+from .dense_experts import route_dense_experts
+from .graph_edits import Insertion, arguments_of, find_nodes, outputs_of, replace_node
 
 __all__ = ["PASSES", "rewrite"]
 
@@ -34,63 +35,6 @@ def rewrite(graph: Graph) -> Graph:
     return replace(
         graph, results=tuple(replace(r, node=node.name) for r, node in zip(graph.results, outputs, strict=True))
     )
-
-
-# ---- making nodes
-
-
-class _Insertion:
-    """A factory of ops in front of ``node``, which get its module and line; a call returns the new node."""
-
-    def __init__(self, graph: Graph, node: Node) -> None:
-        self.fx, self.node = graph.fx, node
-
-    def __call__(self, target: Callable[..., Any], *args: Any, type: Any = None, **kwargs: Any) -> Node:
-        with self.fx.inserting_before(self.node):
-            new = self.fx.call_function(target, args, kwargs)
-        new.meta = {
-            "type": type or _infer_type(target, args, kwargs),
-            "module": self.node.meta["module"],
-            "line": self.node.meta["line"],
-        }
-        return new
-
-    def items(self, producer: Node) -> list[Node]:
-        """One getitem per output of ``producer``."""
-        return [self(operator.getitem, producer, i, type=t) for i, t in enumerate(types_of(producer))]
-
-
-def _infer_type(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorType:
-    def meta(node: Node) -> torch.Tensor:
-        kind = node.meta["type"]
-        return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-
-    args, kwargs = torch.fx.map_arg((args, kwargs), meta)
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": "meta"}
-    out = target(*args, **kwargs)
-    return TensorType(tuple(out.shape), out.dtype)
-
-
-def _replace(graph: Graph, old: Node, new: Node) -> None:
-    old.replace_all_uses_with(new)
-    graph.fx.erase_node(old)
-
-
-def _find(graph: Graph, *targets: Any) -> list[Node]:
-    return [node for node in graph.fx.nodes if node.op == "call_function" and node.target in targets]
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an aten op by name, defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: value for argument, value in zip(schema, node.args)} | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
-
-
-def _outputs(node: Node) -> dict[int, Node]:
-    """The getitems of a multi-output op by index."""
-    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
 
 
 # ---- passes
@@ -113,40 +57,82 @@ def drop_copies(graph: Graph) -> None:
         aten.lift_fresh_copy.default,
         aten._to_copy.default,
     )
-    for node in _find(graph, *same):
+    for node in find_nodes(graph, *same):
         source = node.args[0]
         assert isinstance(source, Node)
         if node.meta["type"] == source.meta["type"]:
-            _replace(graph, node, source)
+            replace_node(graph, node, source)
+
+
+def differentiate_assignments(graph: Graph) -> None:
+    """Replace ``copy`` of floats, which an assignment to a slice becomes and which has no derivative, by a cast and an
+    expand of what is assigned."""
+    for node in find_nodes(graph, aten.copy.default):
+        if not node.meta["type"].is_float:
+            continue
+        kind, new, at = node.meta["type"], node.args[1], Insertion(graph, node)
+        assert isinstance(new, Node)
+        if new.meta["type"].dtype != kind.dtype:
+            new = at(aten._to_copy.default, new, dtype=kind.dtype)
+        if new.meta["type"].shape != kind.shape:
+            new = at(aten.expand.default, new, list(kind.shape))
+        replace_node(graph, node, new)
+
+
+def join_assignments(graph: Graph) -> None:
+    """Replace assignments to slices that together cover a dim by a ``cat`` of what is assigned."""
+    for node in reversed(find_nodes(graph, aten.slice_scatter.default)):
+        parts: list[tuple[int, int, Node]] = []
+        base: Any = node
+        while isinstance(base, Node) and base.target is aten.slice_scatter.default:
+            arguments = arguments_of(base)
+            if (base is not node and len(base.users) > 1) or arguments["step"] != 1:
+                break
+            dim, extent = arguments["dim"], base.meta["type"].shape[arguments["dim"]]
+            if dim != arguments_of(node)["dim"]:
+                break
+            start, stop, _ = slice(arguments["start"], arguments["end"]).indices(extent)
+            parts.append((start, stop, arguments["src"]))
+            base = arguments["self"]
+            covered = sorted(parts, key=lambda part: part[0])
+            edges = [0, *(stop for _, stop, _ in covered)]
+            if [start for start, _, _ in covered] == edges[:-1] and edges[-1] == extent:
+                pieces = [src for _, _, src in covered]
+                new = pieces[0] if len(pieces) == 1 else Insertion(graph, node)(aten.cat.default, pieces, dim)
+                replace_node(graph, node, new)
+                break
 
 
 def spell_out_broadcasts(graph: Graph) -> None:
     """Replace ``broadcast_tensors`` (the losses begin with it) by one expand per tensor that changes."""
-    for node in _find(graph, aten.broadcast_tensors.default):
+    for node in find_nodes(graph, aten.broadcast_tensors.default):
         operands: Any = node.args[0]
-        for index, getitem in _outputs(node).items():
+        for index, getitem in outputs_of(node).items():
             kind, source = getitem.meta["type"], operands[index]
             same = source.meta["type"] == kind
-            _replace(
+            replace_node(
                 graph,
                 getitem,
-                source if same else _Insertion(graph, node)(aten.expand.default, source, list(kind.shape)),
+                source if same else Insertion(graph, node)(aten.expand.default, source, list(kind.shape)),
             )
         graph.fx.erase_node(node)
 
 
 def drop_idle_ops(graph: Graph) -> None:
-    """Drop views and expands to the same shape, and detaches of tensors that have no gradient anyway."""
-    for node in _find(graph, aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default):
+    """Drop views, expands, slices and pads that change nothing, and detaches of tensors without a gradient."""
+    views = aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.slice.Tensor
+    pads = aten.pad.default, aten.constant_pad_nd.default
+    for node in find_nodes(graph, *views, *pads):
         source = node.args[0]
         assert isinstance(source, Node)
-        if node.meta["type"] == source.meta["type"]:
-            _replace(graph, node, source)
-    for node in _find(graph, aten.detach.default):
+        changes = node.target in pads and any(arguments_of(node)["pad"])
+        if node.meta["type"] == source.meta["type"] and not changes:
+            replace_node(graph, node, source)
+    for node in find_nodes(graph, aten.detach.default):
         source = node.args[0]
         assert isinstance(source, Node)
         if not graph.training or not _may_have_gradient(source):
-            _replace(graph, node, source)
+            replace_node(graph, node, source)
 
 
 def _may_have_gradient(node: Node) -> bool:
@@ -170,9 +156,9 @@ def _may_have_gradient(node: Node) -> bool:
 def normalize_arguments(graph: Graph) -> None:
     """Give every call one spelling: view for its variants, whole sizes for -1, no layout and pinning, ``device`` only
     on ops without operands."""
-    for node in _find(graph, aten._unsafe_view.default, aten.reshape.default):
+    for node in find_nodes(graph, aten._unsafe_view.default, aten.reshape.default):
         node.target = aten.view.default
-    for node in _find(graph, aten.view.default, aten.expand.default):
+    for node in find_nodes(graph, aten.view.default, aten.expand.default):
         node.args = (node.args[0], list(node.meta["type"].shape))
         node.kwargs = {}
     for node in graph.fx.nodes:
@@ -187,8 +173,8 @@ def normalize_arguments(graph: Graph) -> None:
 def expand_attention_dropout(graph: Graph) -> None:
     """Replace attention with dropout by matmul, mask, softmax, dropout, matmul: the fused op would draw from a
     generator of its own."""
-    for node in _find(graph, aten.scaled_dot_product_attention.default):
-        arguments = _arguments(node)
+    for node in find_nodes(graph, aten.scaled_dot_product_attention.default):
+        arguments = arguments_of(node)
         if not arguments["dropout_p"]:
             continue
         if not graph.training:  # a functional call without training=... : eager drops out in eval too
@@ -196,7 +182,7 @@ def expand_attention_dropout(graph: Graph) -> None:
                 f"{node.meta['line']}: eval has no dropout, but got dropout_p={arguments['dropout_p']}; "
                 "pass 0.0 in eval"
             )
-        at = _Insertion(graph, node)
+        at = Insertion(graph, node)
         query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
         *_, length, width = query.meta["type"].shape
         if arguments["enable_gqa"]:
@@ -216,10 +202,10 @@ def expand_attention_dropout(graph: Graph) -> None:
             scores = at(aten.add.Tensor, scores, mask)
         weights = at(aten.softmax.int, scores, -1)
         dropped = at(aten.dropout.default, weights, arguments["dropout_p"], True, type=weights.meta["type"])
-        _replace(graph, node, at(aten.matmul.default, dropped, value, type=node.meta["type"]))
+        replace_node(graph, node, at(aten.matmul.default, dropped, value, type=node.meta["type"]))
 
 
-def _repeat_heads(at: _Insertion, x: Node, heads: int) -> Node:
+def _repeat_heads(at: Insertion, x: Node, heads: int) -> Node:
     """[..., K, S, D] → [..., heads, S, D], each head ``heads // K`` times in a row."""
     *lead, groups, length, width = x.meta["type"].shape
     if groups == heads:
@@ -231,11 +217,11 @@ def _repeat_heads(at: _Insertion, x: Node, heads: int) -> Node:
 def number_dropouts(graph: Graph) -> None:
     """Replace dropout by ``local_ops.dropout`` with a running number; drop it if p is 0 or in eval mode."""
     index = 0
-    for node in _find(graph, aten.native_dropout.default, aten.dropout.default):
+    for node in find_nodes(graph, aten.native_dropout.default, aten.dropout.default):
         operands: Any = (*node.args, True)
         x, p, train = operands[:3]
         single = node.target is aten.dropout.default
-        outputs = {0: node} if single else _outputs(node)
+        outputs = {0: node} if single else outputs_of(node)
         if 1 in outputs and outputs[1].users:
             raise CaptureError(
                 f"{node.meta['line']}: dropout gives a tensor, but its mask is used too; "
@@ -244,7 +230,7 @@ def number_dropouts(graph: Graph) -> None:
         if train is False or p == 0:
             new = x
         else:
-            new = _Insertion(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
+            new = Insertion(graph, node)(local_ops.dropout, x, float(p), index, type=x.meta["type"])
             index += 1
         outputs[0].replace_all_uses_with(new)
         for dead in [*outputs.values(), node] if not single else [node]:
@@ -256,7 +242,7 @@ def refuse_generators(graph: Graph) -> None:
     for node in graph.fx.nodes:
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
-        arguments = _arguments(node)  # attention and recurrent nets are tagged random for the dropout in them
+        arguments = arguments_of(node)  # attention and recurrent nets are tagged random for the dropout in them
         probability = arguments.get("dropout_p", arguments.get("dropout"))
         if probability is None or (probability and arguments.get("train", True)):
             raise CaptureError(
@@ -268,14 +254,14 @@ def refuse_generators(graph: Graph) -> None:
 def split_cross_entropy(graph: Graph) -> None:
     """Replace cross entropy over class indices by its sum and count, so that parts of a batch add up; with class
     weights it stays as it is."""
-    for node in _find(graph, aten.cross_entropy_loss.default):
-        arguments = _arguments(node)
+    for node in find_nodes(graph, aten.cross_entropy_loss.default):
+        arguments = arguments_of(node)
         logits, target = arguments["self"], arguments["target"]
         kind, rank = logits.meta["type"], len(logits.meta["type"].shape)
         mean, total = arguments["reduction"] == 1, arguments["reduction"] == 2
         if arguments["weight"] is not None or target.meta["type"].is_float or rank < 2 or not (mean or total):
             continue
-        at = _Insertion(graph, node)
+        at = Insertion(graph, node)
         if rank > 2:  # [N, C, d...] → [N, d..., C]
             logits = at(aten.permute.default, logits, [0, *range(2, rank), 1])
             logits = at(aten.view.default, logits, [logits.meta["type"].numel // kind.shape[1], kind.shape[1]])
@@ -297,13 +283,13 @@ def split_cross_entropy(graph: Graph) -> None:
         # the loss itself stays in fp32
         if kind.dtype != number.dtype and any(user.op != "output" for user in node.users):
             loss = at(aten._to_copy.default, loss, dtype=kind.dtype)
-        _replace(graph, node, loss)
+        replace_node(graph, node, loss)
 
 
 def keep_loss_dims(graph: Graph) -> None:
     """Undo the reshape that merges the leading dims of cross entropy's operands: of a merged dim only the first
     factor could be cut. The sum is the same."""
-    for node in _find(graph, local_ops.cross_entropy):
+    for node in find_nodes(graph, local_ops.cross_entropy):
         operands = tensor_operands(node)[:2]
         merged = [operand.meta["type"].shape for operand in operands]
         logits, target = map(_before_views, operands)
@@ -326,11 +312,13 @@ def _before_views(node: Node) -> Node:
 def split_batch_norm(graph: Graph) -> None:
     """Replace training batch norm by ``local_ops.batch_norm`` and pointwise updates of the running statistics; eval
     batch norm stays."""
-    for node in _find(graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
-        arguments, outputs = _arguments(node), _outputs(node)
+    for node in find_nodes(
+        graph, aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
+    ):
+        arguments, outputs = arguments_of(node), outputs_of(node)
         if not arguments["training"] or any(outputs[i].users for i in (1, 2) if i in outputs):
             continue
-        at = _Insertion(graph, node)
+        at = Insertion(graph, node)
         x, momentum = arguments["input"], arguments["momentum"]
         stats = TensorType((x.meta["type"].shape[1],), types_of(node)[1].dtype)
         normalized = at(
@@ -352,17 +340,25 @@ def split_batch_norm(graph: Graph) -> None:
 
 
 def localize_experts(graph: Graph) -> None:
-    """Replace ``meshwright::experts`` by ``local_ops.experts``; ``gated`` is given only where it is False."""
-    for node in _find(graph, torch.ops.meshwright.experts.default):
-        *args, gated = (*node.args, True)[:7]
-        kwargs = {} if node.kwargs.get("gated", gated) else {"gated": False}
-        _replace(graph, node, _Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
+    """Replace ``meshwright::experts`` by ``local_ops.experts``; ``gated`` is given only where it is False, biases only
+    where there are any."""
+    for node in find_nodes(graph, torch.ops.meshwright.experts.default):
+        *args, gated, gate_up_bias, down_bias = arguments_of(node).values()
+        kwargs: dict[str, Any] = {} if gated else {"gated": False}
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        kwargs |= {name: bias for name, bias in biases.items() if bias is not None}
+        replace_node(graph, node, Insertion(graph, node)(local_ops.experts, *args, type=node.meta["type"], **kwargs))
 
 
 #: the passes, in the order in which they run
 PASSES: tuple[Callable[[Graph], None], ...] = (
     drop_unused,
+    differentiate_assignments,
+    drop_unused,
+    join_assignments,
+    drop_unused,
     drop_copies,
+    route_dense_experts,
     localize_experts,
     expand_attention_dropout,
     number_dropouts,

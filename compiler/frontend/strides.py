@@ -219,7 +219,7 @@ def _copies_back(node: Node, values: Mapping[Node, Any], cotangents: Mapping[tup
 
     def leaf(operand: Node) -> Any:
         x = values[operand].detach()
-        if x.is_floating_point():
+        if x.is_floating_point() or x.is_complex():
             leaves.append(x.requires_grad_())
         return x
 
@@ -248,10 +248,11 @@ def _target(node: Node) -> Callable[..., Any]:
 
 
 def _experts_stand_in(
-    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **__: Any
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *_: Any, **biases: Any
 ) -> Tensor:
     """Stand in for experts, whose row counts depend on data: the same type, and a gradient for every operand."""
-    return x.clone() + (weight.sum() + gate_up.sum() + down.sum())
+    added = [bias.sum() for bias in biases.values() if isinstance(bias, Tensor)]
+    return x.clone() + (weight.sum() + gate_up.sum() + down.sum() + sum(added))
 
 
 def _layout(

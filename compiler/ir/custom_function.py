@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 __all__ = ["FUNCTION_OP", "CustomFunction", "forget_types", "set_types"]
 
@@ -55,7 +54,7 @@ class CustomFunction:
 
     __name__ = "custom_function"
 
-    def __init__(self, kind: type[Function], objects: Mapping[int, Any], number: int) -> None:
+    def __init__(self, kind: Any, objects: Mapping[int, Any], number: int) -> None:
         self.kind, self.objects = kind, dict(objects)
         #: the name of the op in the text of a graph, so that a plan of other code is refused; ``number`` tells calls
         #: with different objects apart
@@ -85,8 +84,8 @@ class CustomFunction:
         return self.kind, tuple((position, id(value)) for position, value in self.objects.items())
 
 
-def _source_digest(kind: type[Function]) -> str:
-    """8 hex digits over the source of the class; of its name, where there is no source to read."""
+def _source_digest(kind: Any) -> str:
+    """8 hex digits over the source of a class or function; of its name, where there is no source to read."""
     try:
         text = inspect.getsource(kind)
     except (OSError, TypeError):

@@ -69,8 +69,8 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        """True if gradients can flow through a tensor of this type."""
-        return self.dtype.is_floating_point
+        """True if gradients can flow through a tensor of this type, complex numbers included."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"

@@ -210,7 +210,7 @@ def reshard(x: torch.Tensor, source: Pair, target: Pair) -> torch.Tensor:
     """This device's part of a tensor, from the producer's pair to the consumer's; differentiable by the conjugate
     steps."""
     forward = steps_between(source.value, target.value)
-    backward = steps_between(target.cotangent, source.cotangent) if x.is_floating_point() else ()
+    backward = steps_between(target.cotangent, source.cotangent) if x.is_floating_point() or x.is_complex() else ()
     return run_steps(x, forward, backward)
 
 

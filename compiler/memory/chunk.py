@@ -214,7 +214,7 @@ class ChunkMemory:
     def _message(self, shape: tuple[int, ...], of: Slot | Exit) -> int:
         """Bytes of a block of this shape on its way."""
         code, dtype = self.plan.code("activations"), of.type.dtype
-        return carried_bytes(code if of.type.is_float else "none", prod(shape), dtype.itemsize)
+        return carried_bytes(code if of.type.dtype.is_floating_point else "none", prod(shape), dtype.itemsize)
 
     def _moments(self, stage: int) -> list[tuple[str, int, int]]:
         """(kind of action, other microbatches in flight, bytes of messages posted or held) of every action."""

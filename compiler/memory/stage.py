@@ -184,7 +184,7 @@ def message_bytes(context: MemoryContext, stage: int) -> int:
         else:
             continue
         kind = nodes[transfer.node].meta["type"]
-        code = plan.code("activations") if kind.is_float else "none"
+        code = plan.code("activations") if kind.dtype.is_floating_point else "none"
         elements = prod(local_shape(kind.shape, spec, here.mesh_shape))
         sizes.add((other, carried_bytes(code, elements, kind.dtype.itemsize)))
     ahead = plan.num_chunks > 1 or plan.schedule == "gpipe"

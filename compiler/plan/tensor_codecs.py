@@ -17,12 +17,12 @@ __all__ = ["carrier_faults", "coder_seconds", "wire_share"]
 
 def wire_share(code: str, kind: TensorType) -> float:
     """Bytes of its message per byte of a tensor."""
-    return carried_share(code, kind.dtype.itemsize) if kind.is_float else 1.0
+    return carried_share(code, kind.dtype.itemsize) if kind.dtype.is_floating_point else 1.0
 
 
 def coder_seconds(code: str, kind: TensorType, device: Device) -> float:
     """Seconds per element of a tensor to encode it on a device; to decode it takes as long."""
-    return carrying_seconds(code, kind.dtype.itemsize, device) if kind.is_float else 0.0
+    return carrying_seconds(code, kind.dtype.itemsize, device) if kind.dtype.is_floating_point else 0.0
 
 
 def carrier_faults(codes: Mapping[str, str]) -> Iterator[str]:

@@ -92,7 +92,7 @@ def rule_for(node: Node) -> Rule:
     if name in _RULES:
         return _RULES[name]
     if isinstance(node.target, CustomFunction):
-        return _RULES["meshwright.custom_function"]
+        return _RULES[f"meshwright.{node.target.__name__}"]
     if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
         return _DEFAULTS["pointwise"]
     return _DEFAULTS["fallback"]

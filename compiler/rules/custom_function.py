@@ -1,10 +1,13 @@
-"""The rule of a user's autograd Function: it finds by trial which dims can be split.
+"""The rules of a user's autograd Function and of a long loop: they find by trial which dims can be split.
 
 The rule knows nothing of such an op but its code. So it runs the op whole and in parts on small random tensors, forward
 and backward (``_Trial``). It offers a way to cut the operands if, on every trial, the outputs of the parts are blocks
 or addends of the whole outputs, and their gradients are blocks or addends of the whole gradients. A trial replaces the
 model's extents by small ones, equal extents by equal ones; where the code does not run on these, the trial uses the
 model's own, if they are small enough. An op without a confirmed cut is replicated, and the plan notes it.
+
+The ways to cut that are tried: those that follow the data (``_Trial.following_cuts``), where a half of an operand's dim
+decides about the same half of an output's; where the code does not loop, up to ``MAX_CUTS`` others before them.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..ir.custom_function import CustomFunction
-from ..ir.graph import PRIME, TensorType, tensor_operands
+from ..ir.graph import PRIME, TensorType, tensor_operands, types_of
+from ..ir.long_loop import LoopFunction
 from ..ir.spec import P, Placement, R, S
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 
-__all__ = ["CustomFunctionRule"]
+__all__ = ["CustomFunctionRule", "LongLoopRule"]
 
 TRIAL_PARTS = (2, 4)  # numbers of devices of the trials
 SEEDS = (0, 1)
@@ -66,6 +70,29 @@ class CustomFunctionRule(Rule):
 register("meshwright.custom_function")(CustomFunctionRule())
 
 
+class LongLoopRule(CustomFunctionRule):
+    """The rule of every ``LoopFunction``, whose work a capture has counted."""
+
+    def flops(self, node: Node) -> float:
+        """The counted FLOPs, at this batch."""
+        return float(node.target.work.flops * self._share(node))  # type: ignore[union-attr]
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The operands that the loop keeps as they are."""
+        return tuple(("input", k) for k in node.target.work.saved_operands)  # type: ignore[union-attr]
+
+    def temporary_bytes(self, node: Node) -> float:
+        """The counted bytes, at this batch."""
+        return float(node.target.work.saved_bytes * self._share(node))  # type: ignore[union-attr]
+
+    @staticmethod
+    def _share(node: Node) -> float:
+        return node.target.work.share([kind.shape for kind in types_of(node)])  # type: ignore[union-attr]
+
+
+register("meshwright.long_loop")(LongLoopRule())
+
+
 @dataclass(frozen=True)
 class _Literals:
     """The arguments of a call other than tensors, comparable and hashable."""
@@ -100,15 +127,19 @@ class _Split:
 
 @lru_cache(maxsize=4096)
 def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[_Split, ...]:
-    """The splits that all trials confirm."""
-    trials = _trials(target, literals, kinds)
-    if not trials:
-        return ()
-    options = [
-        [R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(TRIAL_PARTS) == 0)] for x in trials[0].operands
-    ]
-    cuts = itertools.islice(itertools.product(*options), 1, MAX_CUTS + 1)
-    return tuple(split for cut in cuts if (split := _confirm(trials, cut)) is not None)
+    """The splits that all trials confirm, in the first precision and at the first sizes at which there are any."""
+    for trials in _trials(target, literals, kinds):
+        cuts = trials[0].following_cuts()
+        if not isinstance(target, LoopFunction):
+            options = [
+                [R, *(S(d) for d, e in enumerate(x.shape) if e > 1 and e % max(TRIAL_PARTS) == 0)]
+                for x in trials[0].operands
+            ]
+            cuts = [*itertools.islice(itertools.product(*options), 1, MAX_CUTS + 1), *cuts]
+        confirmed = (_confirm(trials, cut) for cut in dict.fromkeys(cuts))
+        if splits := tuple(split for split in confirmed if split is not None):
+            return splits
+    return ()
 
 
 def _confirm(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
@@ -122,9 +153,9 @@ def _confirm(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | N
     return confirmed
 
 
-def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> list[_Trial]:
-    """A run of the whole op on random operands for each seed; no runs if the code fails, or if a second run gives other
-    values."""
+def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[list[_Trial]]:
+    """Runs of the whole op on random operands, one for each seed, at each size and precision at which the code runs
+    and a second run gives the same values."""
     for sizes in _sizes(literals, kinds):
         shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
         if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
@@ -137,15 +168,20 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
             except Exception:  # the user's code, on tensors that it was not written for
                 continue
             if all(trial.repeats() for trial in trials):
-                return trials
-    return []
+                yield trials
 
 
 def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
-    """Yield maps from the model's extents to a trial's: first to small ones, then to the model's at a batch of 8."""
-    extents = sorted({extent for kind in kinds for extent in kind.shape if extent > UNSCALED_EXTENT})
-    yield {extent: 8 * (number + 1) for number, extent in enumerate(extents)}
-    yield {extent: 8 * extent // (8 * PRIME) if extent % PRIME == 0 else extent for extent in extents}
+    """Yield maps from the model's extents to a trial's: small ones, each twice the one before; small ones; and the
+    model's at a batch of 8."""
+    extents = {extent for kind in kinds for extent in kind.shape}
+    batch = {extent: extent // PRIME for extent in extents if extent and extent % PRIME == 0}
+    yield {
+        extent: 4 << number for number, extent in enumerate(sorted(e for e in extents - set(batch) if e > 4))
+    } | batch
+    scaled = sorted(extent for extent in extents if extent > UNSCALED_EXTENT)
+    yield {extent: 8 * (number + 1) for number, extent in enumerate(scaled)}
+    yield {extent: batch.get(extent, extent) for extent in scaled}
 
 
 def _scale_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
@@ -171,7 +207,8 @@ class _Trial:
             self.cotangents.append(torch.randn(x.shape, generator=generator).to(x.dtype) if floating else None)
         self.outputs, self.gradients = self.run(self.operands, self.cotangents)
         exact = all(x.dtype == torch.float64 for x in self.outputs if x.is_floating_point())
-        self.rtol = 1e-8 if exact else 1e-4
+        # a loop's code often computes in float32, whatever it is given
+        self.rtol = 1e-4 if not exact else 1e-5 if isinstance(target, LoopFunction) else 1e-8
 
     def _forward(self, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
@@ -193,6 +230,38 @@ class _Trial:
             ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
             grads = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
         return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
+
+    def following_cuts(self) -> list[tuple[Placement, ...]]:
+        """For each dim of an output, the cut of every operand along the dim that the output's follows, if any does."""
+        follows: dict[tuple[int, int], dict[int, int]] = {}
+        for k, x in enumerate(self.operands):
+            for dim, extent in enumerate(x.shape if x.is_floating_point() else ()):
+                if extent > 1 and extent % max(TRIAL_PARTS) == 0:
+                    for place in self._followers(k, dim):
+                        follows.setdefault(place, {}).setdefault(k, dim)
+        count = len(self.operands)
+        return [tuple(S(cut[k]) if k in cut else R for k in range(count)) for cut in follows.values()]
+
+    def _followers(self, k: int, dim: int) -> set[tuple[int, int]]:
+        """(output, dim) of the dims of which a half changes if and only if this half of the operand's dim does."""
+        found: set[tuple[int, int]] | None = None
+        for half in (0, 1):
+            changed = self.operands[k].clone()
+            part = changed.chunk(2, dim)[half]
+            part.add_(torch.rand(part.shape, generator=torch.Generator().manual_seed(half)).to(part.dtype) + 0.5)
+            try:
+                outputs = self._forward([changed if i == k else x for i, x in enumerate(self.operands)])[1]
+            except Exception:  # the user's code, on values that it was not written for
+                return set()
+            places = set()
+            for number, (y, before) in enumerate(zip(outputs, self.outputs, strict=True)):
+                moved = y.detach() != before
+                for d in range(y.dim()):
+                    halves = [bool(one.any()) for one in moved.chunk(2, d)] if y.shape[d] % 2 == 0 else [True, True]
+                    if halves[half] and not halves[1 - half]:
+                        places.add((number, d))
+            found = places if found is None else found & places
+        return found or set()
 
     def repeats(self) -> bool:
         """True if a second run gives the same values. An op that fails here draws random numbers or keeps state."""

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+import torch
 from torch.fx import Node
 
 from ..ir.graph import tensor_operands, types_of
 from . import register, whole
 from .base import FREE_GRAD, ROW, AxisChoice, AxisPair, Rule, shard
+from .common import argument, random_float
 
 __all__ = ["EinsumRule", "Pattern", "parse_pattern"]
 
@@ -167,3 +169,52 @@ register("aten.dot.default", "aten.vdot.default")(EinsumRule("k, k ->"))
 register("aten.outer.default")(EinsumRule("m, n -> m n"))
 register("aten.matmul.default")(EinsumRule(_matmul))
 register("aten.einsum.default")(EinsumRule(_equation))
+register("aten.cdist.default")(EinsumRule("b* p m!, b* r m! -> b* p r"))
+
+
+class _TriangularSolveRule(EinsumRule):
+    """The solution X of A X = B (X A = B, if not ``left``): matrices of a batch, and columns (rows) of B, are free."""
+
+    def __init__(self) -> None:
+        super().__init__(self.sides)
+
+    @staticmethod
+    def sides(node: Node) -> str:
+        """The pattern by the side on which A stands."""
+        return "b* n! m!, b* n! k -> b* n! k" if argument(node, "left") else "b* n! m!, b* k n! -> b* k n!"
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The matrix and the solution."""
+        return (("input", 0), ("output", 0))
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """A well-conditioned matrix."""
+        matrix, right = (random_float(operand, generator) for operand in tensor_operands(node))
+        return [0.1 * matrix + torch.eye(matrix.shape[-1], dtype=matrix.dtype), right]
+
+
+class _GroupedProductRule(EinsumRule):
+    """Rows in groups, each times a matrix of its own: inner and outer dims may be cut; rows and groups stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__("s! i, e! i o, e! -> s! o")
+
+    def flops(self, node: Node) -> float:
+        """Each row meets one matrix."""
+        rows, matrices, _ = (operand.meta["type"].shape for operand in tensor_operands(node))
+        return 2.0 * rows[0] * matrices[1] * matrices[2]
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """All operands."""
+        return (("input", 0), ("input", 1), ("input", 2))
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """Groups of equal size."""
+        rows, matrices, ends = tensor_operands(node)
+        size = rows.meta["type"].shape[0] // ends.meta["type"].numel
+        steps = size * torch.arange(1, ends.meta["type"].numel + 1)
+        return [random_float(rows, generator), random_float(matrices, generator), steps.to(ends.meta["type"].dtype)]
+
+
+register("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")(_GroupedProductRule())
+register("aten.linalg_solve_triangular.default")(_TriangularSolveRule())

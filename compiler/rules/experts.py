@@ -19,15 +19,15 @@ from torch.fx import Node
 
 from ..ir.graph import tensor_operands
 from . import register, whole
-from .base import AxisChoice, Internal, Rule
-from .common import argument, axes_of, cut, random_float, replace_arguments
+from .base import ROW, AxisChoice, Internal, Rule
+from .common import Part, argument, axes_of, cut, random_float, replace_arguments
 
 __all__ = ["ExpertsRule"]
 
 
 class ExpertsRule(Rule):
     """``local_ops.experts``: x [T, H], index and weight [T, K], gate_up [E, 2F, H] or [E, 2, F, H] ([E, F, H] without a
-    gate), down [E, H, F].
+    gate), down [E, H, F], and biases of both ([E, 2F] or [E, 2, F], [E, H]) if any.
 
     The inner dim may be cut unless gate and up are stacked in one dim, whose blocks would mix them. A cut of the
     experts shares the work evenly only as far as the router does.
@@ -37,8 +37,14 @@ class ExpertsRule(Rule):
 
     def _sizes(self, node: Node) -> tuple[int, int, int, int]:
         """(tokens × experts per token, E, H, F)."""
-        _, index, _, _, down = (operand.meta["type"].shape for operand in tensor_operands(node))
+        _, index, _, _, down, *_ = (operand.meta["type"].shape for operand in tensor_operands(node))
         return index[0] * index[1], *down
+
+    @staticmethod
+    def _biases(node: Node, gate_up: Part, down: Part) -> list[Part]:
+        """These parts for the biases that the node has."""
+        given = {"gate_up_bias": gate_up, "down_bias": down}
+        return [part for name, part in given.items() if argument(node, name) is not None]
 
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """ "token", "expert", "ffn", "dispatch"."""
@@ -46,18 +52,19 @@ class ExpertsRule(Rule):
         tokens, gate_up = (tensor_operands(node)[i].meta["type"].shape for i in (0, 3))
         choices = [
             whole(node),
-            cut(node, "token", tokens[0], [0, 0, 0, None, None], [0]),
-            cut(node, "expert", experts, [None, None, None, 0, 0], [None]),
+            cut(node, "token", tokens[0], [0, 0, 0, None, None, *self._biases(node, None, None)], [0]),
+            cut(node, "expert", experts, [None, None, None, 0, 0, *self._biases(node, 0, 0)], [None]),
         ]
         if len(gate_up) == 4 or not argument(node, "gated"):
-            choices.append(cut(node, "ffn", inner, [None, None, None, len(gate_up) - 2, 2], [None]))
+            place = len(gate_up) - 2
+            biases = self._biases(node, place, ROW)
+            choices.append(cut(node, "ffn", inner, [None, None, None, place, 2, *biases], [None]))
         choices.append(self._dispatch(node))
         return tuple(choice for choice in choices if choice.label == "whole" or choice.extent > 1)
 
-    @staticmethod
-    def _dispatch(node: Node) -> AxisChoice:
+    def _dispatch(self, node: Node) -> AxisChoice:
         """The choice that sends tokens to their experts and back, and in the backward their gradients."""
-        x, index, _, gate_up, down = (operand.meta["type"] for operand in tensor_operands(node))
+        x, index, _, gate_up, down, *_ = (operand.meta["type"] for operand in tensor_operands(node))
         rows = tuple(
             Internal(phase, "all_to_all", ("input", 0), x.dtype.itemsize, float(index.shape[1]), gradient_of=of)
             for phase, of in (("forward", None), ("forward", None), ("backward", None), ("backward", 0))
@@ -65,7 +72,8 @@ class ExpertsRule(Rule):
         # a number for each expert of the axis and the minor ones
         counts = Internal("forward", "all_to_all", ("input", 3), 8, down.shape[0] / gate_up.numel, growth="gathered")
         extent = gcd(x.shape[0], down.shape[0])
-        return replace(cut(node, "dispatch", extent, [0, 0, 0, 0, 0], [0], (counts, *rows)), joins=("token",))
+        inputs = [0] * len(tensor_operands(node))
+        return replace(cut(node, "dispatch", extent, inputs, [0], (counts, *rows)), joins=("token",))
 
     def flops(self, node: Node) -> float:
         """2 per multiply-add of the two (three, if gated) matrices that each token meets in each of its experts."""

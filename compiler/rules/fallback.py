@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
 
-from ..ir.graph import tensor_operands
+from ..ir.graph import tensor_operands, types_of
 from . import register, whole
 from .base import AxisChoice, Rule
 
@@ -26,6 +28,20 @@ class FallbackRule(WholeRule):
     """The rule of an op of which nothing is known."""
 
     is_fallback = True
+
+    def flops(self, node: Node) -> float:
+        """PyTorch's own count; one per element of the outputs, where it has none."""
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is None:
+            return float(sum(kind.numel for kind in types_of(node)))
+
+        def meta(operand: Node) -> torch.Tensor:
+            kind = operand.meta["type"]
+            return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+        args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), meta)
+        outputs = [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in types_of(node)]
+        return float(count(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """All float operands: nothing is known, so the memory estimate is on the safe side."""

@@ -6,7 +6,7 @@ in the whole table, and gives an addend of the table's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Node
 from ..ir.graph import tensor_operands, types_of
 from ..ir.ops.local_ops import embedding_shard
 from . import register, whole
-from .base import FREE_GRAD, WHOLE, AxisChoice, Rule
+from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, Rule, shard
 from .common import argument, axes_of, cut, random_float, replace_arguments
 from .view import DimsRule, Track, nonnegative_dim, operand_shapes, tracks_except
 
@@ -89,7 +89,7 @@ register("aten.slice_scatter.default", "aten.select_scatter.default")(DimsRule(_
 register("aten.index_select.default")(DimsRule(_index_select, linear=(0,), saves=(1,), high=_extent_of_dim))
 register("aten.gather.default")(DimsRule(_gather, linear=(0,), saves=(1,), high=_extent_of_dim))
 register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), high=_index_bound))
-register("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")(
+register("aten.scatter.src", "aten.scatter.value")(
     DimsRule(tracks_except("dim"), linear=(), saves=(1,), high=_extent_of_dim)
 )
 register("aten.one_hot.default")(
@@ -99,6 +99,33 @@ register("aten.one_hot.default")(
         high=lambda node: types_of(node)[0].shape[-1],
     )
 )
+
+
+class _IndexAddRule(DimsRule):
+    """The rule of ops that add values at places along one dim: other dims are free, and the values contract."""
+
+    def __init__(self, tracks: Callable[[Node], list[Track]]) -> None:
+        super().__init__(tracks, linear=(), saves=(1,), high=_extent_of_dim)
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """Also "values": each device adds its own to an addend of the whole."""
+        index, source = (operand.meta["type"].shape for operand in tensor_operands(node)[1:])
+        dim = nonnegative_dim(argument(node, "dim"), len(source))
+        if not index or index[-1 if len(index) == 1 else dim] != source[dim] or source[dim] == 1:
+            return super().axis_choices(node)
+        place = 0 if len(index) == 1 else dim
+        values = AxisChoice("values", (ROW, shard(place), shard(dim)), (ROW,), source[dim])
+        return (*super().axis_choices(node), values)
+
+
+def _index_add(node: Node) -> list[Track]:
+    x, _, source = operand_shapes(node)
+    fixed = nonnegative_dim(argument(node, "dim"), len(x))
+    return [Track((d, None, d), (d,), extent) for d, extent in enumerate(x) if d != fixed and source[d] == extent > 1]
+
+
+register("aten.index_add.default")(_IndexAddRule(_index_add))
+register("aten.scatter_add.default")(_IndexAddRule(tracks_except("dim")))
 
 
 # ---- Table look-ups: the index's dims are free, the hidden dim is free, and the rows contract

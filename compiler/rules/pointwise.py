@@ -28,14 +28,14 @@ def words(text: str) -> frozenset[str]:
 
 
 # by base name: what autograd keeps. Everything else keeps nothing.
-_SAVES_OUTPUT = words("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan")
+_SAVES_OUTPUT = words("relu relu6 tanh sigmoid exp sqrt rsqrt reciprocal expm1 tan polar")
 _SAVES_INPUTS = words("""gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus log_sigmoid
 threshold pow log log2 log10 log1p
     sin cos abs erf square clamp clamp_min clamp_max maximum minimum where masked_fill addcmul addcdiv lerp atan2
     xlogy logit prelu fmod remainder nan_to_num""")
 _BILINEAR = words("mul multiply div divide true_divide")
 _ADDITIVE = words("add subtract sub")
-_LINEAR = words("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach")
+_LINEAR = words("neg negative positive clone contiguous alias lift_fresh_copy lift_fresh detach conj _conj real imag")
 _CASTS = words("to _to_copy type_as")
 _DOMAIN_POSITIVE = words("log log2 log10 log1p sqrt rsqrt reciprocal pow div divide true_divide xlogy")
 _DOMAIN_UNIT = words("logit atanh asin acos")
@@ -147,7 +147,8 @@ class PointwiseRule(Rule):
         made = []
         for operand in tensor_operands(node):
             kind = operand.meta["type"]
-            x = torch.randn(kind.shape, generator=generator, dtype=torch.float64)
+            wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+            x = torch.randn(kind.shape, generator=generator, dtype=wide)
             if name in _DOMAIN_POSITIVE:
                 x = x.abs() + 0.5
             elif name in _DOMAIN_UNIT:
@@ -172,7 +173,8 @@ register(
     aten.divide.Scalar aten.negative.default aten.absolute.default aten.conj.default aten.isin.Tensor_Scalar
     aten.to.device aten.to.dtype aten.to.dtype_layout aten.to.other aten._to_copy.default aten.type_as.default
     aten.contiguous.default aten.alias.default aten.detach.default aten.lift_fresh_copy.default aten.lift_fresh.default
-    aten.fill.Scalar aten.fill.Tensor aten.copy.default
+    aten.fill.Scalar aten.fill.Tensor aten.copy.default aten.polar.default aten.complex.default aten.real.default
+    aten.imag.default aten._conj.default aten.resolve_conj.default
     aten.zeros_like.default aten.ones_like.default aten.full_like.default aten.empty_like.default""",
 )(PointwiseRule())
 

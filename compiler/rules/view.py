@@ -116,9 +116,9 @@ class StrideRule(DimsRule):
     def stride_tracks(self, node: Node) -> list[Track]:
         """Input dims that every output has in full, and output dims that repeat one element."""
         shape = operand_shapes(node)[0]
-        # strides from powers of a base larger than any extent are unique and not reachable by combining
-        base = max((*shape, 2)) + 1
-        strides = [base ** (len(shape) - i) for i in range(len(shape))]
+        # above any extent and below twice as much, so that neither a multiple nor a sum of strides is one of them
+        base = max((*shape, len(shape))) + 1
+        strides = [base + i for i in range(len(shape))]
         x = torch.empty_strided(shape, strides, device="meta")
         args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda _: x)
         result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -221,6 +221,12 @@ def tracks_except(name: str) -> Callable[[Node], list[Track]]:
     return lambda node: same_dim_tracks(node, argument_dims(node, name))
 
 
+def _complex_tracks(node: Node) -> list[Track]:
+    """All dims of the complex tensor."""
+    shape, out = operand_shapes(node)[0], types_of(node)[0].shape
+    return [Track((d,), (d,), extent) for d, extent in enumerate(shape if len(shape) < len(out) else out) if extent > 1]
+
+
 def _stack(node: Node) -> list[Track]:
     first = operand_shapes(node)[0]
     new = nonnegative_dim(argument(node, "dim"), len(first) + 1)
@@ -309,12 +315,13 @@ register(
     aten.swapaxes.default aten.mT.default aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim
     aten.squeeze.dims aten.expand.default aten.broadcast_to.default aten.slice.Tensor aten.select.int
     aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.split.sizes aten.unsafe_split.Tensor
-    aten.unsafe_chunk.default aten.unbind.int aten.diagonal.default"""
+    aten.unsafe_chunk.default aten.unbind.int aten.diagonal.default aten.unfold.default"""
 )(StrideRule())
 register(
     """aten.view.default aten._unsafe_view.default aten.reshape.default aten.flatten.using_ints aten.unflatten.int
     aten._reshape_alias.default aten.view_copy.default"""
 )(ReshapeRule())
+register("aten.view_as_real.default", "aten.view_as_complex.default")(DimsRule(_complex_tracks, cost_kind="view"))
 register("aten.cat.default", "aten.concat.default")(DimsRule(_cat))
 register("aten.stack.default")(DimsRule(_stack))
 register("aten.constant_pad_nd.default", "aten.pad.default")(_PadRule(_pad))

@@ -44,6 +44,7 @@ from .split_execution import (
     WholeOp,
     assemble,
     call_op,
+    carries_gradient,
     close,
     distribute,
     example_node,
@@ -94,7 +95,7 @@ def check_choice(
         if len(pairs) != len(tensors):
             return [f"the rule speaks of {len(pairs)} {side}s, the op has {len(tensors)}"]
         for k, (pair, tensor) in enumerate(zip(pairs, tensors)):
-            if tensor.is_floating_point() and any(
+            if carries_gradient(tensor) and any(
                 a.is_shard != b.is_shard or (a.is_shard and a.dim != b.dim) for a, b in zip(pair.value, pair.cotangent)
             ):
                 problems.append(f"{side} {k} and its gradient are cut differently: {pair}")
@@ -136,7 +137,7 @@ def check_choice(
         problems += _compare(f"output {k}", [run.outputs[k] for run in runs], pair.value, expected, mesh_shape, rtol)
     for k, (expected_gradient, pair) in enumerate(zip(whole.run.gradients, choice.inputs)):
         parts = [run.gradients[k] for run in runs]
-        if not inputs[k].is_floating_point() or (expected_gradient is None and all(part is None for part in parts)):
+        if not carries_gradient(inputs[k]) or (expected_gradient is None and all(part is None for part in parts)):
             continue
         expected = torch.zeros_like(inputs[k]) if expected_gradient is None else expected_gradient
         filled = [torch.zeros_like(dealt[k][rank]) if part is None else part for rank, part in enumerate(parts)]

@@ -114,7 +114,7 @@ def gap(a: Tensor, b: Tensor) -> float:
         return float("inf")
     if not a.numel() or torch.equal(a, b):
         return 0.0
-    if not b.is_floating_point():
+    if not (b.is_floating_point() or b.is_complex()):
         return float("inf")
     same = (a == b) | (a.isnan() & b.isnan())
     return float((a - b).abs().nan_to_num(nan=float("inf")).masked_fill(same, 0).max())

@@ -154,7 +154,7 @@ def distinct(result: Any, given: Sequence[Any]) -> Any:
 
 def _size(x: Tensor) -> float:
     """The largest magnitude, masks of huge or infinite values aside."""
-    if not x.is_floating_point() or not x.numel():
+    if not (x.is_floating_point() or x.is_complex()) or not x.numel():
         return 0.0
     size = x.detach().abs()
     return float(size.masked_fill(~(size < 1e30), 0).max())

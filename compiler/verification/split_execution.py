@@ -74,8 +74,21 @@ def random_operands(node: Node, generator: torch.Generator) -> list[torch.Tensor
 def random_tensor(kind: TensorType, generator: torch.Generator, high: int = 2) -> torch.Tensor:
     """Normal values for floats, integers below ``high``, fair coins for bools."""
     if kind.is_float:
-        return torch.randn(kind.shape, generator=generator, dtype=torch.float64).to(kind.dtype)
+        wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+        return torch.randn(kind.shape, generator=generator, dtype=wide).to(kind.dtype)
     return torch.randint(0, high, kind.shape, generator=generator).to(kind.dtype)
+
+
+def carries_gradient(x: torch.Tensor) -> bool:
+    """True if gradients can flow through a tensor of this dtype."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _widest(dtype: torch.dtype) -> torch.dtype:
+    """float64 or complex128 for floats and complex numbers."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 # ---- placements
@@ -125,7 +138,7 @@ def close(a: torch.Tensor, b: torch.Tensor, rtol: float) -> bool:
     """Equal shape and dtype, and values equal to ``rtol`` of the largest; integers exactly."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
+    if not carries_gradient(a):
         return torch.equal(a, b)
     finite = b[b.isfinite()]
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
@@ -190,7 +203,7 @@ def run_op(
     frozen: frozenset[int],
 ) -> DeviceRun:
     """One device's forward, and its backward against ``cotangents``; operands in ``frozen`` take no gradient."""
-    trained = [k for k, x in enumerate(operands) if x.is_floating_point() and k not in frozen]
+    trained = [k for k, x in enumerate(operands) if carries_gradient(x) and k not in frozen]
     leaves = [x.detach().clone().requires_grad_(k in trained) for k, x in enumerate(operands)]
     # an op may refuse leaves; a view of them makes ordinary intermediate tensors
     outputs = call_op(call, node, [x.view_as(x) for x in leaves], comm, double)
@@ -208,6 +221,8 @@ def doubled(value: Any, wide: torch.dtype = torch.float64) -> Any:
     """Literals of floating dtypes become ``wide``, so that casts do not lose the precision of the check."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return wide
+    if isinstance(value, torch.dtype) and value.is_complex:
+        return wide.to_complex()
     if isinstance(value, list | tuple):
         return type(value)(doubled(item, wide) for item in value)
     return {key: doubled(item, wide) for key, item in value.items()} if isinstance(value, dict) else value
@@ -227,7 +242,7 @@ class WholeOp:
     @property
     def rtol(self) -> float:
         """1e-8 if all of it is in float64, else 1e-4."""
-        low = (torch.float32, torch.float16, torch.bfloat16)
+        low = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
         return 1e-8 if self.double and all(y.dtype not in low for y in self.run.outputs) else 1e-4
 
 
@@ -237,7 +252,7 @@ def run_whole(node: Node, operands: list[torch.Tensor], generator: torch.Generat
     call = (node.target, node.args, dict(node.kwargs))
 
     def attempt(double: bool, frozen: frozenset[int]) -> WholeOp:
-        inputs = [x.double() if double and x.is_floating_point() else x for x in operands]
+        inputs = [x.to(_widest(x.dtype)) if double else x for x in operands]
         outputs = group.run(lambda comm: call_op(call, node, inputs, comm, double))[0]
         kinds = [TensorType(tuple(y.shape), y.dtype) for y in outputs]
         cotangents = [random_tensor(kind, generator) if kind.is_float else None for kind in kinds]

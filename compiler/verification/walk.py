@@ -24,6 +24,7 @@ from .chunk_programs import PlacedChunk, actions_of, parts_of, shrunk
 from .compare import Difference, Tolerance, Verification, difference
 from .parts import Devices, Parts, moved
 from .single_device import SingleDevice, WholeRun
+from .split_execution import carries_gradient
 from .values import as_dtype, batch_of, buffers_of, chunked, weights_of
 
 __all__ = ["verify"]
@@ -197,7 +198,7 @@ class _Walk:
         except FailedError as error:
             self._stop(part, error, microbatch)
         for position, node in enumerate(part.nodes):
-            if "pair" in node.meta and self.truth[microbatch].values[part.index, node.name].is_floating_point():
+            if "pair" in node.meta and carries_gradient(self.truth[microbatch].values[part.index, node.name]):
                 subject = _Subject("gradient", part, node.meta["tensor"], node.meta["pair"].cotangent, microbatch,
                              (1, microbatch, -part.index, -position))  # fmt: skip
                 self._compare_gradient(subject, node, gradients.get(node.name))
@@ -346,7 +347,7 @@ def _codes(plan: Plan) -> set[str]:
 
 def _largest(x: Tensor) -> float:
     """The largest finite magnitude."""
-    if not x.numel() or not x.is_floating_point():
+    if not x.numel() or not carries_gradient(x):
         return 0.0
     size = x.abs()
     return float(size.masked_fill(~size.isfinite(), 0).max())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.clusters import fast_links
+from tests.support.special_models import SPECIAL
 from tests.support.zoo import ZOO
 
 STEPS, BATCH, LR = 5, 8, 1e-3
@@ -29,7 +30,7 @@ def make_optimizer(kind: str):
 
 
 def case(name: str, batch: int = BATCH, **options: Any):
-    model, args, kwargs = ZOO[name](batch, **options)
+    model, args, kwargs = (ZOO | SPECIAL)[name](batch, **options)
     return model.train(), args, kwargs
 
 

@@ -44,6 +44,7 @@ from ..comm import Comm, current_context
 
 __all__ = [
     "ACTIVATIONS",
+    "GATES",
     "batch_norm",
     "cross_entropy",
     "dispatch",
@@ -359,6 +360,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: functions of (gate, up) by name; ``ops.experts`` adds those that models bring
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+
+
+def _gate_function(activation: str, gated: bool) -> Callable[..., Tensor]:
+    """The function of (gate, up), or of (up) without a gate, by this name."""
+    if gated and activation in GATES:
+        return GATES[activation]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"an expert's activation is one of {', '.join(ACTIVATIONS)}, but got {activation!r}; use one")
+    act = ACTIVATIONS[activation]
+    return (lambda gate, up: act(gate) * up) if gated else act
+
+
 class _Combine(torch.autograd.Function):
     """``zeros.index_add(0, token, rows * factor)``, which would keep the product for its backward too."""
 
@@ -385,20 +400,21 @@ def experts(
     gated: bool = True,
     expert_axes: tuple[int, ...] = (),
     dispatch_axes: tuple[int, ...] = (),
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Each token's K experts, weighted and summed: [T, H]. No token is dropped.
 
     x: [T, H]; index, weight: [T, K] expert numbers (one outside 0..E-1 contributes nothing) and their factors; down:
     [E, H, F]; gate_up: [E, 2F, H] (rows gate, then up) or [E, 2, F, H] if ``gated``, when an expert is
-    ``down(act(gate(x)) * up(x))``; else [E, F, H] for ``down(act(up(x)))``. activation: a key of ``ACTIVATIONS``. With
-    ``expert_axes`` gate_up and down are a block of the experts, and the output is an addend without the others'; it is
-    an addend too where F is cut (all but the [E, 2F, H] form). With ``dispatch_axes`` they are a block of the experts
-    too, and x, index and weight one of the tokens: a row for each token and expert travels to the expert and back
-    (``local_ops``), and the output is this device's tokens'.
+    ``down(act(gate(x)) * up(x))``; else [E, F, H] for ``down(act(up(x)))``. gate_up_bias, down_bias: of gate_up's shape
+    without H, and [E, H]. activation: a key of ``ACTIVATIONS``, or of ``GATES`` for ``down(gate_fn(gate(x), up(x)))``.
+    With ``expert_axes`` all of them are a block of the experts, and the output is an addend without the others'; it is
+    an addend too where F is cut (all but the [E, 2F, H] form; down_bias is then an addend). With ``dispatch_axes`` they
+    are a block of the experts too, and x, index and weight one of the tokens: a row for each token and expert travels
+    to the expert and back (``local_ops``), and the output is this device's tokens'.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"an expert's activation is one of {', '.join(ACTIVATIONS)}, but got {activation!r}; use one")
-    act = ACTIVATIONS[activation]
+    gate_fn = _gate_function(activation, gated)
     count, per_token = gate_up.shape[0], index.shape[1]
     start = block_index(expert_axes, current_context().comm) * count if expert_axes else 0
     count *= prod(current_context().comm.size(axis) for axis in dispatch_axes)
@@ -409,19 +425,24 @@ def experts(
     order = torch.argsort(local, stable=True)[: sum(counts)]
     token = order // per_token
     rows, counts, moves = dispatch(x.index_select(0, token), sizes, counts, dispatch_axes)
-    ups, downs = gate_up.flatten(1, -2).unbind(0), down.unbind(0)  # unbind: one gradient buffer for all experts
+    # unbind: one gradient buffer for all experts; interleaved rows of gate and up stay apart, as joining copies them
+    apart = gate_up.dim() == 4 and not gate_up.is_contiguous()
+    ups, downs = (gate_up if apart else gate_up.flatten(1, -2)).unbind(0), down.unbind(0)
+    nothing: tuple[Any, ...] = (None,) * len(downs)
+    up_biases = nothing if gate_up_bias is None else (gate_up_bias if apart else gate_up_bias.flatten(1)).unbind(0)
+    down_biases = nothing if down_bias is None else down_bias.unbind(0)
     outs = []
     for e, mine in enumerate(rows.split(counts)):
         # without any token one empty expert runs, so that gradients are zeros and not missing
         if not mine.shape[0] and (e or any(counts)):
             continue
-        hidden = F.linear(mine, ups[e])
-        if gated:
-            gate, up = hidden.chunk(2, -1)
-            hidden = act(gate) * up
+        if apart:
+            biases = (None, None) if gate_up_bias is None else up_biases[e].unbind(0)
+            halves = [F.linear(mine, half, bias) for half, bias in zip(ups[e].unbind(0), biases)]
         else:
-            hidden = act(hidden)
-        outs.append(F.linear(hidden, downs[e]))
+            hidden = F.linear(mine, ups[e], up_biases[e])
+            halves = list(hidden.chunk(2, -1)) if gated else [hidden]
+        outs.append(F.linear(gate_fn(*halves), downs[e], down_biases[e]))
     return _Combine.apply(
         return_rows(torch.cat(outs), moves), weight.reshape(-1).index_select(0, order), token, x.detach()
     )

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from meshwright.compiler.ir.comm import Context, use_context
 from meshwright.compiler.ir.ops import local_ops
+from meshwright.compiler.ir.ops.experts import EXPERTS_NAME, register_experts
 from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.lockstep import LockstepComm, LockstepGroup
 from meshwright.compiler.verification.split_execution import example_node
@@ -250,6 +251,26 @@ def test_experts_are_mixtrals():
     cotangent = r(16, 8)
     for mine, theirs in zip(*(torch.autograd.grad(y, leaves, cotangent) for y in (got, expected))):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_experts_with_biases_and_a_gate_of_their_own_are_gpt_oss():
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    assert register_experts()
+    config = gpt_oss.GptOssConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
+    module = gpt_oss.GptOssExperts(config)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(4 * r(*parameter.shape))  # some beyond the limit of its gate
+    x, weight = r(16, 8).requires_grad_(), r(16, 2).abs().requires_grad_()
+    index = ints(4, 16, 2)
+    leaves, cotangent, found = (x, weight, *module.parameters()), r(16, 8), []
+    for implementation in ("eager", EXPERTS_NAME):
+        config._experts_implementation = implementation
+        out = module(x, index, weight)
+        found.append((out, *torch.autograd.grad(out, leaves, cotangent)))
+    for mine, theirs in zip(*found):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-3)
+    assert any("GptOssExperts" in name and "limit=7.0" in name for name in local_ops.GATES)
 
 
 def test_experts_without_tokens_have_zero_gradients():

@@ -5,6 +5,7 @@ import torch
 from meshwright.compiler.rules import _RULES, MeshChoice, mesh_choices, pairs_choice, register, rule_for
 from meshwright.compiler.rules.base import AxisChoice
 from meshwright.compiler.rules.einsum import EinsumRule, parse_pattern
+from meshwright.compiler.rules.fallback import FallbackRule
 from meshwright.compiler.verification.check_rules import check_node, missing_splits, report
 from meshwright.compiler.verification.split_execution import example_node
 
@@ -289,6 +290,12 @@ def test_an_unknown_op_is_whole_and_says_so():
     found = report([_OneOp(node)], missing=False)
     assert [name.partition("(")[0] for name in found.fallback] == ["aten.trace.default"]
     assert "ops without a rule (replicated): 1" in str(found)
+
+
+def test_the_work_of_an_unknown_op_counts():
+    assert rule_for(example_node(aten.trace.default, f(4, 4))).flops(example_node(aten.trace.default, f(4, 4))) == 1
+    product = example_node(aten.mm.default, f(4, 6), f(6, 8))
+    assert FallbackRule().flops(product) == rule_for(product).flops(product) == 2 * 4 * 6 * 8
 
 
 class _OneOp:

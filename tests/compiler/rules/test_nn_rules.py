@@ -20,6 +20,10 @@ def r(*shape, dtype=torch.float32):
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def c(*shape):
+    return torch.complex(r(*shape), r(*shape, 1)[..., 0])
+
+
 def ints(high, *shape):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(high))
 
@@ -177,6 +181,61 @@ CASES = {
         (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 8, 4), r(4, 4, 8), "relu", False),
         {},
         "token expert ffn dispatch",
+    ),
+    "experts with biases": (
+        local_ops.experts,
+        (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 2, 8, 4), r(4, 4, 8), "silu"),
+        {"gate_up_bias": r(4, 2, 8), "down_bias": r(4, 4)},
+        "token expert ffn dispatch",
+    ),
+    "experts interleaved": (
+        local_ops.experts,
+        (r(8, 4), ints(4, 8, 2), r(8, 2), r(4, 8, 2, 4).transpose(1, 2), r(4, 4, 8), "silu"),
+        {"gate_up_bias": r(4, 8, 2).transpose(1, 2), "down_bias": r(4, 4)},
+        "token expert ffn dispatch",
+    ),
+    "polar": (aten.polar.default, (r(4, 8).abs(), r(4, 8)), {}, "d0 d1 grad"),
+    "complex product": (aten.mul.Tensor, (c(4, 8, 4), c(8, 1)), {}, "d0 d1 d2 partial partial1 grad"),
+    "view_as_complex": (aten.view_as_complex.default, (r(4, 8, 2),), {}, "d0 d1 partial grad"),
+    "view_as_real": (aten.view_as_real.default, (c(4, 8),), {}, "d0 d1 partial grad"),
+    "rfft": (aten.fft_rfft.default, (r(4, 8, 8), None, 1), {}, "d0 d1 partial grad"),
+    "irfft": (aten.fft_irfft.default, (c(4, 8, 5), 8), {}, "d0 d1 partial grad"),
+    "fftn": (aten.fft_fftn.default, (c(4, 8, 8), None, [-1, -2]), {}, "d0 partial grad"),
+    "cdist": (aten.cdist.default, (r(4, 8, 3), r(4, 12, 3)), {}, "b0 p r"),
+    "grouped product": (
+        aten._grouped_mm.default,
+        (r(32, 16), r(2, 16, 16), torch.tensor([16, 32], dtype=torch.int32)),
+        {},
+        "o i",
+    ),
+    "triangular solve": (aten.linalg_solve_triangular.default, (r(4, 4, 4), r(4, 4, 8)), {"upper": False}, "b0 k"),
+    "triangular solve from the right": (
+        aten.linalg_solve_triangular.default,
+        (r(4, 4, 4), r(4, 8, 4)),
+        {"upper": True, "left": False},
+        "b0 k",
+    ),
+    "unfold": (aten.unfold.default, (r(4, 8, 12), 2, 4, 2), {}, "d0 d1 partial grad"),
+    "index_add": (aten.index_add.default, (r(8, 4, 4), 0, ints(8, 12), r(12, 4, 4)), {}, "d0 d1 grad values"),
+    "scatter_add": (aten.scatter_add.default, (r(4, 8), 1, ints(8, 4, 12), r(4, 12)), {}, "d0 grad values"),
+    "lstm": (
+        aten.lstm.input,
+        (r(4, 6, 3), [r(1, 4, 5), r(1, 4, 5)], [r(20, 3), r(20, 5), r(20), r(20)], True, 1, 0.0, True, False, True),
+        {},
+        "batch",
+    ),
+    "gru": (
+        aten.gru.input,
+        (r(6, 4, 3), r(2, 4, 5), [r(15, 3), r(15, 5), r(15, 5), r(15, 5)], False, 2, 0.0, True, False, False),
+        {},
+        "batch",
+    ),
+    "weight norm": (aten._weight_norm.default, (r(8, 4, 3), r(8, 1, 1)), {}, "d0 grad"),
+    "embedding bag": (
+        aten.embedding_bag.padding_idx,
+        (r(8, 4), ints(8, 12), torch.arange(4) * 3, False, 0, False, None, False, None),
+        {},
+        "hidden",
     ),
     "dropout": (local_ops.dropout, (r(4, 8, 4), 0.3, 7), {}, "d0 d1 d2 grad"),
     "dropout across groups": (local_ops.dropout, (r(4, 12), 0.5, 7), {}, "d0 d1 grad"),

@@ -1,0 +1,1 @@
+"""Published sizes of Hugging Face models."""

@@ -1,0 +1,107 @@
+"""Rules of recurrent nets as one op, and of weight normalization and bags of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..ir.graph import tensor_operands, types_of
+from . import register, whole
+from .base import WHOLE, AxisChoice, Rule
+from .common import Part, argument, cut
+from .view import DimsRule, Track, operand_shapes
+
+__all__ = ["BagRule", "RecurrentRule"]
+
+
+class RecurrentRule(Rule):
+    """The rule of lstm and gru on a whole sequence: the batch is free, and parameters get addends of their gradients.
+
+    Cutting the hidden dim would exchange states at every step, and is not offered.
+    """
+
+    cost_kind = "matmul"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "batch"."""
+        batch_dim = 0 if argument(node, "batch_first") else 1
+        states = self._states(node)
+        operands = tensor_operands(node)
+        batch = operands[0].meta["type"].shape[batch_dim]
+        if batch == 1 or (argument(node, "dropout") and argument(node, "train")):
+            return (whole(node),)
+        weights: list[Part] = [None] * (len(operands) - 1 - states)
+        outputs: list[Part] = [batch_dim, *[1] * (len(types_of(node)) - 1)]
+        return whole(node), cut(node, "batch", batch, [batch_dim, *[1] * states, *weights], outputs)
+
+    @staticmethod
+    def _states(node: Node) -> int:
+        """The number of initial states: hidden, and cell for an lstm."""
+        given: Any = argument(node, "hx")
+        return len(given) if isinstance(given, list | tuple) else 1
+
+    def flops(self, node: Node) -> float:
+        """2 per weight of a matrix and per element of the sequence."""
+        first, *rest = (operand.meta["type"] for operand in tensor_operands(node))
+        matrices = [kind.numel for kind in rest[self._states(node) :] if len(kind.shape) == 2]
+        return 2.0 * first.shape[0] * first.shape[1] * sum(matrices)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """The sequence, the result, and the weights."""
+        count = len(tensor_operands(node))
+        return (("output", 0), *(("input", k) for k in range(count)))
+
+    def temporary_bytes(self, node: Node) -> float:
+        """The gates of every step: per layer four or three times the result, and the cell."""
+        gates = 5 if len(types_of(node)) == 3 else 4
+        return float(gates * argument(node, "num_layers") * types_of(node)[0].nbytes)
+
+
+register("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")(RecurrentRule())
+
+
+def _weight_norm(node: Node) -> list[Track]:
+    direction, _ = operand_shapes(node)
+    dim = argument(node, "dim") % len(direction)
+    return [Track((dim, dim), (dim,), direction[dim])] if direction[dim] > 1 else []
+
+
+register("aten._weight_norm.default")(DimsRule(_weight_norm, linear=(), saves=(0, 1)))
+
+
+class BagRule(Rule):
+    """The rule of a bag of embeddings: the hidden dim is free; rows and bags stay whole."""
+
+    cost_kind = "embedding"
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "hidden"."""
+        hidden = tensor_operands(node)[0].meta["type"].shape[1]
+        others: list[Part] = [None] * (len(tensor_operands(node)) - 1)
+        rest: list[Part] = [_along_hidden(kind.shape, hidden) for kind in types_of(node)[1:]]
+        return whole(node), cut(node, "hidden", hidden, [1, *others], [1, *rest])
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """Indices and offsets."""
+        return (("input", 1), ("input", 2))
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor]:
+        """Rows of the table, in ascending bags."""
+        weight, index, offsets, *rest = (operand.meta["type"] for operand in tensor_operands(node))
+        starts = torch.arange(offsets.numel) * (index.numel // max(1, offsets.numel))
+        return [
+            torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight.dtype),
+            torch.randint(0, weight.shape[0], index.shape, generator=generator).to(index.dtype),
+            starts.to(offsets.dtype),
+            *(torch.rand(kind.shape, generator=generator).to(kind.dtype) for kind in rest),
+        ]
+
+
+def _along_hidden(shape: tuple[int, ...], hidden: int) -> Part:
+    """The places of maxima have the hidden dim; the rest of the op's notes on its bags are whole."""
+    return 1 if len(shape) == 2 and shape[1] == hidden else WHOLE
+
+
+register("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")(BagRule())

@@ -1,0 +1,69 @@
+"""Assignments to slices: what they become, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import torch
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.layers import differentiable_nodes
+from meshwright.compiler.ir.graph import Graph, op_name
+from meshwright.compiler.verification.capture_check import check_capture
+from torch import Tensor, nn
+
+from tests.support.special_models import SPECIAL
+
+
+class Halves(nn.Module):
+    """A new tensor of which each half is assigned; ``gap``: but for a place between them."""
+
+    def __init__(self, gap: int = 0) -> None:
+        super().__init__()
+        self.left, self.right, self.gap = nn.Linear(8, 4), nn.Linear(8, 4 - gap), gap
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape)
+        h[..., 4 + self.gap :] = self.right(x)
+        h[..., :4] = self.left(x)
+        return (h * x - y).square().mean()
+
+
+def captured(model: nn.Module, *inputs: Tensor) -> Graph:
+    graph = capture(model, inputs)
+    assert check_capture(model, graph, inputs, {}, (), None) == ""
+    return graph
+
+
+def names(graph: Graph) -> list[str]:
+    return [op_name(node) for node in graph.ops()]
+
+
+def test_assignments_have_derivatives() -> None:
+    model, inputs, _ = SPECIAL["assigning"](8)
+    found = names(captured(model, *inputs))
+    assert "aten.copy.default" not in found
+    assert "aten.slice_scatter.default" in found
+
+
+def test_assignments_that_cover_a_dim_are_joined() -> None:
+    found = names(captured(Halves(), torch.randn(4, 8), torch.randn(4, 8)))
+    assert "aten.cat.default" in found
+    assert not any("scatter" in name or "new_zeros" in name for name in found)
+
+
+def test_a_place_that_is_not_assigned_keeps_its_value() -> None:
+    graph = captured(Halves(gap=1), torch.randn(4, 8), torch.randn(4, 8))
+    assert names(graph).count("aten.slice_scatter.default") == 2
+
+
+def test_a_new_tensor_has_no_gradient() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return (h + h.new_full((8,), 2.0)).square().mean()
+
+    graph = capture(Masked(), (torch.randn(4, 8),))
+    (made,) = [node.name for node in graph.ops() if "new_full" in op_name(node)]
+    assert made not in differentiable_nodes(graph)

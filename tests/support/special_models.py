@@ -1,0 +1,136 @@
+"""Small models of unusual kinds, like ``zoo``: their code assigns to slices, computes in complex numbers, loops over
+time, or brings experts of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.recurrent import HIDDEN as CHANNELS
+from tests.support.recurrent import Gated, Recurrent
+from tests.support.zoo import HIDDEN, SEQUENCE, VOCAB, Case, tokens_and_labels
+
+
+class Assigning(nn.Module):
+    """A part of a tensor is assigned to a slice, in another type and with fewer dims; part of the rest to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        h[:, 1:] = self.first(x)[:, :-1].double()
+        h[:, 0] = self.second(x).mean((0, 1))
+        h[..., 3] = 2.0
+        return (self.last(torch.tanh(h)) - y).square().mean()
+
+
+class Rotary(nn.Module):
+    """Queries rotated as complex numbers, as in Meta's Llama, before a product with keys; then a spectral layer."""
+
+    def __init__(self, heads: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+        self.query, self.key = nn.Linear(16, heads * width), nn.Linear(16, heads * width)
+        self.angle, self.last = nn.Linear(16, width // 2), nn.Linear(heads * width, 16)
+        self.filter = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones_like(self.angle(x)), self.angle(x)).unsqueeze(2)
+        query, key = (f(x).unflatten(-1, (self.heads, self.width)) for f in (self.query, self.key))
+        query, key = (torch.view_as_complex(t.unflatten(-1, (-1, 2))) * turn for t in (query, key))
+        h = torch.view_as_real(query * key.conj()).flatten(2)
+        spectrum = torch.fft.rfft(h, dim=1) * self.filter[:, None]
+        return (self.last(torch.fft.irfft(spectrum, n=h.shape[1], dim=1)) - y).square().mean()
+
+
+def _series(model: nn.Module, batch: int, steps: int, channels: int) -> Case:
+    generator = torch.Generator().manual_seed(1)
+    return model, tuple(torch.randn(batch, steps, channels, generator=generator) for _ in range(2)), {}
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def assigning(batch: int = 8) -> Case:
+    return _series(_seeded(Assigning), batch, 8, 16)
+
+
+def rotary(batch: int = 8) -> Case:
+    return _series(_seeded(Rotary), batch, 8, 16)
+
+
+def recurrent(batch: int = 8) -> Case:
+    return _series(_seeded(Recurrent), batch, 40, CHANNELS)
+
+
+def gated(batch: int = 8) -> Case:
+    return _series(_seeded(lambda: Gated(layers=2)), batch, 40, CHANNELS)
+
+
+def _language(architecture: str, configuration: str, batch: int, sequence: int = SEQUENCE, **settings: Any) -> Case:
+    import transformers
+
+    config = getattr(transformers, configuration)(vocab_size=VOCAB, hidden_size=HIDDEN, **settings)
+    tokens, labels = tokens_and_labels(batch, sequence)
+    model = _seeded(lambda: getattr(transformers, architecture)(config))
+    return model, (), {"input_ids": tokens, "labels": labels}
+
+
+def gpt_oss(batch: int = 8) -> Case:
+    return _language(
+        "GptOssForCausalLM", "GptOssConfig", batch, num_hidden_layers=2, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+        pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def rwkv(batch: int = 8) -> Case:
+    return _language(
+        "RwkvForCausalLM", "RwkvConfig", batch, 40, num_hidden_layers=2, context_length=40, use_cache=False
+    )
+
+
+def deepseek(batch: int = 8) -> Case:
+    return _language(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", batch, num_hidden_layers=2, intermediate_size=64,
+        moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_group=4,
+        topk_group=2, num_experts_per_tok=2, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16,
+        qk_nope_head_dim=16, first_k_dense_replace=1,
+    )  # fmt: skip
+
+
+def qwen3_next(batch: int = 8) -> Case:
+    return _language(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", batch, num_hidden_layers=2, intermediate_size=64,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=16,
+        linear_num_key_heads=4, linear_num_value_heads=8, moe_intermediate_size=32, num_experts=4,
+        shared_expert_intermediate_size=32, num_experts_per_tok=2, layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+
+
+def llama4(batch: int = 8) -> Case:
+    return _language(
+        "Llama4ForCausalLM", "Llama4TextConfig", batch, num_hidden_layers=2, intermediate_size=64,
+        intermediate_size_mlp=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_local_experts=4,
+        interleave_moe_layer_step=2, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def jamba(batch: int = 8) -> Case:
+    return _language(
+        "JambaForCausalLM", "JambaConfig", batch, 40, num_hidden_layers=2, intermediate_size=64, num_experts=4,
+        num_attention_heads=4, num_key_value_heads=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4,
+        mamba_dt_rank=4,
+    )  # fmt: skip
+
+
+SPECIAL: dict[str, Callable[..., Case]] = {
+    f.__name__: f for f in (assigning, rotary, recurrent, gated, gpt_oss, rwkv, deepseek, qwen3_next, llama4, jamba)
+}
