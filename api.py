@@ -70,6 +70,7 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     recompute: str | Mapping[str, str] = "auto",
     zero: str | int = "auto",
     sequence: bool = True,
+    regular: str = "prefer",
     executable: bool = False,
     communication: AskedCommunication = None,
     precision: str = "model",
@@ -92,13 +93,15 @@ def plan(  # type: ignore[misc]  # the overloads do not repeat all arguments
     microbatches    their number
     strategy        ``{"pp": 2, "dp": 1, "tp": 2}`` or ``"pp2,tp2"``, or stages one by one, each with its share of the
                     layers: ``"2:dp2 + 2:dp2 + 4:dp2,tp2"``
-    schedule        "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v"; "pipedream" only if it is asked for, since it
-                    changes the optimisation (docs/runtime.md)
+    schedule        "gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1" or "zb-v"; "pipedream" only if it is asked
+                    for, since it changes the optimisation (docs/runtime.md)
     recompute       "none"; "full": save only what crosses a border between layers, and run each layer's forward again
                     for its backward; "selective": save the outputs of heavy ops as well; or a mode by pattern of layer
                     names, of which the last match counts ("none" for layers without a match)
     zero            0 to 3: the ZeRO level of parameters, where it is possible (0: nothing is sharded)
     sequence        False: do not shard sequence or spatial dimensions
+    regular         "prefer": plans of equal device groups under one mesh, and others where these may gain 0.5 % or
+                    more; "only" the former; "any": whatever is fastest (docs/search.md)
     executable      True: only plans that ``parallelize`` can execute (see ``Plan.not_executable``)
     communication   how gradients are summed. None or "exact": as the backend does it; "auto": by any exact algorithm of
                     ``costmodel.collectives``; "auto-lossy": also compressed by codecs of ``costmodel.codecs``; or names
@@ -150,6 +153,7 @@ def pareto(
     recompute: str | Mapping[str, str] = "auto",
     zero: str | int = "auto",
     sequence: bool = True,
+    regular: str = "prefer",
     executable: bool = False,
     communication: AskedCommunication = None,
     precision: str = "model",
@@ -193,6 +197,7 @@ def parallelize(
     recompute: str | Mapping[str, str] = "auto",
     zero: str | int = "auto",
     sequence: bool = True,
+    regular: str = "prefer",
     precision: str = "model",
     communication: AskedCommunication = None,
     constraints: Sequence[str] | str | None = None,

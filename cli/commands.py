@@ -185,7 +185,7 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
         "--schedule",
         default="auto",
         metavar="NAME",
-        help="auto, gpipe, 1f1b, interleaved, zb-h1, zb-v or pipedream (default auto)",
+        help="auto, gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or pipedream (default auto)",
     )
     plan.add_argument(
         "--recompute",
@@ -198,6 +198,9 @@ def _add_space(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--no-sequence", dest="sequence", action="store_false", help="do not shard sequence or spatial dimensions"
+    )
+    plan.add_argument(
+        "--regular", default="prefer", metavar="HOW", help="plans of equal device groups: prefer (default), only or any"
     )
     plan.add_argument("--executable", action="store_true", help="only plans that the runtime can execute")
     plan.add_argument(
@@ -283,6 +286,7 @@ def _plan(arguments: argparse.Namespace) -> None:
             "recompute": arguments.recompute,
             "zero": arguments.zero,
             "sequence": arguments.sequence,
+            "regular": arguments.regular,
             "executable": arguments.executable,
             "communication": arguments.communication,
             "precision": arguments.precision,

@@ -29,7 +29,7 @@ from ...costmodel.codecs import carried_bytes
 from ..ir.graph import Graph
 from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
-from ..pipeline.virtual_stages import representative_microbatches
+from ..pipeline.regular import representative_microbatches
 from ..plan.plan import Plan
 from ..workers import run_all
 from .chunk import Bytes, ChunkMemory, MemoryContext, peak_memory

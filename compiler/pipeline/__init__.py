@@ -1,1 +1,1 @@
-"""Schedules, and the dynamic program over layers and devices. It knows tables, no graph."""
+"""Schedules, regular pipelines, the dynamic program of irregular ones, and bounds. It knows tables, no graph."""

@@ -21,7 +21,7 @@ So max_k V(k) = W of ``stage_dp``, and its least value over all pipelines is a b
 *floors* that no choice of the stage undercuts: V and H ascend with each of them. Under zb-h1 m t_k with f + i fills is
 no bound: the weights' gradients of stage k may run while the last gradients flow back. But all W of stage k, w_k each,
 but the last k + 1 come before its last I (``families.zb_h1``), so V′(k) + max(0, m − 1 − k) w_k is one. Floors
-of f + i are rows of values that leave w out (``Lagrange.trip``).
+of f + i are rows of values that leave w out (``LagrangianBound.trip``).
 
 Floors with memory. If (t, resident r, saved s) is a choice that fits with q microbatches in flight, r + q s + transient
 ≤ M, and value ≤ t + λ r + μ s is known for all choices, then λ r + μ s ≤ max(λ, μ/q) (r + q s), so
@@ -64,7 +64,6 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .families import PIPEDREAM, generate, virtual_order
 from .k_best import LIMIT_STEPS, Mode, evaluate, gather_arcs, minimise
@@ -77,8 +76,6 @@ __all__ = ["TRIALS", "BoundCosts", "Makespan", "MakespanBound", "candidate_makes
 
 _CLOSE = 2e-3  # of the bound: nearer to the largest provable it need not be
 TRIALS = 6
-
-Bools = NDArray[np.bool_]
 
 
 # ---- of every pipeline
@@ -299,8 +296,11 @@ PERIODS_SIMULATED = 8  # microbatches per stage
 PERIODS_SIMULATED_CHUNKED = 3
 
 
-def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipeline) -> float:
-    """Seconds of a step of m microbatches. Between chunks of one stage a message is free."""
+def clock_seconds(
+    table: PipelineTable, m: int, schedule: str, pipeline: Pipeline, once_s: Sequence[float] = ()
+) -> float:
+    """Seconds of a step of m microbatches. Between chunks of one stage a message is free. once_s: what each device
+    group does at the end of a step beside what the table has."""
 
     def end_of(stage: StageChoice) -> int:
         return stage.device_offset + table.options[stage.option].num_devices
@@ -316,7 +316,9 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
     entry = [0.0 if table.entry_s is None else float(table.entry_s[one]) for one in at]
     both = [float(table.transfer_s[one]) for one in at]
     ahead, back = {}, {}
-    for k in range(p * v - 1):
+    for k, (there, again) in enumerate(pipeline.messages_s):
+        ahead[k, k + 1], back[k, k + 1] = there, again
+    for k in range(p * v - 1) if not pipeline.messages_s else ():
         ahead[k, k + 1], back[k, k + 1] = entry[k + 1], both[k]
         if table.entry_s is None:
             ahead[k, k + 1] = back[k, k + 1] = both[k] / 2
@@ -325,6 +327,7 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
         if home[k] == home[k + 1]:
             ahead[k, k + 1] = back[k, k + 1] = 0.0
     step = [sum(float(table.step_s[one]) for one, s in zip(at, home) if s == stage) for stage in range(p)]
+    step = [both + (once_s[stage] if once_s else 0.0) for stage, both in enumerate(step)]
 
     if schedule == PIPEDREAM:
         return simulate_steady_state(m, forward, [t - f for t, f in zip(pace, forward)], ahead, step, back).makespan_s
@@ -336,7 +339,8 @@ def clock_seconds(table: PipelineTable, m: int, schedule: str, pipeline: Pipelin
         ).makespan_s  # fmt: skip
 
     few = PERIODS_SIMULATED if v == 1 else PERIODS_SIMULATED_CHUNKED
-    if m <= (few + 1) * p:
+    short = few * p + m % p  # schedules depend on what is left of the last round
+    if m <= short + p:
         return played(m)
-    long, short = played((few + 1) * p), played(few * p)
-    return long + (m - (few + 1) * p) * (long - short) / p
+    short_s, long_s = played(short), played(short + p)
+    return long_s + (m - short - p) * (long_s - short_s) / p

@@ -6,6 +6,7 @@ forward, backward of inputs and backward of weights (a chunk takes 1/v of each),
     name         makespan                           idle / work if f = i = w   held at most, in microbatches of a stage
     gpipe        m (f+i+w) + (p−1)(f+i+w)           (p−1)/m                    m
     1f1b         m (f+i+w) + (p−1)(f+i+w)           (p−1)/m                    p − s on stage s
+    eager-1f1b   m (f+i+w) + (p−1)(f+i+w)           (p−1)/m                    2 (p − s) − 1 on stage s
     interleaved  m (f+i+w) + (p−1)(f+i+w)/v         (p−1)/(v m)                (2(p−s−1) + (v−1) g + 1)/v on stage s
     zb-h1        m (f+i+w) + (p−1)(f+i−w)           (p−1)/(3 m)                p
     zb-v         m (f+i+w) + (p−1) f/2              (p−1)/(6 m)                p
@@ -17,6 +18,8 @@ action.
 
 - *GPipe* (Huang et al. 2019): all forwards, then all backwards.
 - *1F1B* (PipeDream, Narayanan et al. 2019, with a flush): a backward as early as it can be.
+- *Eager 1F1B* (Zhuang et al. 2023): 1F1B with twice as many forwards to warm up, so that messages of up to a stage's
+  time delay nothing.
 - *Interleaved* (Megatron-LM, Narayanan et al. 2021): stage s has chunks s, s + p, … of the model. Microbatches go
   through in groups: a whole group through a chunk, then through the next. Megatron's groups have p microbatches, and
   m is a multiple of p. Here m splits into ⌊m/p⌋ groups (at least one) that differ by one at most, g is the largest:
@@ -56,11 +59,25 @@ from itertools import chain as chained
 from .schedule import Action, Place, Schedule, placement_order
 
 __all__ = [
-    "PIPEDREAM", "delay", "generate", "gpipe", "in_flight_formula", "interleaved", "known_schedules", "lag_steps",
-    "one_f_one_b", "stashed_versions", "virtual_order", "zb_h1", "zb_v",
-]  # fmt: skip
+    "EAGER_1F1B",
+    "PIPEDREAM",
+    "delay",
+    "eager_one_f_one_b",
+    "generate",
+    "gpipe",
+    "in_flight_formula",
+    "interleaved",
+    "known_schedules",
+    "lag_steps",
+    "one_f_one_b",
+    "stashed_versions",
+    "virtual_order",
+    "zb_h1",
+    "zb_v",
+]
 
 
+EAGER_1F1B = "eager-1f1b"
 PIPEDREAM = "pipedream"
 
 
@@ -107,6 +124,14 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     p, m = num_stages, num_microbatches
     rows = tuple(_in_turn(_line(s, "F", m), _line(s, "B", m), p - s - 1) for s in range(p))
     return Schedule("1f1b", p, m, rows)
+
+
+def eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """Stage s of p: min(m, 2 (p − s − 1)) forwards to warm up, then as 1F1B."""
+    _check_size(num_stages, num_microbatches)
+    p, m = num_stages, num_microbatches
+    rows = tuple(_in_turn(_line(s, "F", m), _line(s, "B", m), 2 * (p - s - 1)) for s in range(p))
+    return Schedule(EAGER_1F1B, p, m, rows)
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warm: int) -> tuple[Action, ...]:
@@ -252,6 +277,7 @@ class _Family:
 _FAMILIES = {
     "gpipe": _Family(lambda p, m, v: gpipe(p, m), lambda s, p, m, v: m),
     "1f1b": _Family(lambda p, m, v: one_f_one_b(p, m), lambda s, p, m, v: min(m, p - s)),
+    EAGER_1F1B: _Family(lambda p, m, v: eager_one_f_one_b(p, m), lambda s, p, m, v: min(m, 2 * (p - s) - 1)),
     "interleaved": _Family(
         interleaved, lambda s, p, m, v: min(m * v, 2 * (p - s - 1) + (v - 1) * _groups(p, m)[0] + 1), 2, True
     ),

@@ -93,7 +93,7 @@ def solve(
 ) -> PipelineSolution | InfeasiblePipeline:
     """The pipelines of least estimate (zb-h1: of least W, and those of least T), within ``limits``.
 
-    The schedule has one stage per device group; ``virtual_stages`` solves those with several chunks. explain: if
+    The schedule has one stage per device group; ``regular`` solves those with several chunks. explain: if
     nothing fits, find out what is missing. ValueError on bad arguments.
     """
     m, constraints, limits = num_microbatches, constraints or StageConstraints(), limits or RankingLimits()
@@ -192,7 +192,7 @@ def _modes(rows: Rows, m: int, schedule: str, constraints: StageConstraints) -> 
     if m < 1:
         raise ValueError(f"a step has at least one microbatch, but got {m}")
     if schedule in ("interleaved", "zb-v"):
-        raise ValueError(f"a schedule with chunks is solved by virtual_stages.solve_chunked, but got {schedule!r}")
+        raise ValueError(f"a schedule with chunks is solved by regular.solve_case, but got {schedule!r}")
     for cut in sorted(constraints.boundaries | constraints.forbidden):
         if not 0 < cut < rows.num_layers:
             raise ValueError(f"stages may be cut before layers 1 to {rows.num_layers - 1}, but got {cut}")

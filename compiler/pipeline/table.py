@@ -2,7 +2,7 @@
 
 An *option* is a way to use some devices for a stage: how many, in which logical shape, from which devices on, at which
 price of memory. Options of one shape whose devices cost differently (mixed hosts) are different options. Tables are
-made by whoever knows the graph and solved by ``stage_dp`` and ``virtual_stages``.
+made by whoever knows the graph and solved by ``stage_dp`` and ``regular``.
 """
 
 from __future__ import annotations
@@ -220,6 +220,8 @@ class Pipeline:
     limit_bytes: tuple[float, ...]
     idle_devices: int
     chunks: int = 1
+    #: seconds ahead and back of the messages between consecutive stages, where they are known by the stages' places
+    messages_s: tuple[tuple[float, float], ...] = ()
     chunk_bytes: tuple[float, ...] = ()  # of each of several chunks: its part of its group's peak, and its transient
 
 

@@ -30,7 +30,7 @@ from ..plan.plan import Chunk, GradientReduction, Plan, Prediction, StagePredict
 from ..plan.recompute import recompute_of
 from ..rules import mesh_choices
 from .predict import merge_chunks, predict
-from .state import LIMIT_SLACK, Candidate, SearchState, StageRow, batch_bytes
+from .state import Candidate, SearchState, StageRow, batch_bytes
 
 __all__ = [
     "BuiltStages",
@@ -139,7 +139,7 @@ def stage_limits(search: SearchState, plan: Plan) -> list[float]:
 def excess_bytes(search: SearchState, plan: Plan) -> list[float]:
     """The bytes by which each stage is above its limit; not positive where it fits."""
     used = [one.peak_bytes - one.memory_bytes["framework"] for one in plan.prediction.stages]
-    return [size - limit * LIMIT_SLACK for size, limit in zip(used, stage_limits(search, plan))]
+    return [size - limit for size, limit in zip(used, stage_limits(search, plan))]
 
 
 def _usable(search: SearchState) -> list[float]:

@@ -8,20 +8,26 @@ every pass by its name.
     layers        cluster the ops of the graph into layers and classes of layers          frontend/layers
     floors        bound the seconds of all runs of layers, per submesh and microbatches   lower_bounds
     compose       make cost tables at several memory multipliers                          tables, intra_op/vectorised
-    stages        cut layers and devices into stages, by dynamic programming              explore, pipeline/stage_dp
-    schedules     try the other schedules on the same tables                              other_schedules
-    bounds        lift the lower bounds of other microbatch counts and schedules          optimality, pipeline/bounds
+    regular       solve cases of equal device groups, least lower bound first             regular, pipeline/regular
+    stages        cut irregular pipelines by dynamic programming                          irregular, pipeline/stage_dp
     refine        solve each chosen stage as one problem under its memory limit           build_plan, intra_op/stage
     simulate      price messages between stages and time the schedule                     predict, pipeline/simulate
     memory        count the peak bytes of each stage by a run without data                memory/stage
     alternatives  find the best data-, tensor- and pipeline-parallel plans                alternatives
 
-Compose, stages and schedules run twice: the second time at more multipliers, for the counts where leaner strategies may
-help. Small graphs then go through refine, simulate and memory once more (``refine``), for what tables leave out. If the
-counted memory of all candidates is too high, the search begins again with corrected estimates.
+The loop::
 
-With more than one worker a fork lifts the bounds while the other passes go on, and a second one searches for the
-alternatives. Their passes then have the seconds for which the search waited.
+    explore (floors, compose, regular) → build (refine, simulate) → count memory → explore on, with a plan to beat
+                                           ↑                             │ it holds too much
+                                           └─ correct the estimate, solve its cases again
+
+It ends where the least bound of all cases that were not solved is no less than the best plan. Irregular plans follow
+where they may gain (compose, stages; then built and counted as the others are). If estimates leave nothing, pipelines
+slightly above the memory limit are tried. Small graphs then go through refine, simulate and memory once more
+(``refine``), for what tables leave out.
+
+With more than one worker a fork searches for the alternatives beside all that. The pass then has the seconds for which
+the search waited.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -44,21 +50,33 @@ from ..cost.gradient_reduction import lossy_notes
 from ..errors import InfeasibleError, OverfullError
 from ..intra_op.vectorised.row_cache import RowCache
 from ..ir.graph import Graph, op_name
+from ..pipeline.families import PIPEDREAM
 from ..plan.plan import Plan
 from ..plan.validation import notes as asynchronous_notes
 from ..plan.validation import precision_notes
 from ..rules import rule_for
 from ..workers import ForkedTask
-from .alternatives import find_alternatives, pure_plans
+from .alternatives import find_alternatives, pure_strategies, why_excluded, why_infeasible
 from .build_plan import BuiltStages, build_plan, within_memory
-from .explore import corrected_candidates, find_candidates
 from .infeasible import infeasible_error
+from .irregular import ABOVE_LIMIT, LEAST_GAIN, IrregularSearch
 from .local_sgd import delay_notes
-from .optimality import proof_processes, start_proof, with_bounds
-from .other_schedules import TIE_TOLERANCE, schedule_error, simplest_index, with_other_schedules
+from .parallel_shape import Strategy
 from .refine import can_refine, refine_plans, time_to_beat
+from .regular import RegularSearch, is_regular_enough, is_regular_only
 from .request import PlanRequest
-from .state import INTERRUPTED, TIMED_OUT, Candidate, PurePlan, SearchState, prepare_search, same_decisions
+from .space import CHUNKED, SCHEDULES, microbatch_counts
+from .state import (
+    INTERRUPTED,
+    TIE_TOLERANCE,
+    TIMED_OUT,
+    Candidate,
+    PurePlan,
+    SearchState,
+    prepare_search,
+    same_decisions,
+)
+from .tables import tables_of
 
 __all__ = [
     "best_plans",
@@ -103,41 +121,80 @@ def make_plans(
     search = start_search(graph, cluster, request, capture_s, progress)  # layouts, layers
     search.row_cache = row_cache
     search.alternatives = request.alternatives and cluster.num_devices > 1 and request.strategy is None
-    with without_gc(), proof_processes(search):
+    with without_gc(), forks(search):
         start_pure_plans(search)  # alternatives, in a fork
         plans = best_plans(search, request.count)  # floors to memory
         alternatives = compare_pure_plans(search, plans[0])  # alternatives
-        plans = with_bounds(search, plans)  # bounds
     search.passes["total"] = time.perf_counter() - begin
     return [with_provenance(search, plan, [] if index else alternatives) for index, plan in enumerate(plans)]
 
 
 def best_plans(search: SearchState, top_k: int = 1) -> list[Plan]:
-    """The best plans of a search, fastest first, without the final bounds. Raises InfeasibleError if nothing fits."""
+    """The best plans of a search, fastest first. Raises InfeasibleError if nothing fits."""
     plans, error = search_plans(search, top_k)
     if not plans:
-        raise error or infeasible_error(search)
+        raise error or schedule_error(search) or infeasible_error(search)
     return plans
 
 
 def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], InfeasibleError | None]:
-    """(the best plans, fastest first, without the final bounds; if there are none, the error of the last candidate)."""
+    """(the best plans, fastest first; if there are none, the error of the last candidate)."""
+    plans: list[Plan] = []
+    error: InfeasibleError | None = None
     tried: set[tuple[Any, ...]] = set()
-    last_error: InfeasibleError | None = None
-    for _ in range(MAX_CORRECTIONS):
-        base, candidates = find_candidates(search)  # floors, compose, stages, schedules
-        if base:
-            start_proof(search, (candidates or base)[0].clock_s)  # bounds
-        if base and not candidates:
-            return [], schedule_error(search, base)
-        plans, error = _build_plans(search, candidates, top_k, tried)  # refine, simulate, memory
-        last_error = error or last_error
-        if plans or not isinstance(error, OverfullError):
-            break  # otherwise the corrected memory estimates make other pipelines the best
+    regular, irregular = RegularSearch(search), IrregularSearch(search)
+    while candidates := regular.explore(time_to_beat(plans, top_k), top_k):  # floors, compose, regular
+        plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
+        error = missed or error
+    search.bound_s = regular.bound_s
+    if not is_regular_enough(search) or not (plans or is_regular_only(search)):
+        any_plan = search.request is not None and search.request.regular == "any"
+        limit_s = time_to_beat(plans, top_k) * (1 - (0.0 if any_plan else LEAST_GAIN))
+        search.regular_s = plans[0].prediction.step_s if plans else inf
+        again = partial(irregular.solved_again, limit_s=limit_s)
+        candidates = irregular.candidates(limit_s)  # compose, stages
+        search.bound_s = min(search.bound_s, irregular.bound_s)
+        every, missed = _build_plans(search, candidates, top_k, tried, plans, again)
+        plans = [plan for plan in every if plan.prediction.step_s < limit_s or any(plan is one for one in plans)]
+        error = missed or error
+    if not plans:  # estimates may be too high
+        queue = [] if is_regular_only(search) else list(irregular.above_limit())
+        regular = RegularSearch(search, ABOVE_LIMIT)
+        while not plans and (queue := queue or regular.explore(inf)):
+            plans, missed = _build_plans(search, queue, top_k, tried)
+            error, queue = missed or error, []
     if can_refine(search):
-        # Bounds first: refinement stops at the first plan that they prove to be the best.
-        plans = refine_plans(search, with_bounds(search, plans), top_k)  # bounds; refine, simulate, memory
-    return plans, None if plans else last_error
+        plans = refine_plans(search, plans, top_k)  # refine, simulate, memory
+    return with_bound(search, plans), None if plans else error
+
+
+def with_bound(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans with the bound of the search."""
+    return [
+        replace(p, prediction=replace(p.prediction, bound_s=min(p.prediction.step_s, search.bound_s))) for p in plans
+    ]
+
+
+def schedule_error(search: SearchState) -> InfeasibleError | None:
+    """The error where nothing fits under the schedules that were asked for, but something under 1F1B; else None."""
+    base, names = search.space.base_schedule, search.space.schedules
+    if base in names or not tables_of(search).fits():
+        return None
+    reason, strategy, layers = "", search.strategy, len(search.layering.layers)
+    chunks = [2 if name == "zb-v" else min(search.space.chunks) for name in names if name in CHUNKED]
+    if chunks and len(chunks) == len(names):
+        stages = strategy.num_stages if strategy is not None else 2
+        if stages == 1:
+            reason = ": virtual stages need two stages or more"
+        elif stages * min(chunks) > layers:
+            reason = (
+                f": {stages} stages of {min(chunks)} virtual stages each need {stages * min(chunks)} layers, but the "
+            )
+            reason += f"model has {layers}"
+    return InfeasibleError(
+        f"no plan under schedule {' or '.join(names)} fits {search.cluster.name}, but got one under {base}{reason}; "
+        f"ask for schedule {base} or auto, more microbatches, or more devices"
+    )
 
 
 def start_search(
@@ -161,7 +218,28 @@ def start_pure_plans(search: SearchState) -> None:
 
 def _pure_plans(search: SearchState) -> dict[str, PurePlan]:
     with search.keeping():
-        return pure_plans(search)
+        return {name: _pure_plan(search, strategy) for name, strategy in pure_strategies(search).items()}
+
+
+def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
+    """The best plan of one pure strategy."""
+    if why := why_excluded(search, strategy):
+        return PurePlan(why=why)
+    inner = replace(
+        search,
+        strategy=strategy,
+        counts=tuple(microbatch_counts(search.global_batch, strategy)),
+        passes={},
+        tables=None,
+        workers=1,
+        pure_task=None,
+        memory_corrections={},
+    )
+    try:
+        plans, error = search_plans(inner)
+    except ValueError as refused:
+        return PurePlan(why=str(refused))
+    return PurePlan(plans[0]) if plans else PurePlan(why=why_infeasible(inner, error))
 
 
 def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
@@ -170,11 +248,22 @@ def compare_pure_plans(search: SearchState, plan: Plan) -> list[dict[str, Any]]:
         return []
     with search.timed("alternatives"):
         try:
-            pure = search.pure_task.result() if search.pure_task is not None else pure_plans(search)
+            pure = search.pure_task.result() if search.pure_task is not None else _pure_plans(search)
             return find_alternatives(plan, pure)
         except KeyboardInterrupt:  # the plan itself is complete
             search.cut_short = f"{INTERRUPTED} while alternatives were looked for"
             return []
+
+
+@contextmanager
+def forks(search: SearchState) -> Iterator[None]:
+    """A scope in which the pure plans may be searched by a fork; at its end it is gone."""
+    try:
+        yield
+    finally:
+        if search.pure_task is not None:
+            search.pure_task.drop()
+        search.pure_task = None
 
 
 @contextmanager
@@ -194,16 +283,22 @@ def without_gc() -> Iterator[None]:
 
 
 def _build_plans(
-    search: SearchState, queue: list[Candidate], top_k: int, tried: set[tuple[Any, ...]]
+    search: SearchState,
+    queue: list[Candidate],
+    top_k: int,
+    tried: set[tuple[Any, ...]],
+    plans: Sequence[Plan] = (),
+    solved_again: Callable[[Candidate, OverfullError], list[Candidate]] = lambda candidate, missed: [],
 ) -> tuple[list[Plan], InfeasibleError | None]:
     """(plans that fit, fastest first; the error of the last candidate that does not). queue: candidates, fastest first.
-    tried: the keys of candidates that were built before, which is added to.
+    tried: the keys of candidates that were built before, which is added to. plans: those that were built before.
+    solved_again: the candidates that take the place of one that holds too much, and of others like it.
 
     A candidate is built and simulated unless its clock, which counts a little less than the simulation, shows that it
     loses, even if all that may overlap does. The memory of those that are then among the best is counted. An excess
     corrects the memory estimates of the shape, and with them the candidates that are left.
     """
-    plans: list[Plan] = []
+    plans = list(plans)
     error: InfeasibleError | None = None
     base_schedule = search.space.base_schedule
     tries, corrections = max(MAX_TRIES, 2 * top_k), MAX_CORRECTIONS
@@ -226,6 +321,7 @@ def _build_plans(
         try:
             built: BuiltStages = {}
             plan = _build_interruptibly(search, candidate, bool(plans), built)
+            search.clocks.append((candidate.clock_s, plan.prediction.step_s))
             ratio = clock_ratios.get(candidate.schedule, 1.0)
             clock_ratios[candidate.schedule] = min(candidate.clock_s / plan.prediction.step_s, ratio)
             slower = plan.prediction.step_s >= limit_s * (1 + TIE_TOLERANCE)
@@ -239,10 +335,14 @@ def _build_plans(
             error = missed
             if fitting is not None and fitting.prediction.step_s < candidate.clock_s * (1 + MIN_HIDDEN_FRACTION):
                 continue
-            if candidate.schedule != base_schedule and base_schedule in search.space.schedules:
-                continue  # the memory of the base schedule's stages is corrected by its own candidates
-            queue = _corrected_queue(search, queue, candidate, missed, time_to_beat(plans, top_k))
-            tries, corrections = tries + min(1, corrections), max(0, corrections - 1)
+            if not corrections:
+                continue
+            again = solved_again(candidate, missed)
+            like = {(candidate.microbatches, row.submesh.shape) for row in candidate.rows}
+            queue = [one for one in queue if (one.microbatches, one.rows[0].submesh.shape) not in like or not again]
+            new = [one for one in again if _shapes(one) != _shapes(candidate)]
+            queue = sorted([*queue, *new], key=lambda other: other.clock_s)
+            tries, corrections = tries + 1, corrections - 1
         except KeyboardInterrupt:
             if not plans:
                 raise
@@ -252,6 +352,14 @@ def _build_plans(
         first = simplest_index([plan.schedule for plan in plans], [plan.prediction.step_s for plan in plans])
         plans.insert(0, plans.pop(first))
     return plans[:top_k], error
+
+
+def simplest_index(schedules: Sequence[str], steps_s: Sequence[float]) -> int:
+    """The index of the plan to take: the fastest, or of those as good the one with the simplest schedule."""
+    least = min(steps_s)
+    ties = [index for index, step_s in enumerate(steps_s) if step_s <= least * (1 + TIE_TOLERANCE)]
+    ranks = [*SCHEDULES, PIPEDREAM]
+    return min(ties, key=lambda index: (ranks.index(schedules[index]), steps_s[index]))
 
 
 def _shapes(candidate: Candidate) -> list[tuple[int, int, tuple[int, ...], float]]:
@@ -287,24 +395,6 @@ def _fit_memory(
     return None, first_error
 
 
-def _corrected_queue(
-    search: SearchState, queue: Sequence[Candidate], candidate: Candidate, missed: OverfullError, limit_s: float
-) -> list[Candidate]:
-    """The queue with new candidates of the same microbatch count, from the corrected memory estimates."""
-    m, base_schedule = candidate.microbatches, search.space.base_schedule
-    others = [other for other in queue if other.microbatches != m]
-    corrected = [
-        other
-        for other in corrected_candidates(search, m, missed.beside, limit_s)
-        if _shapes(other) != _shapes(candidate)
-    ]
-    if base_schedule not in search.space.schedules:
-        corrected = with_other_schedules(search, corrected)
-    else:
-        others += [other for other in queue if other.schedule != base_schedule and other.microbatches == m]
-    return sorted([*others, *corrected], key=lambda other: other.clock_s)
-
-
 def _build_interruptibly(search: SearchState, candidate: Candidate, has_plans: bool, built: BuiltStages) -> Plan:
     """The plan of a candidate. While there is no plan yet (not ``has_plans``), one Ctrl-C ends the search only after
     this plan is complete."""
@@ -329,6 +419,7 @@ def with_provenance(search: SearchState, plan: Plan, others: Sequence[dict[str, 
         "cluster": search.cluster.fingerprint(),
         "strategy": None if search.strategy is None else search.strategy.to_json(),
         "constraints": [text for _, text in search.constraints.said],
+        "clocks": [[clock_s, step_s] for clock_s, step_s in search.clocks],
     }
     notes = (*_notes(search, plan), *plan.prediction.notes)
     prediction = replace(plan.prediction, alternatives=tuple(others), notes=notes)
@@ -344,6 +435,12 @@ def _notes(search: SearchState, plan: Plan) -> list[str]:
         notes += delay_notes(plan)
     if search.cut_short:
         notes.append(f"the search ended early, as {search.cut_short}: the bound is of what it had seen")
+    shapes = {(len(stage.devices), stage.mesh_shape) for stage in plan.stages}
+    if len(shapes) > 1 and isfinite(search.regular_s):
+        slower = search.regular_s / plan.prediction.step_s - 1
+        notes.append(
+            f"irregular: its stages differ in their meshes; the best plan of equal ones is {slower:.1%} slower"
+        )
     idle = plan.num_devices - sum(len(stage.devices) for stage in plan.stages)
     if idle:
         notes.append(f"{idle} of {plan.num_devices} devices stay idle")

@@ -28,10 +28,10 @@ from ..errors import InfeasibleError
 from ..ir.spec import parse_pair
 from ..plan.plan import RECOMPUTE_MODES
 from ..text import bytes_text
-from .explore import anything_fits, nearest_misses
 from .parallel_shape import divisors_of
 from .space import Space, microbatch_counts, submeshes
 from .state import Miss, SearchState, prepare_search
+from .tables import tables_of
 
 __all__ = ["infeasible_error", "nearest_miss"]
 
@@ -51,7 +51,7 @@ def infeasible_error(search: SearchState) -> InfeasibleError:
             f"no plan keeps the constraints on {search.cluster.name}, but got {named}: without {each} a plan fits; "
             f"drop {'it' if len(guilty) == 1 else 'one of them'}"
         )
-    misses = nearest_misses(search)
+    misses = tables_of(search).misses()
     if not misses:
         return InfeasibleError(
             f"no microbatch count of global_batch {search.global_batch} suits this model "
@@ -98,7 +98,7 @@ def _possible(search: SearchState, cluster: Cluster | None = None, **instead: An
         other.memory_share = search.memory_share
         if other.resolved == search.resolved:
             other.samples = search.samples  # what rules say of the ops of the same layers
-        return anything_fits(other)
+        return tables_of(other).fits()
     except ValueError:
         return False
 

@@ -1,4 +1,4 @@
-"""Lower bounds per (submesh, microbatch count, memory multiplier), and the bounds on step times that follow from them.
+"""Lower bounds of runs of layers per (submesh, microbatch count, memory multiplier), and of a step by its least work.
 
 A memory multiplier is a price in seconds per byte. Its unit is the price at which a stage's whole memory costs as much
 as its whole time. The multiplier of a byte saved for backward, which counts once per microbatch in flight, is the same
@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from math import inf, isfinite, log2
+from math import inf, log2
 
 import numpy as np
 
 from ...costmodel.memory import usable_bytes
-from ..cost.gradient_reduction import lower_by_overlap, max_hidden_seconds, raise_by_overlap
+from ..cost.gradient_reduction import max_hidden_seconds
 from ..cost.pricing import MeshPricer
 from ..intra_op.vectorised.cases import Case, Cases, Samples
 from ..intra_op.vectorised.interval_tables import IntervalComposer, IntervalTables, Row
 from ..intra_op.vectorised.layer_tables import Level
 from ..intra_op.vectorised.section import build_case_section
 from ..ir.graph import rescale, types_of
-from ..pipeline.stage_dp import bound_of
 from ..pipeline.table import LagrangianBound, LowerBounds, StageOption
 from ..pipeline.table import StageConstraints as Cuts
 from .parallel_shape import divide
 from .space import Submesh, forced_submeshes, microbatch_counts, submeshes
-from .state import LIMIT_SLACK, SearchState, batch_bytes
+from .state import SearchState, batch_bytes
 
-__all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "PROOF_GAP", "RowGroup", "SearchBounds", "row_groups"]
+__all__ = ["LARGEST_MULTIPLIER", "NO_MULTIPLIER", "RowGroup", "SearchBounds", "row_groups"]
 
 
 # Memory multipliers: (factor of the unit, microbatches in flight that a saved byte counts for). The unit is a stage's
@@ -39,15 +38,13 @@ LARGEST_MULTIPLIER = (1e4, 2.0)
 LEAN_MULTIPLIERS = ((0.12, 1.0), (0.12, 4.0), (0.12, 16.0), (0.5, 1.0))
 MULTIPLIER_OCTAVES = 0.25  # multipliers are rounded to powers of 2 so far apart, so that similar requests share rows
 LARGEST_OCTAVES = 8.0  # the same for the largest multiplier
-LADDER_GAP = 1.02  # of the bound: first pipelines closer than that need no further multipliers
-PROOF_GAP = 0.02  # of the best plan: bounds that far below it are lifted further
 SPARE_FULLNESS = 0.15  # of the memory: if the leanest strategies take less, no multiplier is needed
 PACE_LEVEL = Level(step_share=0.0)
 STEP_LEVEL = Level()
 
 
 class SearchBounds:
-    """Lower bounds and tables by (submesh, microbatches, level), and a bound per microbatch count."""
+    """Lower bounds and tables by (submesh, microbatches, level), and the least work per microbatch count."""
 
     def __init__(self, search: SearchState) -> None:
         self.search = search
@@ -66,15 +63,14 @@ class SearchBounds:
         )
         self.counts = [m for m in asked if m in search.constraints.microbatches and _fits(search, m)]
         self.levels: list[Level] = [PACE_LEVEL, STEP_LEVEL]
-        self.best = inf  # seconds of the best plan so far: what is slower does not matter
         self.usable = np.array(usable_bytes(cluster)) - batch_bytes(search)
         self.hidden_s = max_hidden_seconds(
             search.graph, cluster, search.optimizer, (sub.shape for sub in self.submeshes)
         )
         self._starts = {0, *accumulate(host.num_devices for host in cluster.hosts)}  # devices that hosts begin with
-        self._ends: dict[int, np.ndarray] = {}  # microbatches → least seconds of messages [submeshes, 2, borders]
+        self._ends: dict[tuple[Submesh, int], np.ndarray] = {}  # least seconds of messages [2, borders]
+        self._units: dict[tuple[int, float], float] = {}
         self._share: dict[int, float] = {}  # microbatches → seconds of a step if all devices were equally busy
-        self.rows_in_use: dict[int, Sequence[tuple[Submesh, int]]] = {}  # microbatches → the rows last looked at
         self.groups = row_groups(search, self.submeshes, self.counts, self.levels)
         self.cuts = Cuts(
             frozenset(search.resolved.cuts),
@@ -87,12 +83,15 @@ class SearchBounds:
         num = len(self.search.layering.layers)
         return num, num + 1
 
-    def _level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
+    def level(self, m: int, factor: float, flight: float, step_share: float = 1.0, weight_share: float = 1.0) -> int:
         """The number of the level with ``factor`` units as multiplier of a byte, and ``flight`` times that of a saved
         byte."""
-        whole = [self._least_pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
-        room = max(float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
-        unit = min(whole) / room  # a device's seconds per byte, at the work of the whole model
+        share = self.search.memory_share
+        if (m, share) not in self._units:
+            whole = [self.least_pace(sub, m)[0, -1] * sub.num_devices for sub in self.submeshes]
+            room = max(share * float(self.usable.sum()), 1.0)  # a step's batch may be more than there is
+            self._units[m, share] = min(whole) / room
+        unit = self._units[m, share]  # a device's seconds per byte, at the work of the whole model
         octaves = LARGEST_OCTAVES if factor == LARGEST_MULTIPLIER[0] else MULTIPLIER_OCTAVES
         unit = factor * 2.0 ** (octaves * round(log2(unit) / octaves)) if 0 < unit < inf else 0.0
         level = Level(byte=unit, saved_byte=unit * min(flight, m), step_share=step_share, weight_share=weight_share)
@@ -100,83 +99,83 @@ class SearchBounds:
             self.levels.append(level)
         return self.levels.index(level)
 
-    def bounded_levels(self, m: int) -> list[int]:
-        """The levels at which the lower bounds of all submeshes are known, with all seconds of a microbatch; if more
-        than a little overlaps with compute, those without per-step work."""
-        paced = self.overlaps_reduction(m)
-        fit = [
-            n for n, one in enumerate(self.levels) if n and one.weight_share == 1.0 and not (paced and one.step_share)
-        ]
-        return [n for n in fit if all(self._lower_bound(sub, m, n) is not None for sub in self.submeshes)]
-
     def lean_levels(self, m: int, split: bool, ends: bool) -> list[int]:
         """Levels that bound a microbatch closely, with their lower bounds made.
 
         split: also bound a microbatch's way there and back where the backward is split. ends: also take the smallest
         and the largest multiplier.
         """
-        levels = [self._level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
-        levels += [self._level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
+        levels = [self.level(m, *one) for one in (NO_MULTIPLIER, LARGEST_MULTIPLIER) if ends]
+        levels += [self.level(m, *one, step_share=0.0) for one in LEAN_MULTIPLIERS]
         if split:
             levels += [
-                self._level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *LEAN_MULTIPLIERS)
+                self.level(m, *one, step_share=0.0, weight_share=0.0) for one in (NO_MULTIPLIER, *LEAN_MULTIPLIERS)
             ]
-        self._bound([(sub, m, n) for n in levels for sub in self.submeshes])
+        self.bound([(sub, m, n) for n in levels for sub in self.submeshes])
         return list(dict.fromkeys(levels))
 
     def array(self, name: str, sub: Submesh, m: int, price: int) -> np.ndarray:
         """One array [L, L + 1] of a submesh's tables."""
-        return self._group(sub).array(name, sub, m, price)
+        return self.group(sub).array(name, sub, m, price)
 
-    def _group(self, sub: Submesh) -> RowGroup:
+    def peak_bytes(self, sub: Submesh, m: int) -> np.ndarray:
+        """[L, L + 1] the bytes that some op of a run of layers takes while it runs, at the least."""
+        group = self.group(sub)
+        variant = group.variant(sub, m)
+        peaks = np.array([float(group.composer.peak_bytes(k)[variant]) for k in range(self._shape[0])])
+        runs = np.where(np.arange(len(peaks)) >= np.arange(len(peaks))[:, None], peaks, 0.0)
+        return np.concatenate([np.zeros((len(peaks), 1)), np.maximum.accumulate(runs, axis=1)], axis=1)
+
+    def group(self, sub: Submesh) -> RowGroup:
+        """The group whose composer makes the rows of a submesh."""
         return next(group for group in self.groups if sub in group.places)
 
-    def _option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
+    def option(self, sub: Submesh, number: int, level: int, room: float, beside: float = 0.0) -> StageOption:
         """One option of a pipeline table. room: the fraction of the memory that plans may fill; beside: bytes of it
         that tables do not know of."""
         part = self.search.memory_share * room
         limits = tuple(part * float(self.usable[d : d + sub.num_devices].min()) - beside for d in sub.offsets)
         return StageOption(sub.num_devices, sub.offsets, limits, number, level, self._starts.isdisjoint(sub.offsets))
 
-    def _compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+    def compose(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the intervals of these (submesh, microbatches, level)."""
         for group in self.groups:
             if rows := group.uncomposed([case for case in cases if case[0] in group.places]):
                 group.compose(group.composer.intervals(rows))
 
-    def _bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
+    def bound(self, cases: Sequence[tuple[Submesh, int, int]]) -> None:
         """Make the lower bounds of these (submesh, microbatches, level)."""
         for group in self.groups:
             if rows := group.unbounded([case for case in cases if case[0] in group.places]):
                 group.bound(rows, *group.composer.floors(rows))
 
-    def _lower_bound(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
-        return self._group(sub).floor(sub, m, level)
+    def lower_bound(self, sub: Submesh, m: int, level: int) -> np.ndarray | None:
+        """[L, L + 1] the least objective of a run of layers; None if it was not made."""
+        return self.group(sub).floor(sub, m, level)
 
-    def _least_pace(self, sub: Submesh, m: int) -> np.ndarray:
+    def least_pace(self, sub: Submesh, m: int) -> np.ndarray:
         """[L, L + 1] the least seconds of a microbatch, whatever the bytes."""
-        found = self._lower_bound(sub, m, 0)
+        found = self.lower_bound(sub, m, 0)
         assert found is not None
         return found
 
     # ---- lower bounds
 
-    def compute_lower_bounds(self) -> None:
-        """Bound the step of every microbatch count by its least work, evenly on all devices."""
-        search = self.search
-        with search.timed("floors"):
-            self._bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
-            lean = self.submeshes if search.small else self._widest  # proofs of small graphs need all of them
-            self._bound([(sub, m, self._level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in lean])
-            for m in self.counts:
-                self._share[m] = m * self._least_work(m) / search.cluster.num_devices
-                search.bounds[m, search.space.base_schedule] = self._share[m]
+    def compute_pace_bounds(self) -> None:
+        """Bound the seconds per microbatch of every run of layers, and the step of every microbatch count by its least
+        work, evenly on all devices."""
+        if self._share:
+            return
+        with self.search.timed("floors"):
+            self.bound([(sub, m, 0) for m in self.counts for sub in self.submeshes])
+            self.bound([(sub, m, self.level(m, *LARGEST_MULTIPLIER)) for m in self.counts for sub in self._widest])
+            self._share = {m: m * self._least_work(m) / self.search.cluster.num_devices for m in self.counts}
 
     def _least_work(self, m: int) -> float:
         """The least device-seconds of a microbatch: the sum over layers, each on its best submesh."""
         work = []
         for sub in self.submeshes:
-            pace = np.diagonal(self._least_pace(sub, m), 1) - self._group(sub).actions(sub, m)
+            pace = np.diagonal(self.least_pace(sub, m), 1) - self.group(sub).actions(sub, m)
             work.append(sub.num_devices * np.maximum(pace, 0.0))
         return float(np.min(work, axis=0).sum())
 
@@ -185,77 +184,53 @@ class SearchBounds:
         under every schedule."""
         return self._share[m]
 
-    def bound(self, m: int) -> float:
-        """The lower bound on plans with m microbatches under the base schedule."""
-        return self.search.bounds[m, self.search.space.base_schedule]
-
-    def overlaps_reduction(self, m: int) -> bool:
-        """True if more than a little of a step may overlap with compute, so that the seconds per microbatch alone bound
-        better."""
-        hidden = self.hidden_s / self.best if isfinite(self.best) and self.best else 0.0
-        return lower_by_overlap(1.0, m, self.search.cluster, hidden) < 1 - PROOF_GAP
-
     def fits_unconstrained(self, m: int) -> bool:
         """True if the leanest strategies leave most of the memory free, so that no memory multiplier is needed."""
         return self.min_memory_fraction(m) < SPARE_FULLNESS
 
     def min_memory_fraction(self, m: int) -> float:
         """The fraction of a device's memory that the leanest strategies take if all devices are one stage."""
-        level = self._level(m, *LARGEST_MULTIPLIER)
+        level = self.level(m, *LARGEST_MULTIPLIER)
         byte = self.levels[level].byte
-        wide = [self._lower_bound(sub, m, level) for sub in self._widest]
+        wide = [self.lower_bound(sub, m, level) for sub in self._widest]
         least = min((float(floor[0, -1]) / byte for floor in wide if floor is not None), default=inf) if byte else 0.0
-        return least / max(float(self.usable.min()), 1.0)
+        return least / max(self.search.memory_share * float(self.usable.min()), 1.0)
 
     @cached_property
     def _widest(self) -> list[Submesh]:
         """Submeshes of all devices."""
         return [sub for sub in self.submeshes if sub.num_devices == len(self.usable)]
 
-    def gains_from_memory(self, m: int, first_s: float) -> bool:
-        """True if pipelines with m microbatches may get faster than their first one, and than the best of all, by
-        saving memory."""
-        return self.bound(m) < min(self.best, first_s / LADDER_GAP)
-
-    def _lift(self, m: int, priced: Sequence[int]) -> float:
-        """Lift the bound of a count by its lower bounds at these levels, and return it."""
-        search, base_schedule = self.search, self.search.space.base_schedule
-        most = raise_by_overlap(self.best, m, search.cluster, self.hidden_s)
-        stages = self.lower_bounds_of(m, priced)
-        least_s = bound_of(stages, search.cluster.num_devices, m, base_schedule, self.cuts, most, 0)
-        bound_s = lower_by_overlap(least_s, m, search.cluster, self.hidden_s)
-        search.bounds[m, base_schedule] = max(search.bounds[m, base_schedule], bound_s)
-        return bound_s
-
-    def lower_bounds_of(self, m: int, priced: Sequence[int], messages: bool = True) -> LowerBounds:
-        """Lower bounds of all submeshes: seconds per microbatch and, at the levels ``priced``, Lagrangian values."""
-        shape = len(self.submeshes), *self._shape
+    def lower_bounds_of(self, m: int, priced: Sequence[int], subs: Sequence[Submesh] = ()) -> LowerBounds:
+        """Lower bounds of some submeshes, by default all: seconds per microbatch, messages and, at the levels
+        ``priced``, Lagrangian values."""
+        subs = subs or self.submeshes
+        shape = len(subs), *self._shape
         rows = []
         for number in priced:
             value = np.zeros(shape)  # nothing is known of a submesh that was not looked at
-            for o, sub in enumerate(self.submeshes):
-                found = self._lower_bound(sub, m, number)
+            for o, sub in enumerate(subs):
+                found = self.lower_bound(sub, m, number)
                 if found is not None:
                     value[o] = found
             level = self.levels[number]
-            value = np.maximum(value - level.byte * self._copies, 0.0)  # every use counts a copy, one is
+            value = np.maximum(value - level.byte * self.copies, 0.0)  # every use counts a copy, one is
             trip = level.weight_share < 1.0
             rows.append(LagrangianBound(level.byte, level.saved_byte, value, level.step_share > 0.0, trip))
-        pace = np.stack([self._least_pace(sub, m) for sub in self.submeshes])
-        options = tuple(self._option(sub, o, 0, LIMIT_SLACK) for o, sub in enumerate(self.submeshes))
-        enter, behind = self._messages(m) if messages else (None, None)
+        pace = np.stack([self.least_pace(sub, m) for sub in subs])
+        options = tuple(self.option(sub, o, 0, 1.0) for o, sub in enumerate(subs))
+        ends = np.stack([self.least_messages(sub, m) for sub in subs])
+        enter, behind = np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
         return LowerBounds(options, pace, transfer_s=behind, entry_s=enter, rows=tuple(rows))
 
-    def _messages(self, m: int) -> tuple[np.ndarray, np.ndarray]:
-        """[submeshes, L, L + 1] each: the least seconds to receive what crosses the border before a stage, and to get
-        the gradients back of what crosses the border behind it."""
-        if m not in self._ends:
-            self._ends[m] = np.stack([self._group(sub).least_messages(sub, m) for sub in self.submeshes])
-        ends, shape = self._ends[m], (len(self.submeshes), *self._shape)
-        return np.broadcast_to(ends[:, 0, :-1, None], shape), np.broadcast_to(ends[:, 1, None, :], shape)
+    def least_messages(self, sub: Submesh, m: int) -> np.ndarray:
+        """[2, borders] the least seconds to receive what crosses each border, and to get its gradients back."""
+        if (sub, m) not in self._ends:
+            self._ends[sub, m] = self.group(sub).least_messages(sub, m)
+        return self._ends[sub, m]
 
     @cached_property
-    def _copies(self) -> np.ndarray:
+    def copies(self) -> np.ndarray:
         """[L, L + 1] bytes of the copies of shared weights that tables count too much: every use counts one, the stage
         holds one."""
         search, copies = self.search, np.zeros(self._shape)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
+from typing import NamedTuple, Protocol
 
 from ...costmodel.cluster import Cluster, Mesh
 from ...costmodel.collectives import mesh_prices, p2p_seconds
@@ -22,10 +23,30 @@ from ..ir.spec import Spec, local_shape, without_partials
 from ..pipeline.families import PIPEDREAM, generate
 from ..pipeline.schedule import Edge
 from ..pipeline.simulate import Simulation, simulate, simulate_steady_state
-from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer, parameter_stages
+from ..plan.plan import GradientReduction, Plan, Stage, StagePrediction, Transfer
 from ..plan.tensor_codecs import coder_seconds, wire_share
 
-__all__ = ["StepPrediction", "merge_chunks", "predict", "simulate_plan", "simulate_stages", "weight_seconds"]
+__all__ = [
+    "Holder",
+    "StepPrediction",
+    "loss_seconds",
+    "merge_chunks",
+    "predict",
+    "simulate_plan",
+    "simulate_stages",
+    "tied_seconds",
+    "weight_seconds",
+]
+
+
+class Placed(Protocol):
+    """Anything on the devices of a logical mesh."""
+
+    @property
+    def devices(self) -> Sequence[int]: ...
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -58,9 +79,9 @@ def predict(
     num_chunks = max(len(stage.chunks) for stage in stages)
     chunks = num_chunks if num_chunks > 1 else None
     transfers, posts = _messages(graph, cluster, needs_grad, stages, code)
-    once = _tied(graph, cluster, optimizer, needs_grad, stages)
-    for index, seconds in enumerate(_loss(graph, cluster, stages)):
-        once[index]["loss"] += seconds
+    tied = tied_seconds(graph, cluster, optimizer, needs_grad, [_holder(stage) for stage in stages])
+    told = _loss(graph, cluster, stages)
+    once = [{name: seconds for name, seconds in (("tied", t), ("loss", told)) if seconds} for t in tied]
     received: defaultdict[int, float] = defaultdict(float)
     for transfer in transfers:
         received[transfer.target] += transfer.forward_s + transfer.backward_s
@@ -173,7 +194,7 @@ def _messages(
 
 
 def _message(
-    cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+    cluster: Cluster, kind: TensorType, here: tuple[Placed, Spec], there: tuple[Placed, Spec], code: str = "none"
 ) -> float:
     """Seconds until every device of ``there`` has its part of a tensor that lies on ``here``."""
     (source, _), (target, _) = here, there
@@ -184,7 +205,7 @@ def _message(
 
 
 def _post(
-    cluster: Cluster, kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+    cluster: Cluster, kind: TensorType, here: tuple[Placed, Spec], there: tuple[Placed, Spec], code: str = "none"
 ) -> float:
     """Seconds that a device of ``here`` spends on encoding and starting its share of these messages."""
     (source, spec), (target, _) = here, there
@@ -194,14 +215,14 @@ def _post(
     return started + _coding(cluster, kind, source, spec, code)
 
 
-def _coding(cluster: Cluster, kind: TensorType, stage: Stage, spec: Spec, code: str) -> float:
+def _coding(cluster: Cluster, kind: TensorType, stage: Placed, spec: Spec, code: str) -> float:
     """Seconds that a device spends on encoding its block, or decoding it."""
     elements = prod(local_shape(kind.shape, spec, stage.mesh_shape))
     return elements * coder_seconds(code, kind, cluster.device(stage.devices[0]))
 
 
 def _tiles(
-    kind: TensorType, here: tuple[Stage, Spec], there: tuple[Stage, Spec], code: str = "none"
+    kind: TensorType, here: tuple[Placed, Spec], there: tuple[Placed, Spec], code: str = "none"
 ) -> tuple[int, float]:
     """(blocks of the source that one target device's block touches, bytes of each); each is a message."""
     (source, sent), (target, wanted) = here, there
@@ -210,7 +231,7 @@ def _tiles(
     return count, size / count
 
 
-def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:
+def _parts(kind: TensorType, spec: Spec, stage: Placed) -> list[int]:
     parts = [1] * len(kind.shape)
     for placement, size in zip(spec, stage.mesh_shape):
         if placement.is_shard:
@@ -221,43 +242,56 @@ def _parts(kind: TensorType, spec: Spec, stage: Stage) -> list[int]:
 # ---- the end of the step
 
 
-def _loss(graph: Graph, cluster: Cluster, stages: Sequence[Stage]) -> list[float]:
-    """Seconds by stage until everyone knows the loss."""
+def _loss(graph: Graph, cluster: Cluster, stages: Sequence[Stage]) -> float:
+    """Seconds until everyone knows the loss, once its stage has it."""
     losses = [result.node for result in graph.results if result.kind == "loss"]
     holder = [s for s, stage in enumerate(stages) for chunk in stage.chunks if losses and losses[0] in chunk.ops]
-    if not holder or len(stages[holder[-1]].devices) == cluster.num_devices:
-        return [0.0] * len(stages)
+    return loss_seconds(graph, cluster, len(stages[holder[-1]].devices)) if holder else 0.0
+
+
+def loss_seconds(graph: Graph, cluster: Cluster, num_devices: int) -> float:
+    """Seconds until everyone knows the loss that a stage of so many devices has."""
+    losses = [result.node for result in graph.results if result.kind == "loss"]
+    if not losses or num_devices == cluster.num_devices:
+        return 0.0
     world = mesh_prices(cluster, Mesh.of(cluster, 0, (cluster.num_devices,)))[0]
-    nbytes = graph.by_name()[losses[0]].meta["type"].dtype.itemsize
-    return [world.seconds("broadcast", nbytes)] * len(stages)
+    return world.seconds("broadcast", graph.by_name()[losses[0]].meta["type"].dtype.itemsize)
 
 
-def _tied(
-    graph: Graph, cluster: Cluster, optimizer: str, needs_grad: frozenset[str], stages: Sequence[Stage]
-) -> list[defaultdict[str, float]]:
-    """By stage {"tied": seconds} to exchange the gradients and values of parameters that several stages hold."""
-    once: list[defaultdict[str, float]] = [defaultdict(float) for _ in stages]
-    holders = parameter_stages(stages)
+class Holder(NamedTuple):
+    """The devices of a stage, and how its parameters are placed where ops read them, by name."""
+
+    devices: Sequence[int]
+    mesh_shape: tuple[int, ...]
+    specs: Mapping[str, Spec]
+
+
+def _holder(stage: Stage) -> Holder:
+    return Holder(stage.devices, stage.mesh_shape, {name: home.compute.value for name, home in stage.homes.items()})
+
+
+def tied_seconds(
+    graph: Graph, cluster: Cluster, optimizer: str, needs_grad: frozenset[str], stages: Sequence[Holder]
+) -> list[float]:
+    """Seconds by stage to exchange the gradients and values of parameters that several stages hold: copies send their
+    gradients to the first, and get the new values back."""
+    once = [0.0] * len(stages)
     for node in graph.placeholders("parameter"):
         source, kind = node.meta["source"], node.meta["type"]
-        owner, *others = holders.get(source.name, (0,))
+        owner, *others = [index for index, stage in enumerate(stages) if source.name in stage.specs] or (0,)
         if not others or not source.requires_grad or node.name not in needs_grad:
             continue
-        home = (stages[owner], _spec(stages[owner], source.name))
-        pricer = MeshPricer(cluster, stages[owner].devices[0], stages[owner].mesh_shape, optimizer)
+        home = stages[owner], stages[owner].specs[source.name]
+        pricer = MeshPricer(cluster, home[0].devices[0], home[0].mesh_shape, optimizer)
         for other in others:
-            away = (stages[other], _spec(stages[other], source.name))
+            away = stages[other], stages[other].specs[source.name]
             sums = gradient_type(kind, graph.mixed)
             up, down = _message(cluster, sums, away, home), _message(cluster, kind, home, away)
-            there = MeshPricer(cluster, stages[other].devices[0], stages[other].mesh_shape, optimizer)
+            there = MeshPricer(cluster, away[0].devices[0], away[0].mesh_shape, optimizer)
             copy_s = 2 * there.local_bytes(kind, away[1]) / there.device.memory_bytes_per_s
-            once[owner]["tied"] += up + pricer.add_seconds(sums, home[1]) + down
-            once[other]["tied"] += up + down + copy_s
+            once[owner] += up + pricer.add_seconds(sums, home[1]) + down
+            once[other] += up + down + copy_s
     return once
-
-
-def _spec(stage: Stage, name: str) -> Spec:
-    return stage.homes[name].compute.value
 
 
 def simulate_plan(plan: Plan) -> Simulation:

@@ -21,9 +21,9 @@ from math import inf
 
 from ..plan.plan import Plan
 from .build_plan import BuiltStages, build_plan, estimated_bytes, excess_bytes, stage_limits, with_measured_memory
-from .other_schedules import TIE_TOLERANCE
+from .irregular import LADDER
 from .space import CHUNKED
-from .state import INTERRUPTED, LIMIT_SLACK, Candidate, SearchState, same_decisions
+from .state import INTERRUPTED, TIE_TOLERANCE, Candidate, SearchState, same_decisions
 from .tables import NO_LIMIT, tables_of
 
 __all__ = ["can_refine", "refine_plans", "time_to_beat"]
@@ -31,7 +31,7 @@ __all__ = ["can_refine", "refine_plans", "time_to_beat"]
 PIPELINES_PER_TABLE = 16  # per microbatch count and memory multiplier
 MAX_BUILT_PIPELINES = 60
 MAX_BUILT_OPS = 1000  # ops of all built pipelines together
-CLOCK_TOLERANCE = 1.03  # by which the clock may be above the simulated seconds
+CLOCK_TOLERANCE = 1.1  # by which the clock may be above the simulated seconds, as tied weights are solved anew
 ESTIMATE_TOLERANCE = 1.3  # by which the dynamic program's estimates may be above them
 MAX_FULLNESS = 1.5  # by which tables may be above the bytes that a stage holds
 LIMIT_TOLERANCE = 0.03  # of the bytes of all stages: limits closer than that are alike
@@ -40,8 +40,7 @@ MAX_MEMORY_TRIALS = 10  # limits that are tried for one candidate
 
 def can_refine(search: SearchState) -> bool:
     """True if ``refine_plans`` may find anything here."""
-    thorough = search.tables is not None and search.thorough and not search.cut_short
-    return thorough and search.space.base_schedule in search.space.schedules and search.small
+    return search.small and not search.cut_short and search.space.base_schedule in search.space.schedules
 
 
 def refine_plans(search: SearchState, plans: Sequence[Plan], top_k: int = 1) -> list[Plan]:
@@ -79,13 +78,10 @@ def time_to_beat(plans: Sequence[Plan], top_k: int) -> float:
 
 def _queue(search: SearchState, limit_s: float) -> list[tuple[float, Candidate]]:
     """(the least clock of the candidate's cuts and meshes at any multiplier, the candidate), fastest first."""
-    tables, base_schedule = tables_of(search), search.space.base_schedule
-    tables.best = limit_s * ESTIMATE_TOLERANCE
-    candidates = list(
-        tables.without_memory_limit(
-            [m for m in tables.counts if search.bounds[m, base_schedule] < limit_s], PIPELINES_PER_TABLE
-        )
-    )
+    tables = tables_of(search)
+    counts = [m for m in tables.counts if tables.least_share(m) < limit_s]
+    most_s = limit_s * ESTIMATE_TOLERANCE
+    candidates = list(tables.without_memory_limit(counts, LADDER, most_s, PIPELINES_PER_TABLE))
     least_clock_s, least_fullness = dict[object, float](), dict[object, float]()
     for candidate in candidates:
         cuts = _cuts(candidate)
@@ -129,7 +125,7 @@ def _fitted(search: SearchState, candidate: Candidate, most: float) -> Plan | No
     known: BuiltStages = {}
     for _ in range(MAX_MEMORY_TRIALS):
         plan = build_plan(search, candidate, limits, known)
-        limits = limits or [limit * LIMIT_SLACK for limit in stage_limits(search, plan)]
+        limits = limits or stage_limits(search, plan)
         held = [estimated_bytes(one) for one in plan.prediction.stages]
         if plan.prediction.step_s >= most or any(size > limit for size, limit in zip(held, limits)):
             if not wide:

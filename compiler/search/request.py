@@ -14,6 +14,7 @@ from .space import Space
 
 __all__ = ["PlanRequest"]
 
+REGULAR = ("prefer", "only", "any")
 #: fields that say how to search and how many plans are wanted; the others decide what a plan looks like
 _HOW = ("global_batch", "optimizer", "executable", "time_limit_s", "count", "workers", "alternatives", "space")
 
@@ -37,6 +38,8 @@ class PlanRequest:
     recompute: str | Mapping[str, str] = "auto"
     zero: str | int = "auto"
     sequence: bool = True
+    #: "prefer", "only" or "any" plan of equal device groups under one mesh
+    regular: str = "prefer"
     executable: bool = False
     communication: AskedCommunication = None
     precision: str = "model"
@@ -58,6 +61,12 @@ class PlanRequest:
             words = self.schedule, self.recompute, self.zero, self.sequence, self.executable, self.communication
             object.__setattr__(self, "space", Space.asked(*words))
         check_precision(self.precision)
+        if self.regular not in REGULAR:
+            raise ValueError(f"regular is one of {', '.join(REGULAR)}, but got {self.regular!r}; use one of these")
+        if self.regular == "only" and strategy is not None and strategy.stages:
+            raise ValueError(
+                f"regular plans have equal stages, but got regular='only' and strategy {strategy}; leave out one"
+            )
         self.parsed_constraints()
         if self.global_batch is not None:
             check_batch(self.global_batch, self.microbatches)

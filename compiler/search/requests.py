@@ -21,7 +21,6 @@ from ..ir.graph import Graph
 from ..plan.plan import Plan
 from ..plan.validation import require_valid
 from .driver import best_plans, search_plans, start_search, with_provenance, without_gc
-from .optimality import proof_processes, with_bounds
 from .request import PlanRequest
 from .state import INTERRUPTED, same_decisions
 
@@ -112,8 +111,8 @@ def make_pareto_front(
     begin = time.perf_counter()
     search = start_search(graph, cluster, request, capture_s, progress)
     front: list[Plan] = []
-    with without_gc(), proof_processes(search):
-        front += with_bounds(search, best_plans(search))
+    with without_gc():
+        front += best_plans(search)
         while len(front) < request.count and not search.cut_short:
             search.memory_share = memory_share(front[-1]) * MEMORY_STEP
             try:
@@ -123,7 +122,7 @@ def make_pareto_front(
                 break
             if not smaller:
                 break
-            front += with_bounds(search, smaller)
+            front += smaller
     search.passes["total"] = time.perf_counter() - begin
     return [with_provenance(search, plan, []) for plan in pareto_front(front)]
 

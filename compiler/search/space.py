@@ -24,7 +24,7 @@ from math import prod
 from ...costmodel.cluster import Cluster
 from ..cost.gradient_communication import EXACT, AskedCommunication, Communication
 from ..cost.parameter_sharding import PATTERNS
-from ..pipeline.families import PIPEDREAM, known_schedules
+from ..pipeline.families import EAGER_1F1B, PIPEDREAM, known_schedules
 from ..plan.plan import RECOMPUTE_MODES
 from ..plan.recompute import ALIASES
 from .parallel_shape import Strategy, divisors_of
@@ -33,7 +33,7 @@ __all__ = ["CHUNKED", "SCHEDULES", "Space", "Submesh", "forced_submeshes", "micr
 
 
 CHUNKED = ("interleaved", "zb-v")  # schedules of several chunks per stage
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # from simple to involved
+SCHEDULES = ("1f1b", "gpipe", EAGER_1F1B, "interleaved", "zb-h1", "zb-v")  # from simple to involved
 MAX_POSITIONS = 64  # a submesh is at least this part of the cluster
 MAX_DEVICES_ANY_SIZE = 8  # clusters of up to this many devices are divided in every way
 MAX_HOSTS_ANY_NUMBER = 4  # clusters of up to this many hosts are divided into any number of them
@@ -67,7 +67,7 @@ class Space:
 
     @property
     def base_schedule(self) -> str:
-        """The schedule under which pipelines are searched first: 1F1B, or GPipe if that alone is open."""
+        """The schedule under which it is asked what fits: 1F1B, or GPipe if that alone is open."""
         return "gpipe" if self.schedules == ("gpipe",) else "1f1b"
 
     @classmethod
@@ -255,6 +255,16 @@ def _sites(
             groups.setdefault((inner, *key), []).append(device)
     first: dict[tuple[tuple[int, int], ...], int] = {}
     return [(tuple(at), first.setdefault(key[1:], site_of(at))) for key, at in groups.items()]
+
+
+def stays_inside(cluster: Cluster, sub: Submesh) -> tuple[bool, bool]:
+    """If messages to what lies right in front of a submesh, and right behind it, stay inside a host."""
+    if len(cluster.hosts) == 1:
+        return True, True
+    starts = [0, *accumulate(host.num_devices for host in cluster.hosts)]
+    offset = sub.offsets[0]
+    host = cluster.host_of(offset)
+    return offset != starts[host], offset + sub.num_devices < starts[host + 1]
 
 
 def _inside(cluster: Cluster, offset: int, shape: tuple[int, ...]) -> tuple[bool, ...]:

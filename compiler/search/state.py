@@ -29,7 +29,7 @@ from .space import Space, Submesh, microbatch_counts
 
 __all__ = [
     "INTERRUPTED",
-    "LIMIT_SLACK",
+    "TIE_TOLERANCE",
     "TIMED_OUT",
     "Candidate",
     "Miss",
@@ -45,7 +45,7 @@ __all__ = [
 INTERRUPTED = "it was interrupted"  # why a search ended early, as ``Search.cut_short`` says it
 TIMED_OUT = "the time limit passed"
 SMALL_OPS = 60  # ops of the largest graph that is small
-LIMIT_SLACK = 1.02  # of the memory limit: the most that a stage may really hold
+TIE_TOLERANCE = 1e-3  # of a step: plans within this are as good, and the simpler one is taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,8 +106,12 @@ class SearchState:
     deadline: float = inf
     #: pass → seconds
     passes: dict[str, float] = field(default_factory=dict)
-    #: (microbatches, schedule) → seconds that no plan undercuts
-    bounds: dict[tuple[int, str], float] = field(default_factory=dict)
+    #: (seconds on the clock of candidates, simulated seconds) of the pipelines that were built
+    clocks: list[tuple[float, float]] = field(default_factory=list)
+    #: the step of the best regular plan, where others were looked for beside it
+    regular_s: float = inf
+    #: seconds that no plan undercuts, as far as is proven by now
+    bound_s: float = 0.0
     #: strategies of ops that all cost tables share; made with the first tables
     samples: Samples | None = None
     #: the reason for an early end; empty if the search was not cut short
@@ -122,16 +126,10 @@ class SearchState:
     memory_share: float = 1.0
     #: microbatch counts to search; empty: all
     counts: tuple[int, ...] = ()
-    #: False: only the first pipelines of all counts are wanted
-    thorough: bool = True
     #: the ``SearchTables`` of the search, see ``tables.tables_of``
     tables: object | None = None
     #: processes; all but the first are forks
     workers: int = 1
-    #: the fork (or later call) that lifts ``bounds``
-    proof_task: ForkedTask[dict[tuple[int, str], float]] | None = None
-    #: seconds up to which ``proof_task`` lifts them
-    proof_limit_s: float = 0.0
     #: True: the best plans of the pure strategies are wanted, too
     alternatives: bool = False
     #: the fork that searches for these
@@ -173,12 +171,6 @@ class SearchState:
             modes=self.resolved.modes,
             loose=self.space.loose,
         )
-
-    @property
-    def bound_s(self) -> float:
-        """The lower bound on all plans of the space; 0 before there are any bounds."""
-        open_ = self.space.schedules
-        return min((bound for (_, schedule), bound in self.bounds.items() if schedule in open_), default=0.0)
 
 
 def batch_bytes(search: SearchState) -> float:
@@ -241,9 +233,9 @@ def prepare_search(graph: Graph, cluster: Cluster, request: PlanRequest) -> Sear
 
 @dataclass(frozen=True, eq=False)
 class PurePlan:
-    """The best candidate of a pure strategy, without its rows; or the reason why there is none."""
+    """The best plan of a pure strategy, or the reason why there is none."""
 
-    best: Candidate | None = None
+    plan: Plan | None = None
     why: str = ""
 
 

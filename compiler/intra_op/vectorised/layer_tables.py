@@ -271,27 +271,28 @@ class LayerTemplate:
         return replace(tables, chunks=tuple(chunks))
 
     def floors(self, weights: Weights) -> np.ndarray:
-        """[in states, out states, rows] lower bounds of the objective, rounded down: the minimum where each op and each
-        copy may have a mode of its own. It is exact where multipliers are 0 and some mode recomputes nothing."""
+        """[in states, out states, rows] the least objective of all recompute modes, rounded down."""
         if self.lower is not None:
             return self.lower.floors(weights)
         cost = np.full((*self.possible.shape[:2], len(weights.case)), np.inf)
         into, out = np.nonzero(self.possible.any(axis=2))
         terms = len(self.operators) + len(self.tensors) + 8
         lower = 1.0 - terms * float(np.finfo(np.float32).eps)  # which their sum does not lose, as none is negative
+        modes = range(len(self.modes)) if weights.byte.max() > TIE or weights.saved_byte.max() > TIE else None
 
         def fill(rows: slice) -> None:
             part = weights.part(rows)
-            values = self._values(self._eliminated(part, None, walkable=False), (into, out), len(part.case))
+            values = self._values(self._eliminated(part, modes, walkable=False), (into, out), len(part.case))
             allowed = self.possible[into, out][:, _as_slice(part.case)]
-            cost[into, out, rows] = np.where(allowed, values[:, 0] * lower, np.inf)
+            cost[into, out, rows] = np.where(allowed, values.min(axis=1) * lower, np.inf)
 
-        in_chunks(fill, len(weights.case), chunk_rows(self.recipe))
+        in_chunks(fill, len(weights.case), max(1, chunk_rows(self.recipe) // (len(self.modes) if modes else 1)))
         return cost
 
     def _eliminated(self, weights: Weights, modes: Sequence[int] | None, walkable: bool) -> EliminatedRows:
-        """The elimination of these rows, mode by mode. modes: None for that of ``floors``."""
-        case_indices, kind = _as_slice(weights.case), np.float32 if modes is None else np.float64
+        """The elimination of these rows, mode by mode (None: as if each op had the one that is best for it), in single
+        precision if it need not be walked."""
+        case_indices, kind = _as_slice(weights.case), np.float64 if walkable else np.float32
         costs = [terms.objective(weights, case_indices, modes) for terms in self.operators]
         costs += [np.broadcast_to(b.joined(costs), (len(b.choices), costs[0].shape[1])) for b in self.borders]
         for operator in (i for border in self.borders for i in border.operators):

@@ -1,0 +1,576 @@
+"""Regular pipelines: equal groups of devices under one logical mesh, with equally many virtual stages each.
+
+A *case* is a schedule on p device groups with v virtual stages (*chunks*) each, S = p v in all, and a table whose
+options are one mesh at several memory multipliers (*levels*) and *sites* (places whose messages cost differently).
+Group k lies at the k-th leftmost place, as Megatron lays its pipelines: several groups in a host where they fit. Its
+chunks D_k are those of ``families.virtual_order``.
+
+Cuts. With one chunk per group the cuts and the level of every stage are those of least W (``stage_dp``), by a dynamic
+program over stages and layers that knows the memory of each stage exactly::
+
+    W(k, i) = min over j, levels that fit of  max(m t + σ, φ t + x + W(k + 1, j))         φ: ``fill_share``
+
+and those of the most even division, where that is another.
+
+With several chunks, one program finds the least largest chunk, another the division that is most even under it (least
+Σ t²). Then every group takes the levels of its chunks with which it is fastest within its memory (every combination of
+levels is compared), and the division is made again for these levels, while that gets faster.
+
+Memory of group k: Σ resident + the most that is saved at any time + the largest transient; what is in flight of each
+chunk is read off the schedule (``in_flight_by_chunk``), because a loss's large saved bytes are held only briefly.
+
+Bounds. T_k = Σ_{c ∈ D_k} t_c is a group's load. By the proof in ``bounds``, with the chunks in place of stages, every
+sound schedule takes at least ::
+
+    one chunk     the least W over all cuts, on lower bounds of t                interleaved   Σ_{c<k} t_c + m T_k
+    zb-h1, zb-v   m T_k
+
+A level (λ, μ), seconds per resident byte and per saved byte, says t_c + λ r_c + μ s_c ≥ value_c for every choice. At
+some time group k holds h_c microbatches of each of its chunks, so that Σ (r_c + h_c s_c) ≤ M, and with θ_c = min(1,
+λ h_c / μ)
+
+    T_k ≥ Σ_{c ∈ D_k} (pace_c + θ_c (value_c − pace_c)) − λ M
+
+``case_bounds`` are on all cuts, ``close_bound`` and ``RegularAnswer.bound_s`` on the cuts that are looked at: they
+speak of the space in which layers are dealt to chunks evenly. Under zb-h1 ``case_bounds`` also have W on t without the
+gradients of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .families import PIPEDREAM, generate, in_flight_formula, virtual_order
+from .recurrence import fill_share
+from .table import Floats, Pipeline, PipelineTable, StageChoice, StageConstraints
+
+__all__ = [
+    "Case",
+    "MeshTable",
+    "RegularAnswer",
+    "allowed_runs",
+    "case_bounds",
+    "close_bound",
+    "dual_levels",
+    "groups_that_fit",
+    "in_flight_by_chunk",
+    "mesh_bound",
+    "places",
+    "representative_microbatches",
+    "solve_case",
+]  # fmt: skip
+
+_PERIODS = 3  # groups of about p microbatches: after so many a schedule repeats itself
+_ROUNDS = 3  # times that the layers are divided again for other levels
+_TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is the same
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A schedule on ``groups`` device groups with ``chunks`` virtual stages each."""
+
+    groups: int
+    schedule: str
+    chunks: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class MeshTable:
+    """The costs of one mesh: option ``level · sites + site`` of ``table``, and bounds [levels, L, L + 1].
+
+    near: by site, if messages to the group in front and behind are priced as inside a host; hosts: by group, its host.
+    whole: True if seconds t in ``value`` have a stage's work per step, divided by the microbatches, in them.
+    value: the least of t + byte · resident + saved_byte · saved of any choice; pace: the least seconds whatever the
+    bytes; trip: these without the gradients of weights; peak: the bytes that a run of layers takes beside at some time,
+    whatever is chosen.
+    """
+
+    table: PipelineTable
+    sites: int
+    pace: Floats
+    value: Floats
+    byte: Floats
+    saved_byte: Floats
+    trip: Floats  # [L, L + 1], as ``pace`` and ``peak``
+    peak: Floats
+    near: Sequence[tuple[bool, bool]]
+    hosts: Sequence[int]
+    whole: bool = True
+
+    @property
+    def levels(self) -> int:
+        """Levels of each site."""
+        return len(self.table.options) // self.sites
+
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """(device offset, site) of the groups, leftmost first."""
+        return places(
+            [option.offsets for option in self.table.options[: self.sites]], self.table.options[0].num_devices
+        )
+
+    def messages(self, at: Sequence[tuple[int, int, int]], groups: Sequence[int]) -> list[tuple[float, float]]:
+        """Seconds of a message ahead and back across each border between chunks (option, first layer, end layer) of
+        these groups, by where the groups really lie."""
+        found = []
+        for (one, other), (a, b) in zip(pairwise(at), pairwise(groups)):
+            if a == b:
+                found.append((0.0, 0.0))
+                continue
+            inside = self.hosts[a] == self.hosts[b]
+            behind, before = (self._option(option, side, inside) for option, side in ((one[0], 1), (other[0], 0)))
+            assert self.table.entry_s is not None
+            ahead, back = self.table.entry_s[before, *other[1:]], self.table.transfer_s[behind, *one[1:]]
+            found.append((float(ahead), float(back)))
+        return found
+
+    def _option(self, option: int, side: int, inside: bool) -> int:
+        """The option of the same level whose messages to one side are priced so; the option itself if there is none."""
+        level, site = divmod(option, self.sites)
+        sites = [site, *range(self.sites)]
+        return level * self.sites + next((one for one in sites if self.near[one][side] == inside), site)
+
+    @cached_property
+    def most_bytes(self) -> float:
+        """The most bytes that any device has."""
+        return max(max(option.limit_bytes, default=0.0) for option in self.table.options)
+
+    def least_seconds(self, flight: int, allowed: NDArray[np.bool_]) -> Floats:
+        """[L, L + 1] the least seconds per microbatch of a stage with so many in flight."""
+        room = self.most_bytes - self.peak
+        prices = np.maximum(self.byte, self.saved_byte / flight)
+        bound = np.maximum(self.pace, (self.value - prices[:, None, None] * room).max(axis=0, initial=0.0))
+        return np.where(allowed & (room >= 0), bound, inf)
+
+    def limit(self, group: int) -> float:
+        """Bytes of each device of a group."""
+        offset, site = self.places[group]
+        return self.table.options[site].limit(offset)
+
+
+@dataclass(frozen=True)
+class RegularAnswer:
+    """The best pipelines of a case (none if nothing fits by the table) and a bound on those with the cuts that were
+    looked at."""
+
+    pipelines: tuple[Pipeline, ...]
+    bound_s: float
+
+
+def places(offsets_by_site: Sequence[Sequence[int]], num_devices: int) -> list[tuple[int, int]]:
+    """(offset, site) of as many groups as there is room for, each at the leftmost offset behind the one before."""
+    found: list[tuple[int, int]] = []
+    end = 0
+    for offset, site in sorted((offset, site) for site, offsets in enumerate(offsets_by_site) for offset in offsets):
+        if offset >= end:
+            found.append((offset, site))
+            end = offset + num_devices
+    return found
+
+
+@lru_cache(maxsize=256)
+def in_flight_by_chunk(schedule: str, p: int, m: int, v: int) -> tuple[NDArray[np.intp], ...]:
+    """Per device group, the microbatches in flight of each of its chunks whenever that is most: [times, v]."""
+    if v == 1:
+        return tuple(np.array([[in_flight_formula(schedule, k, p, m)]]) for k in range(p))
+    few = representative_microbatches(p, m)
+    split = schedule.startswith("zb")
+    out = []
+    for row in generate(schedule, p, few, v).actions:
+        now, seen, rose = [0] * v, set(), False
+        for action in row:
+            if action.kind == "F":
+                now[action.chunk] += 1
+                rose = True
+            elif action.kind == ("W" if split else "B"):
+                if rose:
+                    seen.add(tuple(now))
+                now[action.chunk] -= 1
+                rose = False
+        out.append(np.array(sorted(seen), dtype=np.intp).reshape(-1, v))
+    return tuple(out)
+
+
+def representative_microbatches(p: int, m: int) -> int:
+    """Microbatches that repeat all that ``m`` do: in groups of the same sizes (``interleaved``), a few of each size."""
+    count = max(1, m // p)
+    size, larger = divmod(m, count)
+    kept = min(larger, _PERIODS), min(count - larger, _PERIODS)
+    few = sum(kept) * size + kept[0]
+    return few if few // p == sum(kept) else m
+
+
+# ---- bounds on all cuts
+
+
+def mesh_bound(mesh: MeshTable, m: int, groups: int, constraints: StageConstraints) -> float:
+    """Seconds that no pipeline of at most ``groups`` groups of a mesh undercuts, whatever its cuts and schedule."""
+    if (np.diagonal(mesh.peak, 1) > mesh.most_bytes).any():
+        return inf
+    return m * _work(mesh, allowed_runs(mesh.pace, constraints), groups)
+
+
+def _work(mesh: MeshTable, allowed: NDArray[np.bool_], groups: int) -> float:
+    """The least mean load of so many groups, with one microbatch in flight."""
+    sums = _least_sums(np.where(allowed, np.concatenate([mesh.pace[None], mesh.value]), inf))
+    prices = groups * np.maximum(mesh.byte, mesh.saved_byte)
+    return max(float(sums[0]), float((sums[1:] - mesh.most_bytes * prices).max(initial=0.0))) / groups
+
+
+def _most_groups(cases: Sequence[Case]) -> dict[str, int]:
+    """The largest number of groups of each schedule with one chunk per group."""
+    most: dict[str, int] = {}
+    for case in cases:
+        if case.chunks == 1:
+            most[case.schedule] = max(case.groups, most.get(case.schedule, 0))
+    return most
+
+
+def _least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.bool_], most: int) -> Floats:
+    """[most + 1] the least W of pipelines of so many stages, on lower bounds of these."""
+    layers = len(mesh.pace)
+    fill = 0.0 if schedule.startswith("zb") or schedule == PIPEDREAM else 1.0
+    nothing = np.where(np.arange(layers + 1) == layers, 0.0, inf)
+    rest, rest_of_trip, paths = nothing, nothing, np.full(most + 1, inf)
+    # A microbatch's way there and back, without the gradients of weights where these may wait: nothing but the first
+    # stage's work per step follows on it, so values that have more of that in them bound a stage's own work alone.
+    trip = np.where(allowed, mesh.trip if fill == 0.0 else mesh.pace, inf)
+    fill = 0.0 if mesh.whole else fill
+    for left in range(1, most + 1):  # of several stages the first holds as many as any that is so far from the end
+        bound = mesh.least_seconds(in_flight_formula(schedule, 0, left, m), allowed)
+        behind = fill * np.where(np.isfinite(bound), bound, 0.0) + rest
+        rest = np.append(np.maximum(m * bound, behind).min(axis=1), inf)
+        paths[left] = rest[0]
+        if schedule != PIPEDREAM:
+            behind = np.where(np.isfinite(trip), trip, 0.0) + rest_of_trip
+            rest_of_trip = np.append(np.maximum(m * trip, behind).min(axis=1), inf)
+            paths[left] = max(paths[left], rest_of_trip[0])
+    return paths
+
+
+def case_bounds(mesh: MeshTable, m: int, cases: Sequence[Case], constraints: StageConstraints) -> list[float]:
+    """Seconds that no pipeline of each case undercuts, whatever its cuts: with one chunk per group the least W on lower
+    bounds of stages, else the mean load or the largest chunk."""
+    allowed = allowed_runs(mesh.pace, constraints)
+    count = max((case.groups * case.chunks for case in cases if case.chunks > 1), default=0)
+    slowest = _least_largest(np.where(allowed, mesh.pace, inf), count)
+    once = _least_sums(np.where(allowed, np.stack([mesh.pace, mesh.trip]), inf))  # of one microbatch through all layers
+    trips = {"interleaved": float(once[0]), "zb-v": float(once[1])}
+    paths = {name: _least_paths(mesh, m, name, allowed, p) for name, p in _most_groups(cases).items()}
+    return [
+        float(paths[case.schedule][case.groups])
+        if case.chunks == 1
+        else max(
+            m * _work(mesh, allowed, case.groups), m * float(slowest[case.groups * case.chunks]), trips[case.schedule]
+        )
+        for case in cases
+    ]
+
+
+def groups_that_fit(mesh: MeshTable, m: int, most: int, constraints: StageConstraints) -> list[int]:
+    """The numbers of groups, up to ``most``, of which some pipeline under 1F1B fits by the table: no schedule holds
+    less."""
+    table, layers = mesh.table, mesh.table.num_layers
+    allowed = allowed_runs(mesh.pace, constraints)
+    reached, found = np.arange(layers + 1) == layers, []
+    for left in range(1, most + 1):
+        held = table.resident + table.transient + in_flight_formula("1f1b", 0, left, m) * table.saved
+        fits = (np.where(np.isfinite(table.pace_s), held, inf) <= mesh.most_bytes).any(axis=0) & allowed
+        reached = np.append((fits & reached).any(axis=1), False)
+        if reached[0]:
+            found.append(left)
+    return found
+
+
+def close_bound(mesh: MeshTable, m: int, case: Case, constraints: StageConstraints) -> float:
+    """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
+    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
+
+
+def _least_sums(values: Floats) -> Floats:
+    """[N] the least sum of values [N, L, L + 1] along the layers, cut into any number of runs."""
+    layers = values.shape[1]
+    least = np.full((len(values), layers + 1), inf)
+    least[:, 0] = 0.0
+    for j in range(1, layers + 1):
+        least[:, j] = (least[:, :j] + values[:, :j, j]).min(axis=1)
+    return np.asarray(least[:, layers])
+
+
+def _least_largest(values: Floats, most: int) -> Floats:
+    """[most + 1] the least largest of values [L, L + 1] along exactly so many runs of layers."""
+    value, out = np.full(len(values) + 1, inf), np.full(most + 1, inf)
+    value[0] = 0.0
+    for count in range(1, most + 1):
+        value = np.maximum(value[:-1, None], values).min(axis=0)
+        out[count] = value[-1]
+    return out
+
+
+def dual_levels(mesh: MeshTable, m: int, case: Case, allowed: NDArray[np.bool_]) -> list[int]:
+    """The levels at which the bound on an even share of the work is the highest for some group, except those without
+    a price of bytes."""
+    sums = _least_sums(np.where(allowed, mesh.value, inf)) / case.groups
+    found = []
+    for k in range(case.groups):
+        held = in_flight_formula(case.schedule, k, case.groups, m, case.chunks if case.chunks > 1 else None)
+        held = max(1, held // case.chunks)
+        bounds = [total - mesh.limit(k) * max(b, s / held) for total, b, s in zip(sums, mesh.byte, mesh.saved_byte)]
+        found.append(int(np.argmax(bounds)))
+    return [level for level in dict.fromkeys(found) if mesh.byte[level] > 0]
+
+
+def allowed_runs(pace: Floats, constraints: StageConstraints) -> NDArray[np.bool_]:
+    """A mask [L, L + 1] of the runs of layers that may be chunks."""
+    at = np.indices(pace.shape)
+    return np.asarray((at[0] < at[1]) & constraints.allowed(at[0], at[1]))
+
+
+def _even(arrays: Sequence[Floats]) -> tuple[int, ...] | None:
+    """The cuts of the most even division (least Σ t²) with the least largest chunk, by [L, L + 1] seconds of each chunk
+    in order; None if there is none."""
+    layers = len(arrays[0])
+    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    for pace in arrays:
+        value = np.maximum(value[:-1, None], pace).min(axis=0)
+    largest = float(value[-1])
+    if not largest < inf:
+        return None
+    squares = {id(pace): np.where(pace <= largest, pace, inf) ** 2 for pace in arrays}
+    value = np.where(np.arange(layers + 1) == 0, 0.0, inf)
+    came = []
+    for pace in arrays:
+        total = value[:-1, None] + squares[id(pace)]
+        came.append(total.argmin(axis=0))
+        value = np.take_along_axis(total, came[-1][None], axis=0)[0]
+    cuts = [layers]
+    for before in reversed(came):
+        cuts.append(int(before[cuts[-1]]))
+    return tuple(cuts[::-1])
+
+
+# ---- one case
+
+
+def solve_case(mesh: MeshTable, m: int, case: Case, constraints: StageConstraints) -> RegularAnswer:
+    """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at."""
+    solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
+    return solver.single() if case.chunks == 1 else solver.chunked()
+
+
+@dataclass(frozen=True, eq=False)
+class _Solver:
+    mesh: MeshTable
+    m: int
+    case: Case
+    allowed: NDArray[np.bool_]
+
+    # -- one chunk per group
+
+    def single(self) -> RegularAnswer:
+        """The cuts and levels of least W, and the least W on lower bounds."""
+        p, m, mesh, table = self.case.groups, self.m, self.mesh, self.mesh.table
+        layers = table.num_layers
+        rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
+        ends, chosen, heads = [], [], []
+        fill = float(fill_share(self.case.schedule, 1 / 3, 1 / 3))
+        for k in reversed(range(p)):
+            options = np.arange(mesh.levels) * mesh.sites + mesh.places[k][1]
+            q = in_flight_formula(self.case.schedule, k, p, m)
+            held = table.resident[options] + table.transient[options] + q * table.saved[options]
+            fits = (held <= mesh.limit(k)) & self.allowed & np.isfinite(table.pace_s[options])
+            t, once = table.pace_s[options], table.step_s[options]
+            x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
+            head = np.where(fits, m * t + once, inf)
+            seconds = np.where(fits, t, 0.0)
+            path = np.maximum(head, fill * seconds + x + rest)
+            path = path + _TIE * seconds**2 / max(float(seconds.max()), 1e-30)
+            level = path.argmin(axis=0)
+            value = np.take_along_axis(path, level[None], axis=0)[0]
+            end = value.argmin(axis=1)
+            ends.append(end)
+            chosen.append(level)
+            heads.append(np.take_along_axis(head, level[None], axis=0)[0])
+            rest = np.append(np.take_along_axis(value, end[:, None], axis=1)[:, 0], inf)
+        low_s = float(_least_paths(mesh, m, self.case.schedule, self.allowed, p)[p])
+        if not np.isfinite(rest[0]):
+            return RegularAnswer((), low_s)
+        cuts = [0]
+        for end in reversed(ends):
+            cuts.append(int(end[cuts[-1]]))
+        even = _even(heads[::-1])
+        found = []
+        for one in dict.fromkeys((tuple(cuts), even or tuple(cuts))):
+            levels = [int(level[both]) for level, both in zip(reversed(chosen), pairwise(one))]
+            found.append(self._pipeline(one, [n * mesh.sites + mesh.places[k][1] for k, n in enumerate(levels)]))
+        return RegularAnswer(tuple(found), low_s)
+
+    # -- several chunks per group
+
+    def chunked(self) -> RegularAnswer:
+        """The fastest pipeline of the divisions."""
+        best: Pipeline | None = None
+        bound_s = inf
+        for division in self.divisions:
+            cuts, before_s = division, inf
+            for _ in range(_ROUNDS):
+                bound_s = min(bound_s, self.bound(cuts))
+                levels, fits = self._levels(cuts)
+                found = self._pipeline(cuts, self._options(levels)) if fits else None
+                if found is not None and (best is None or found.estimate_s < best.estimate_s):
+                    best = found
+                again = self._divided_again(levels)
+                if again is None or again == cuts or (found is not None and found.estimate_s > before_s):
+                    break
+                cuts, before_s = again, found.estimate_s if found is not None else before_s
+        return RegularAnswer((best,) if best is not None else (), bound_s)
+
+    def _divided_again(self, levels: NDArray[np.intp]) -> tuple[int, ...] | None:
+        """An even division by the seconds of the table at the levels of each chunk."""
+        table = self.mesh.table
+        options = self._options(levels)
+        arrays = {one: np.where(self.allowed, table.pace_s[one], inf) for one in dict.fromkeys(options)}
+        return _even([arrays[one] for one in options])
+
+    @cached_property
+    def divisions(self) -> list[tuple[int, ...]]:
+        """Where chunks begin and end: even by the least seconds of chunks, and by these with the bytes that they hold
+        at the price at which the groups' memory is worth most."""
+        mesh, found = self.mesh, list[tuple[int, ...]]()
+        pace = np.where(self.allowed, mesh.pace, inf)
+        for level in [-1, *self._duals]:
+            if level < 0:
+                arrays = dict.fromkeys(self._places, pace)
+            else:
+                value, least = (np.where(self.allowed, one, 0.0) for one in (mesh.value[level], mesh.pace))
+                gain = np.maximum(value - least, 0.0)
+                ratio = mesh.byte[level] / mesh.saved_byte[level]
+                shares = {(k, c): min(1.0, ratio * self._most_held[k][c]) for k, c in self._places}
+                by_share = {share: pace + share * gain for share in shares.values()}
+                arrays = {place: by_share[share] for place, share in shares.items()}
+            cuts = _even([arrays[place] for place in self._places])
+            if cuts is not None and cuts not in found:
+                found.append(cuts)
+        return found
+
+    @cached_property
+    def _duals(self) -> list[int]:
+        return dual_levels(self.mesh, self.m, self.case, self.allowed)
+
+    @cached_property
+    def _most_held(self) -> list[NDArray[np.intp]]:
+        """By group, the microbatches in flight of each chunk when most of them are."""
+        return [times[times.sum(axis=1).argmax()] for times in self._flights]
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        return virtual_order(self.case.schedule, self.case.groups, self.case.chunks)
+
+    @cached_property
+    def _flights(self) -> tuple[NDArray[np.intp], ...]:
+        return in_flight_by_chunk(self.case.schedule, self.case.groups, self.m, self.case.chunks)
+
+    def _options(self, levels: NDArray[np.intp]) -> list[int]:
+        """The option of every chunk, in the order of the layers."""
+        mesh = self.mesh
+        return [int(levels[k, c]) * mesh.sites + mesh.places[k][1] for k, c in self._places]
+
+    def _levels(self, cuts: Sequence[int]) -> tuple[NDArray[np.intp], bool]:
+        """(the levels [groups, chunks] with which every group is fastest within its memory, True if all fit). A group
+        that never fits takes what holds least."""
+        case, mesh, table = self.case, self.mesh, self.mesh.table
+        combos = np.array(list(product(range(mesh.levels), repeat=case.chunks)))
+        at = self._ranges(cuts)
+        chosen, all_fit = np.zeros((case.groups, case.chunks), dtype=np.intp), True
+        for k in range(case.groups):
+            options = combos * mesh.sites + mesh.places[k][1]
+            first, end = at[k].T
+            load = (self.m * table.pace_s[options, first, end] + table.step_s[options, first, end]).sum(axis=1)
+            held = table.resident[options, first, end].sum(axis=1) + table.transient[options, first, end].max(axis=1)
+            held = held + (table.saved[options, first, end] @ self._flights[k].T).max(axis=1)
+            held = np.where(np.isfinite(load), held, inf)
+            fits = held <= mesh.limit(k)
+            all_fit &= bool(fits.any())
+            chosen[k] = combos[np.where(fits, load, inf).argmin() if fits.any() else held.argmin()]
+        return chosen, all_fit
+
+    def _ranges(self, cuts: Sequence[int]) -> NDArray[np.intp]:
+        """[groups, chunks, 2] the layers of every chunk."""
+        ranges = np.zeros((self.case.groups, self.case.chunks, 2), dtype=np.intp)
+        for (k, c), both in zip(self._places, pairwise(cuts)):
+            ranges[k, c] = both
+        return ranges
+
+    def bound(self, cuts: Sequence[int]) -> float:
+        """A lower bound on the makespan of every pipeline with these cuts."""
+        mesh, at, bound, before = self.mesh, self._ranges(cuts), 0.0, 0.0
+        ratio = mesh.byte / np.where(mesh.saved_byte > 0, mesh.saved_byte, 1.0)
+        for k in range(self.case.groups):
+            first, end = at[k].T
+            pace = mesh.pace[first, end]
+            gain = np.maximum(mesh.value[:, first, end] - pace, 0.0)  # [levels, chunks]
+            theta = np.minimum(1.0, ratio[:, None, None] * self._flights[k])  # [levels, times, chunks]
+            room = mesh.limit(k) - float(mesh.peak[first, end].max())
+            if room < 0:
+                return inf
+            loads = (theta * gain[:, None]).sum(axis=2).max(axis=1) - mesh.byte * room
+            load = float(pace.sum() + max(float(loads.max()), 0.0))
+            bound = max(bound, self.m * load, before + self.m * (float(pace.sum()) if mesh.whole else load))
+            if self.case.schedule == "interleaved":
+                before += float(pace[0])
+        return bound
+
+    # -- the figures of a pipeline
+
+    def _pipeline(self, cuts: Sequence[int], options: Sequence[int]) -> Pipeline:
+        """The pipeline with these cuts and options, one of each per chunk in the order of the layers."""
+        case, table, m = self.case, self.mesh.table, self.m
+        p, v = case.groups, case.chunks
+        places = self._places if v > 1 else tuple((k, 0) for k in range(p))
+        at = [(option, first, end) for option, (first, end) in zip(options, pairwise(cuts))]
+        pace = [float(table.pace_s[one]) for one in at]
+        both_ways = self.mesh.messages(at, [group for group, _ in places])
+        messages = [ahead + back for ahead, back in both_ways]
+        load, step, resident, transient = ([0.0] * p for _ in range(4))
+        saved = np.zeros((p, v))
+        for (group, chunk), one, t in zip(places, at, pace):
+            load[group] += t
+            step[group] += float(table.step_s[one])
+            resident[group] += float(table.resident[one])
+            transient[group] = max(transient[group], float(table.transient[one]))
+            saved[group, chunk] = float(table.saved[one])
+        fill = float(fill_share(case.schedule, 1 / 3, 1 / 3))
+        estimate = before = 0.0
+        for k in range(p):
+            estimate = max(estimate, before + m * load[k] + step[k])
+            if k < p - 1:
+                before += fill * pace[k] + messages[k]
+        worst = [times[(times @ s).argmax()] for s, times in zip(saved, self._flights)]
+        peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
+        offsets = [self.mesh.places[group][0] for group in range(p)]
+        return Pipeline(
+            stages=tuple(StageChoice(i, j, option, offsets[g]) for (g, _), (option, i, j) in zip(places, at)),
+            path_s=estimate,
+            latency_s=estimate,
+            estimate_s=estimate,
+            in_flight=tuple(in_flight_formula(case.schedule, k, p, m, v if v > 1 else None) for k in range(p)),
+            peak_bytes=tuple(peaks),
+            limit_bytes=tuple(self.mesh.limit(k) for k in range(p)),
+            idle_devices=table.num_devices - p * table.options[0].num_devices,
+            chunks=v,
+            messages_s=tuple(both_ways),
+            chunk_bytes=tuple(
+                float(table.resident[one] + table.transient[one]) + float(worst[group][chunk] * saved[group, chunk])
+                for (group, chunk), one in zip(places, at)
+            )
+            if v > 1
+            else (),
+        )

@@ -1,0 +1,348 @@
+"""The search for regular plans: equal device groups under one mesh, best first by lower bounds.
+
+A *case* is a microbatch count, a mesh, and a schedule on so many groups and virtual stages (``pipeline/regular``). All
+cases of a request wait in one queue, by a lower bound on their steps. The bound of a mesh and count comes first, by the
+work of all layers on as many groups as there is room for; then that of each of its cases, with the memory that they
+need; with several virtual stages, one of the divisions that are looked at; then the case is solved, on cost tables at
+the memory multipliers at which its bounds are highest, and timed on a clock. The queue ends where its least bound is no
+less than the fastest case. So what was never solved is proven to be no faster, and the bound of the search is the least
+of all cases' bounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush, nsmallest
+from math import inf, isfinite
+
+import numpy as np
+
+from ..cost.gradient_reduction import lower_by_overlap
+from ..errors import OverfullError
+from ..pipeline.families import EAGER_1F1B, PIPEDREAM
+from ..pipeline.regular import (
+    Case,
+    MeshTable,
+    allowed_runs,
+    case_bounds,
+    close_bound,
+    dual_levels,
+    groups_that_fit,
+    mesh_bound,
+    places,
+    solve_case,
+)
+from ..pipeline.stage_dp import bound_of
+from ..pipeline.table import PipelineTable
+from .lower_bounds import LARGEST_MULTIPLIER, NO_MULTIPLIER
+from .space import CHUNKED, Submesh, stays_inside
+from .state import INTERRUPTED, TIMED_OUT, Candidate, SearchState
+from .tables import BOUND_TOLERANCE, tables_of
+
+__all__ = ["RegularSearch", "is_regular_enough", "is_regular_only"]
+
+#: memory multipliers for bounds, in units of a stage's time per its memory (``lower_bounds``)
+FACTORS = tuple(2.0**power for power in range(-5, 4))
+COARSE_FACTORS = (0.125, 1.0)
+MESHES_AT_ONCE = 8  # whose tables and bounds are made together
+MAX_IRREGULAR_LAYERS, MAX_IRREGULAR_DEVICES = 48, 16  # of a request whose irregular plans are always looked for
+CLOCK_TOLERANCE = 1.05  # by which the clock may be wrong
+MAX_CANDIDATES = 24  # that are offered
+MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
+
+
+def is_regular_enough(search: SearchState) -> bool:
+    """True if only regular plans are looked for: as the request says, or if all hosts are alike, no stage was given by
+    the caller, and the model or the cluster is so large that other plans would take long to search."""
+    if search.request is not None and search.request.regular != "prefer":
+        return is_regular_only(search)
+    given = search.strategy is not None and search.strategy.stages
+    few = len(search.layering.layers) <= MAX_IRREGULAR_LAYERS and search.cluster.num_devices <= MAX_IRREGULAR_DEVICES
+    return len(set(search.cluster.hosts)) == 1 and not (given or few or search.resolved.cuts or search.small)
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A mesh with a microbatch count (``case`` None) or a case of it, at a lower bound on its step."""
+
+    bound_s: float
+    number: int
+    m: int = field(compare=False)
+    mesh: int = field(compare=False)
+    case: Case | None = field(compare=False, default=None)
+    #: True: its bound was lifted
+    lifted: bool = field(compare=False, default=False)
+
+
+def is_regular_only(search: SearchState) -> bool:
+    """True if only regular plans were asked for."""
+    return search.request is not None and search.request.regular == "only"
+
+
+class RegularSearch:
+    """The regular plans of one search."""
+
+    def __init__(self, search: SearchState, room: float = 1.0) -> None:
+        """room: the fraction of the memory limit that estimates may fill."""
+        self.search, self.tables, self.room = search, tables_of(search), room
+        by_mesh: dict[object, list[Submesh]] = {}
+        for sub in self.tables.submeshes:
+            if sub.place is None:
+                by_mesh.setdefault((sub.shape, sub.roles), []).append(sub)
+        self.meshes = list(by_mesh.values())
+        self._queue: list[_Waiting] | None = None
+        self._number = 0
+        self._solved: list[_Waiting] = []
+        self._solved_s = inf  # the least bound of the cases that were solved
+        self._bounds: dict[tuple[int, int], MeshTable] = {}
+        self._able: dict[tuple[int, int], list[int]] = {}  # numbers of groups with which anything fits
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no regular plan undercuts."""
+        return min([self._solved_s, *(one.bound_s for one in (self._queue or ())[:1])])
+
+    def explore(self, limit_s: float, count: int = 1) -> list[Candidate]:
+        """The pipelines of cases that may be faster than ``limit_s`` and were not solved yet, fastest first, until the
+        ``count`` fastest of them are proven to be no slower than the rest."""
+        found: list[Candidate] = []
+        with self.search.timed("regular"):
+            try:
+                for candidate in self._explored(limit_s, count):
+                    found.append(candidate)
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                self.search.cut_short = INTERRUPTED
+        found.sort(key=lambda one: one.clock_s)
+        least_s = found[min(count, len(found)) - 1].clock_s if found else inf
+        return [one for one in found if one.clock_s - one.hidden_s <= least_s * CLOCK_TOLERANCE][:MAX_CANDIDATES]
+
+    def _explored(self, limit_s: float, count: int) -> Iterator[Candidate]:
+        search, queue, clocks = self.search, self._start(), list[float]()
+        while queue:
+            best_s = min(limit_s, sorted(clocks)[count - 1] if len(clocks) >= count else inf)
+            if queue[0].bound_s >= best_s * (1 - BOUND_TOLERANCE):
+                return
+            if isfinite(best_s) and (search.cut_short or time.perf_counter() > search.deadline):
+                search.cut_short = search.cut_short or TIMED_OUT
+                return
+            first = heappop(queue)
+            if first.case is not None and first.case.chunks > 1 and not first.lifted:
+                bound_s = close_bound(self._bounds[first.m, first.mesh], first.m, first.case, self.tables.cuts)
+                first.lifted, first.bound_s = True, max(first.bound_s, self._true_bound(first.m, bound_s))
+                heappush(queue, first)
+            elif first.case is None:
+                if (first.m, first.mesh) not in self._bounds:
+                    self._look_ahead([first, *nsmallest(4 * MESHES_AT_ONCE, queue)])
+                for case, bound_s in self._expanded(first.m, first.mesh):
+                    self._number += 1
+                    heappush(queue, _Waiting(max(bound_s, first.bound_s), self._number, first.m, first.mesh, case))
+            else:
+                for candidate in self._solve(first):
+                    clocks.append(candidate.clock_s)
+                    yield candidate
+
+    def _start(self) -> list[_Waiting]:
+        """The queue, made at the first question."""
+        if self._queue is None:
+            tables = self.tables
+            tables.compute_pace_bounds()
+            least = self._least_counts()
+            meshes = [(m, g) for m in tables.counts for g in range(len(self.meshes)) if m >= least[g]]
+            tables.bound([(self.meshes[g][0], m, level) for m, g in meshes for level in self._coarse(m, g)])
+            self._queue = [_Waiting(self._mesh_bound(m, g), 0, m, g) for m, g in meshes]
+            heapify(self._queue)
+        return self._queue
+
+    def _least_counts(self) -> list[int]:
+        """By mesh a microbatch count below which nothing fits, as microbatches are too large: by bisection over the
+        counts whose microbatches all devices of the mesh can share, where more microbatches never take more memory."""
+        counts, batch = self.tables.counts, self.search.global_batch
+        shared = [[m for m in counts if batch // m % sites[0].num_devices == 0] for sites in self.meshes]
+        low = [0] * len(self.meshes)  # so many of these counts are known not to fit
+        high = [len(some) for some in shared]  # the first that is known to fit
+        while open_ := [g for g in range(len(self.meshes)) if low[g] < high[g]]:
+            middle = {g: (low[g] + high[g]) // 2 for g in open_}
+            self._find_groups([(shared[g][at], g) for g, at in middle.items()])
+            for g, at in middle.items():
+                if self._able[shared[g][at], g]:
+                    high[g] = at
+                else:
+                    low[g] = at + 1
+        return [shared[g][at - 1] + 1 if at else 0 for g, at in enumerate(low)]
+
+    def _solve(self, waiting: _Waiting) -> list[Candidate]:
+        """The pipelines of a case."""
+        assert waiting.case is not None
+        self._solved.append(waiting)
+        mesh, pairs = self._table(waiting)
+        answer = solve_case(mesh, waiting.m, waiting.case, self.tables.cuts)
+        schedule = waiting.case.schedule
+        found = [self.tables.candidate(waiting.m, schedule, one, pairs, mesh.table) for one in answer.pipelines]
+        if found:
+            bound_s = max(waiting.bound_s, self._true_bound(waiting.m, answer.bound_s))
+            if waiting.case.chunks == 1 < waiting.case.groups and schedule not in (EAGER_1F1B, PIPEDREAM):
+                bound_s = max(bound_s, self._path_bound(waiting, min(one.clock_s for one in found)))
+            self._solved_s = min(self._solved_s, bound_s)
+        return found
+
+    def _path_bound(self, waiting: _Waiting, most_s: float) -> float:
+        """The bound on a case with one chunk per group that follows from the ways of microbatches there and back, with
+        their messages (``pipeline/bounds``)."""
+        tables, case, m = self.tables, waiting.case, waiting.m
+        assert case is not None
+        levels = [*self._bound_levels(m, self._grid(m, waiting.mesh)), self._trip_level(m)]
+        cuts = replace(tables.cuts, stages=(case.groups, case.groups))
+        floors = tables.lower_bounds_of(m, levels, self.meshes[waiting.mesh])
+        return self._true_bound(m, bound_of(floors, self.search.cluster.num_devices, m, case.schedule, cuts, most_s, 2))
+
+    def solved_again(self, candidate: Candidate, missed: OverfullError) -> list[Candidate]:
+        """The pipelines of the cases that were solved with as many microbatches as ``candidate``, which holds too much,
+        on its mesh, after the correction of memory estimates that follows."""
+        corrections, m = self.search.memory_corrections, candidate.microbatches
+        for shape, level, size in missed.beside:
+            corrections[shape, m, level] = max(corrections.get((shape, m, level), 0.0), size)
+        shapes = {shape for shape, _, _ in missed.beside}
+        again = [one for one in self._solved if one.m == m and self.meshes[one.mesh][0].shape in shapes]
+        self._solved = [one for one in self._solved if one not in again]
+        found = [candidate for one in again for candidate in self._solve(one)]
+        return sorted(found, key=lambda one: one.clock_s)
+
+    # ---- bounds
+
+    def _mesh_bound(self, m: int, g: int) -> float:
+        """The bound of a mesh and count: the work of all layers on as many groups as there is room for."""
+        bound_s = mesh_bound(self._lower_bounds(m, g, self._coarse(m, g)), m, self._room(g), self.tables.cuts)
+        return self._true_bound(m, bound_s)
+
+    def _room(self, g: int) -> int:
+        """The number of groups that there is room for."""
+        sites = self.meshes[g]
+        return len(places([sub.offsets for sub in sites], sites[0].num_devices))
+
+    def _expanded(self, m: int, g: int) -> list[tuple[Case, float]]:
+        """The cases of a mesh and count that may fit, with their bounds on lower bounds at many multipliers."""
+        cases = [case for case in self._cases(m, g) if case.groups in self._able[m, g]]
+        bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
+        return list(zip(cases, [self._true_bound(m, one) for one in bounds]))
+
+    def _look_ahead(self, waiting: Sequence[_Waiting]) -> None:
+        """Make the bounds at all levels of the first of these and of the next few meshes among them."""
+        fresh = [(one.m, one.mesh) for one in waiting if one.case is None and (one.m, one.mesh) not in self._bounds]
+        meshes = fresh[:MESHES_AT_ONCE]
+        self._find_groups(meshes)
+        able = [(m, g) for m, g in meshes if self._able[m, g]]
+        levels = {(m, g): self._bound_levels(m, self._grid(m, g)) for m, g in able}
+        rows = [(m, g, level) for (m, g), some in levels.items() for level in (*some, self._trip_level(m))]
+        self.tables.bound([(self.meshes[g][0], m, level) for m, g, level in rows])
+        for m, g in able:
+            self._bounds[m, g] = self._lower_bounds(m, g, levels[m, g])
+
+    def _find_groups(self, meshes: Sequence[tuple[int, int]]) -> None:
+        """Find the numbers of groups with which anything fits by the leanest rows of these (count, mesh)."""
+        tables = self.tables
+        fresh = [one for one in meshes if one not in self._able]
+        pairs = {(m, g): [(sub, tables.level(m, *self._grid(m, g)[-1])) for sub in self.meshes[g]] for m, g in fresh}
+        with self.search.timed("compose"):
+            tables.compose([(sub, m, level) for (m, _), some in pairs.items() for sub, level in some])
+        for m, g in fresh:
+            table = tables.table(m, pairs[m, g], self.room)
+            most = max((case.groups for case in self._cases(m, g)), default=0)
+            self._able[m, g] = []
+            if table is not None and most:
+                mesh = replace(self._lower_bounds(m, g, []), table=table)
+                self._able[m, g] = groups_that_fit(mesh, m, most, tables.cuts)
+
+    def _cases(self, m: int, g: int) -> list[Case]:
+        search, space = self.search, self.search.space
+        layers = len(search.layering.layers)
+        least, most = self.tables.cuts.stages
+        room = min(self._room(g), layers, inf if most is None else most)
+        cases = []
+        for p in range(least, int(room) + 1):
+            for schedule in space.schedules:
+                if schedule in CHUNKED:
+                    numbers = space.chunks if schedule == "interleaved" else (2,)
+                    cases += [Case(p, schedule, v) for v in numbers if 2 <= p <= m and p * v <= layers]
+                elif p > 1 or schedule == space.schedules[0] or schedule == space.base_schedule:
+                    cases.append(Case(p, schedule))
+        return cases
+
+    # ---- tables
+
+    def _grid(self, m: int, g: int) -> list[tuple[float, float]]:
+        """The multipliers at which bounds of a mesh are made: many prices of a byte, where a saved byte counts once or
+        for as many microbatches as there are groups."""
+        if self.tables.fits_unconstrained(m):
+            return [NO_MULTIPLIER]
+        flights = dict.fromkeys((1.0, float(min(m, self._room(g)))))
+        grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
+        return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
+
+    def _bound_levels(self, m: int, multipliers: Sequence[tuple[float, float]]) -> list[int]:
+        """The levels of bounds at these multipliers. Where much of a step's other work may run beside the microbatches,
+        they count these alone."""
+        return [self.tables.level(m, *one, step_share=0.0 if self._overlaps(m) else 1.0) for one in multipliers]
+
+    def _overlaps(self, m: int) -> bool:
+        return lower_by_overlap(1.0, m, self.search.cluster, inf) < 1 - MAX_LOWERED
+
+    def _true_bound(self, m: int, bound_s: float) -> float:
+        """The bound on a step, from one that counts what may run beside the microbatches."""
+        return bound_s if self._overlaps(m) else lower_by_overlap(bound_s, m, self.search.cluster, self.tables.hidden_s)
+
+    def _coarse(self, m: int, g: int) -> list[int]:
+        """The few levels of a mesh's first bounds."""
+        return self._bound_levels(m, [(factor, 1.0) for factor in COARSE_FACTORS])
+
+    def _trip_level(self, m: int) -> int:
+        return self.tables.level(m, *NO_MULTIPLIER, step_share=0.0, weight_share=0.0)
+
+    def _lower_bounds(self, m: int, g: int, levels: Sequence[int]) -> MeshTable:
+        """A mesh's lower bounds at these levels, with no costs."""
+        tables, sites = self.tables, self.meshes[g]
+        sub = sites[0]
+        values = []
+        for level in levels:
+            found = tables.lower_bound(sub, m, level)
+            assert found is not None
+            values.append(np.maximum(found - tables.levels[level].byte * tables.copies, 0.0))
+        pace = tables.least_pace(sub, m)
+        zero = np.zeros((len(sites), *pace.shape))
+        options = tuple(tables.option(sub, 0, 0, self.room) for sub in sites)
+        table = PipelineTable(len(pace), self.search.cluster.num_devices, options, zero, zero, zero, zero, zero, zero)
+        byte = np.array([tables.levels[level].byte for level in levels])
+        saved = np.array([tables.levels[level].saved_byte for level in levels])
+        trip = tables.lower_bound(sub, m, self._trip_level(m))
+        trip = np.zeros_like(pace) if trip is None else trip
+        cluster = self.search.cluster
+        hosts = [cluster.host_of(offset) for offset, _ in places([one.offsets for one in sites], sub.num_devices)]
+        near = [stays_inside(cluster, one) for one in sites]
+        peak, shape = tables.peak_bytes(sub, m), (-1, *pace.shape)
+        value, whole = np.array(values).reshape(shape), not self._overlaps(m)
+        return MeshTable(table, len(sites), pace, value, byte, saved, trip, peak, near, hosts, whole)
+
+    def _levels_for(self, waiting: _Waiting) -> list[int]:
+        """The levels of a case's tables: those whose bounds are the highest for some of its groups, and those next to
+        them."""
+        m, g, case = waiting.m, waiting.mesh, waiting.case
+        assert case is not None
+        grid = self._grid(m, g)
+        best = dual_levels(self._bounds[m, g], m, case, allowed_runs(self._bounds[m, g].pace, self.tables.cuts))
+        near = {k for one in best for k in (one - 1, one, one + 1) if 0 < k < len(grid)}
+        near |= set(range(len(grid) - 1, 0, -2))  # bounds do not know the bytes of a layer while it runs
+        return [self.tables.level(m, *grid[k]) for k in (0, *sorted(near), len(grid) - 1) if k < len(grid)]
+
+    def _table(self, waiting: _Waiting) -> tuple[MeshTable, list[tuple[Submesh, int]]]:
+        """The costs and bounds of a case, and the rows of its options."""
+        tables, m, sites = self.tables, waiting.m, self.meshes[waiting.mesh]
+        levels = self._levels_for(waiting)
+        pairs = [(sub, level) for level in dict.fromkeys(levels) for sub in sites]
+        with self.search.timed("compose"):
+            tables.compose([(sub, m, level) for sub, level in pairs])
+        table = tables.table(m, pairs, self.room)
+        assert table is not None
+        return replace(self._bounds[m, waiting.mesh], table=table), pairs
