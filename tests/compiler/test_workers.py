@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import meshwright as mw
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from meshwright.compiler.frontend.capture import capture
-from meshwright.compiler.search.alternatives import find_alternatives, pure_plans
-from meshwright.compiler.search.driver import best_plans
-from meshwright.compiler.search.state import prepare_search
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.search.driver import make_plans
+from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.workers import ForkedTask, run_all
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models import GPT
@@ -142,18 +143,26 @@ def test_plans_do_not_depend_on_the_workers(asked: dict[str, Any]) -> None:
     assert alone[0].prediction.bound_s > 0
 
 
-def test_alternatives_are_the_best_of_all_microbatch_counts() -> None:
+def test_alternatives_are_the_plans_of_pure_strategies_at_their_simulated_seconds() -> None:
     with torch.device("meta"):
         model = GPT(vocab=64, layers=4, hidden=32, heads=2, sequence=16)
         tokens = torch.zeros(64, 16, dtype=torch.int64)
     graph, cluster = capture(model, (tokens, tokens)), Cluster.parse("p3.16xlarge:1")
-    search = prepare_search(graph, cluster, request_of(64))
-    found = pure_plans(search)
-    for m in (1, 2, 4, 8, 16, 32, 64):
-        for name, alone in pure_plans(
-            replace(search, microbatches=m, tables=None, bounds={}, memory_corrections={})
-        ).items():
-            assert alone.best is None or found[name].best.clock_s <= alone.best.clock_s * (1 + 1e-3), (name, m)
-    (plan,) = best_plans(search)
-    said = find_alternatives(plan, found)
-    assert {one["name"] for one in said if one["step_s"]} >= {"data", "tensor"}
+    (plan,) = make_plans(graph, cluster, request_of(64))
+    said = {one["name"]: one["step_s"] for one in plan.prediction.alternatives}
+    assert {name for name, step_s in said.items() if step_s} >= {"data", "tensor"}
+    for name, text in (("data", "dp8"), ("tensor", "tp8"), ("pipeline", "pp8")):
+        if said[name]:
+            asked = (None, *(m for m in (1, 2, 4, 8, 16, 32, 64) if name != "pipeline" or m >= 8))
+            steps = {m: _step_s(graph, cluster, m, text) for m in asked}
+            assert steps[None] == pytest.approx(said[name], rel=1e-9)
+            assert said[name] <= min(steps.values()) * (1 + 1e-3), (name, steps)
+            assert plan.prediction.step_s <= said[name] * (1 + 1e-9)
+
+
+def _step_s(graph: Graph, cluster: Cluster, m: int | None, strategy: str) -> float:
+    try:
+        (plan,) = make_plans(graph, cluster, request_of(64, m, parse_strategy(strategy), alternatives=False))
+    except ValueError:  # microbatches that it cannot cut
+        return inf
+    return plan.prediction.step_s

@@ -109,6 +109,6 @@ def _faults(ours: Plan | None, found: Found, graph: Graph, cluster: Cluster) -> 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
     limits = usable_bytes(cluster)
     return all(
-        price.peak_bytes - price.memory_bytes["framework"] <= 1.02 * min(limits[d] for d in stage.devices)
+        price.peak_bytes - price.memory_bytes["framework"] <= min(limits[d] for d in stage.devices)
         for stage, price in zip(plan.stages, plan.prediction.stages)
     )

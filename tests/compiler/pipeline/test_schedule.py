@@ -167,7 +167,7 @@ def test_bad_text_and_names_and_sizes():
         parse("1f1b")
     with pytest.raises(ValueError, match="1 lines for 2 stages"):
         parse("1f1b stages=2 microbatches=1\n0F0 0B0")
-    with pytest.raises(ValueError, match=r"gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, but got 'zb'"):
+    with pytest.raises(ValueError, match=r"gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, pipedream, but got 'zb'"):
         generate("zb", 2, 2)
     with pytest.raises(ValueError, match="at least one stage"):
         generate("1f1b", 0, 2)

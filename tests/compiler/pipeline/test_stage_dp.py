@@ -290,7 +290,7 @@ def test_bad_arguments():
         solve(table, 1, constraints=StageConstraints(frozenset({1}), frozenset({1})))
     with pytest.raises(ValueError, match="but got 'chimera'"):
         solve(table, 1, "chimera")
-    with pytest.raises(ValueError, match=r"virtual_stages\.solve_chunked, but got 'zb-v'"):
+    with pytest.raises(ValueError, match=r"regular\.solve_case, but got 'zb-v'"):
         solve(table, 1, "zb-v")
     with pytest.raises(ValueError, match="pace_s has shape"):
         replace(table, pace_s=table.pace_s[:, :2])

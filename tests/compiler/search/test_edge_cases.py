@@ -161,7 +161,7 @@ def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshwright.compiler.search.tables.SearchTables.compute_lower_bounds", interrupted)
+    monkeypatch.setattr("meshwright.compiler.search.tables.SearchTables.compute_pace_bounds", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_plan(graph, with_devices(2), 16)
 

@@ -53,7 +53,9 @@ def test_no_document_of_several_chunks_is_below_the_bound_or_better_than_the_pla
 
 
 def test_divisions_that_tables_think_too_large_are_tried_where_nothing_else_fits():
-    verdict = judge(chunked_case(52), _plan_of)
+    case = chunked_case(52)
+    assert case.memory is not None
+    verdict = judge(replace(case, memory=1.02 * case.memory), _plan_of)
     assert verdict.ours_s
     assert not verdict.problems, "\n".join(verdict.problems)
 

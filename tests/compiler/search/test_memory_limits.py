@@ -14,7 +14,6 @@ from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search import build_plan, driver
 from meshwright.compiler.search.parallel_shape import parse_strategy
 from meshwright.compiler.search.space import Space
-from meshwright.compiler.search.state import LIMIT_SLACK
 from meshwright.models import GPT
 
 from tests.support.clusters import FRAMEWORK, limited
@@ -32,7 +31,7 @@ def graph() -> Graph:
 
 def fitting(graph: Graph, mib: float, **asked: object) -> Plan:
     plan = make_plan(graph, limited(mib), 64, alternatives=False, **{"space": Space.whole()} | asked)
-    assert all(stage.peak_bytes - FRAMEWORK <= mib * 2**20 * LIMIT_SLACK for stage in plan.prediction.stages)
+    assert all(stage.peak_bytes - FRAMEWORK <= mib * 2**20 for stage in plan.prediction.stages)
     return plan
 
 

@@ -14,18 +14,16 @@ from meshwright.compiler.pipeline.families import generate, known_schedules
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.stage_dp import bound_of
 from meshwright.compiler.pipeline.table import LagrangianBound, LowerBounds, StageConstraints
-from meshwright.compiler.pipeline.virtual_stages import quick_bound
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.plan.validation import validate
 from meshwright.compiler.report.reprice import reprice
-from meshwright.compiler.search.optimality import family_bounds
-from meshwright.compiler.search.other_schedules import TIE_TOLERANCE, simplest_index
+from meshwright.compiler.search.driver import simplest_index
 from meshwright.compiler.search.space import SCHEDULES, Space
-from meshwright.compiler.search.state import LIMIT_SLACK
+from meshwright.compiler.search.state import TIE_TOLERANCE
 from meshwright.costmodel.cluster import Cluster
 from meshwright.costmodel.memory import FRAMEWORK_BYTES
 
-from tests.oracles.pipelines import clock, every_pipeline, over_the_limit
+from tests.oracles.pipelines import every_pipeline, over_the_limit
 from tests.support.pipeline_tables import random_table
 from tests.support.planning import make_plan
 from tests.support.random_instances import with_memory
@@ -86,7 +84,7 @@ def test_the_best_of_all_is_no_slower_than_any(graph, cluster, by_name):
     assert plan.schedule != "1f1b"
     assert plan.prediction.step_s < 0.95 * steps["1f1b"]
     assert plan.prediction.bound_s <= min(steps.values())
-    assert plan.provenance["passes"]["schedules"] > 0
+    assert plan.provenance["passes"]["regular"] > 0
 
 
 def test_what_runs_is_all_that_executable_plans_search(graph, cluster):
@@ -96,7 +94,7 @@ def test_what_runs_is_all_that_executable_plans_search(graph, cluster):
     assert not any(line.startswith("schedule") for line in plan.not_executable())
 
 
-@pytest.mark.parametrize("share", [1.0, 1.2])
+@pytest.mark.parametrize("share", [1.0, 1.25])
 def test_memory_decides_among_schedules(graph, cluster, by_name, share):
     """Under a limit that ends some families, what is left is taken, and fits."""
     framework = FRAMEWORK_BYTES[cluster.device(0).kind]
@@ -109,7 +107,7 @@ def test_memory_decides_among_schedules(graph, cluster, by_name, share):
         except InfeasibleError:
             continue
         steps[name] = plan.prediction.step_s
-        assert max(stage.peak_bytes for stage in plan.prediction.stages) <= framework + share * held * LIMIT_SLACK
+        assert max(stage.peak_bytes for stage in plan.prediction.stages) <= framework + share * held
     assert set(steps) == ({"1f1b", "auto"} if share == 1.0 else {"1f1b", "interleaved", "zb-v", "auto"})
     assert steps["auto"] <= min(steps.values()) * (1 + TIE_TOLERANCE)
 
@@ -126,27 +124,6 @@ def test_of_equally_fast_ones_the_simplest_is_taken():
     assert simplest_index(["zb-v", "1f1b", "gpipe"], [1.0, 1.0005, 1.0]) == 1
     assert simplest_index(["zb-v", "1f1b", "gpipe"], [1.0, 1.01, 1.0]) == 2
     assert simplest_index(["zb-v", "1f1b"], [1.0, 1.01]) == 0
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_bounds_are_below_every_pipeline_of_small_tables(seed):
-    rng = np.random.default_rng(seed)
-    layers, devices, m = int(rng.integers(2, 5)), int(rng.integers(2, 5)), int(rng.integers(1, 9))
-    table = random_table(rng, layers, devices, int(rng.integers(1, 3)), 2, m)
-    usable = np.full(devices, max((max(o.limit_bytes, default=0.0) for o in table.options), default=0.0))
-    names = ("gpipe", "zb-h1")
-    fastest = dict.fromkeys(names, inf)
-    for stages in every_pipeline(table, StageConstraints()):
-        for name in names:
-            if over_the_limit(table, stages, name, m) <= 0:
-                fastest[name] = min(fastest[name], clock(table, stages, name, m))
-    for asked in (names, ("gpipe",), ("zb-h1",), (*names, "interleaved", "zb-v")):
-        for most in (inf, 1e6, *(2 * one for one in fastest.values() if one < inf)):
-            found = family_bounds(table.floors, m, asked, StageConstraints(), usable, most)
-            assert set(found) == set(asked)
-            for name in set(asked) & set(names):
-                assert min(found[name], most) <= fastest[name] * (1 + 1e-9)
-    assert quick_bound(table.floors, m, StageConstraints()) >= 0
 
 
 def split_case(seed):

@@ -20,7 +20,6 @@ from meshwright.compiler.plan.lower import lower
 from meshwright.compiler.plan.plan import Plan
 from meshwright.compiler.search.parallel_shape import Strategy, parse_strategy
 from meshwright.compiler.search.space import Space, submeshes
-from meshwright.compiler.search.tables import SearchTables
 from meshwright.costmodel.cluster import Cluster
 from meshwright.models.architectures import GPT
 
@@ -279,26 +278,3 @@ def test_a_microbatch_too_small_for_all_devices(graphs):
     assert plan.microbatches == 4
     (data,) = (row for row in plan.prediction.alternatives if row["name"] == "data")
     assert data["why"] == "no microbatch of global batch 16 in 4 parts falls into 16 equal parts"
-
-
-@pytest.mark.parametrize(("cluster", "layers"), [("dgx-h100:4", 12), ("p3.16xlarge:2", 12)])
-def test_what_the_first_looks_rule_out_would_not_have_won(cluster, layers, monkeypatch):
-    """Looks three at a time, the middle first, find no slower a plan than a look at everything at once."""
-    graph = capture(*ZOO["gpt"](512, device="meta", layers=layers))
-    looks = SearchTables.solve_counts
-    seen: list[int] = []
-
-    def watched(self, prices):
-        seen.append(len(prices))
-        return looks(self, prices)
-
-    monkeypatch.setattr(SearchTables, "solve_counts", watched)
-    few = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
-    waves, looked = list(seen), sum(seen)
-    seen.clear()
-    monkeypatch.setattr(SearchTables, "_competitive", lambda self, counts: list(counts))
-    monkeypatch.setattr("meshwright.compiler.search.tables.COUNTS_PER_ROUND", 100)
-    every = make_plan(graph, Cluster.parse(cluster), 512, alternatives=False)
-    assert max(waves) <= 3
-    assert looked < sum(seen)
-    assert few.prediction.step_s <= every.prediction.step_s * (1 + 1e-9)

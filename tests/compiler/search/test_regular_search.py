@@ -1,0 +1,207 @@
+"""The search for regular plans: nothing is lost by looking at the best first, its clock is the simulation's, and its
+plans fit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from meshwright.compiler.errors import InfeasibleError
+from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.ir.graph import Graph
+from meshwright.compiler.search import regular
+from meshwright.compiler.search.build_plan import build_plan
+from meshwright.compiler.search.driver import start_search, without_gc
+from meshwright.compiler.search.lower_bounds import SearchBounds
+from meshwright.compiler.search.parallel_shape import parse_strategy
+from meshwright.compiler.search.regular import RegularSearch
+from meshwright.compiler.search.space import Space
+from meshwright.compiler.search.state import SearchState
+from meshwright.compiler.search.tables import BOUND_TOLERANCE
+from meshwright.costmodel.cluster import Cluster
+from meshwright.costmodel.memory import FRAMEWORK_BYTES, usable_bytes
+from meshwright.models import GPT
+
+from tests.support.clusters import limited
+from tests.support.planning import make_plan, request_of
+from tests.support.random_instances import with_memory
+
+PLENTY = 16384  # MiB
+TIGHT = (120, 150, 300)  # MiB, of 972 that the model takes with everything replicated
+
+
+def gpt(batch: int = 16, **options: object) -> Graph:
+    with torch.device("meta"):
+        model = GPT(**{"vocab": 512, "layers": 4, "hidden": 1024, "heads": 8, "sequence": 64, **options})
+        tokens = torch.zeros(batch, 64, dtype=torch.int64)
+    return capture(model, (tokens, tokens))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return gpt()
+
+
+def begun(graph: Graph, cluster: Cluster, schedule: str = "auto", **words: object) -> SearchState:
+    return start_search(graph, cluster, request_of(64, space=Space.asked(schedule), **words), 0.0, lambda *_: None)
+
+
+# ---- best first
+
+
+@pytest.mark.parametrize("mib", [150, 300, PLENTY])
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "zb-h1"])
+def test_nothing_is_lost_by_solving_the_best_cases_first(graph, mib, schedule, monkeypatch):
+    search = begun(graph, limited(mib), schedule, microbatches=8)
+    lazily = RegularSearch(search)
+    first, *_ = lazily.explore(inf)
+    monkeypatch.setattr(regular, "MAX_CANDIDATES", 10**6)
+    whole = RegularSearch(search)
+    every = whole.explore(inf, 10**6)
+    assert all(one.bound_s == inf for one in whole._queue)  # all cases were solved
+    assert len(lazily._solved) < len(whole._solved)
+    assert first.clock_s <= every[0].clock_s * (1 + 2 * BOUND_TOLERANCE)
+    assert lazily.bound_s <= every[0].clock_s * (1 + 1e-9)
+    assert lazily.bound_s <= first.clock_s
+
+
+@pytest.mark.parametrize("mib", [120, 300])
+def test_bounds_of_cases_are_below_their_clocks(graph, mib):
+    search = RegularSearch(begun(graph, limited(mib), microbatches=8))
+    solve, seen = search._solve, []
+
+    def noted(waiting):
+        found = solve(waiting)
+        seen.extend((waiting.bound_s, one.clock_s, waiting.case) for one in found)
+        return found
+
+    search._solve = noted
+    search.explore(inf, 30)
+    assert len(seen) >= 30
+    assert [one for one in seen if one[0] > one[1] * (1 + 1e-9)] == []
+
+
+def test_what_was_solved_is_not_solved_again(graph):
+    search = RegularSearch(begun(graph, limited(PLENTY), microbatches=8))
+    first, *_ = search.explore(inf)
+    solved = list(search._solved)
+    assert search.explore(first.clock_s) == []
+    assert search._solved == solved
+
+
+# ---- memory multipliers
+
+
+def test_where_memory_is_plenty_nothing_has_a_price(graph, monkeypatch):
+    plan = make_plan(graph, limited(PLENTY), 64, 8, alternatives=False, space=Space.whole())
+    monkeypatch.setattr(SearchBounds, "fits_unconstrained", lambda self, m: False)
+    priced = make_plan(graph, limited(PLENTY), 64, 8, alternatives=False, space=Space.whole())
+    assert plan.prediction.step_s <= priced.prediction.step_s * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("mib", TIGHT)
+def test_more_prices_of_memory_find_little(graph, monkeypatch, mib):
+    asked = {"alternatives": False, "space": Space.asked("1f1b"), "microbatches": 8}
+    plan = make_plan(graph, limited(mib), 64, **asked)
+    monkeypatch.setattr(regular, "FACTORS", tuple(2.0 ** (power / 2) for power in range(-14, 10)))
+    finer = make_plan(graph, limited(mib), 64, **asked)
+    assert plan.prediction.step_s <= finer.prediction.step_s * 1.01
+
+
+# ---- a plan holds what its devices have
+
+
+@pytest.mark.parametrize("mib", TIGHT)
+@pytest.mark.parametrize("wish", ["", "stages = 2", "no zero; no recompute"])
+def test_no_plan_holds_more_than_its_devices_have(graph, mib, wish):
+    cluster = limited(mib)
+    try:
+        plan = make_plan(graph, cluster, 64, 8, alternatives=False, space=Space.whole(), constraints=wish or None)
+    except InfeasibleError:
+        assert wish == "no zero; no recompute"
+        return
+    usable = usable_bytes(cluster)
+    for stage, price in zip(plan.stages, plan.prediction.stages):
+        assert price.peak_bytes - price.memory_bytes["framework"] <= min(usable[device] for device in stage.devices)
+    assert not any("memory of stage" in note for note in plan.prediction.notes)
+
+
+def test_a_plan_that_fills_its_devices_fits_these_and_no_smaller_ones(graph):
+    """The bytes that a plan holds are all that it needs: it is found again where there are just so many."""
+    strategy = parse_strategy("dp8")
+    words = {"alternatives": False, "strategy": strategy, "microbatches": 8}
+    plan = make_plan(graph, limited(PLENTY), 64, **words)
+    held = max(stage.peak_bytes for stage in plan.prediction.stages)
+    cluster = with_memory(limited(PLENTY), int(held) + 1)
+    again = make_plan(graph, cluster, 64, **words)
+    assert again.prediction.step_s == pytest.approx(plan.prediction.step_s, rel=1e-2)
+    framework = FRAMEWORK_BYTES[cluster.device(0).kind]
+    with pytest.raises(InfeasibleError):
+        make_plan(graph, with_memory(cluster, int(framework + 0.9 * (held - framework))), 64, **words)
+
+
+# ---- a time limit
+
+
+def test_a_time_limit_ends_the_search_with_a_plan_and_a_note(graph):
+    begin = time.process_time()
+    plan = make_plan(graph, limited(300), 64, space=Space.whole(), time_limit_s=0.05)
+    assert time.process_time() - begin < 10  # the first tables and one plan; the whole search takes several times that
+    assert plan.check() == []
+    assert plan.prediction.alternatives == ()
+    assert any("the time limit passed" in note for note in plan.prediction.notes)
+    assert 0 <= plan.prediction.bound_s <= plan.prediction.step_s
+
+
+# ---- one clock
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "zb-v"])
+@pytest.mark.parametrize("cluster", ["8x4090:2", "p3.16xlarge:2"])
+def test_the_clock_of_tied_weights_is_that_of_the_simulation(cluster, schedule, stages):
+    graph = gpt(64, vocab=8192, hidden=512, tied=True)
+    search = begun(graph, Cluster.parse(cluster), schedule, constraints=f"stages = {stages}", microbatches=8)
+    with without_gc():
+        found = RegularSearch(search).explore(inf, 6)[:6]
+        steps = [build_plan(search, one).prediction.step_s for one in found]
+    assert len(found) >= 2
+    for one, step_s in zip(found, steps):
+        assert len(one.pipeline.peak_bytes) == stages
+        assert one.clock_s == pytest.approx(step_s, rel=0.02), (one.microbatches, one.rows[0].submesh.shape)
+    two = sorted(zip(steps, (one.clock_s for one in found)))[:2]
+    assert two[0][1] <= two[1][1] * (1 + 1e-9) or two[0][0] >= two[1][0] * (1 - 1e-3)
+
+
+def test_tied_weights_count_on_the_clock():
+    """Copies in two stages send gradients and values: on a slow network the clock is slower than for untied weights."""
+    clocks = {}
+    for tied in (True, False):
+        graph = gpt(64, vocab=8192, hidden=512, tied=tied)
+        search = begun(graph, Cluster.parse("8x4090:2"), "1f1b", strategy=parse_strategy("pp2,dp8"), microbatches=8)
+        first, *_ = RegularSearch(search).explore(inf)
+        clocks[tied] = first.clock_s
+    sent = 2 * 8192 * 512 * 4 / 8 / Cluster.parse("8x4090:2").link.bytes_per_s  # an eighth of it, there and back
+    assert clocks[True] > clocks[False] + 0.5 * sent
+
+
+# ---- mixed hosts
+
+
+def test_a_mesh_is_bounded_by_its_fastest_devices():
+    """Groups of one shape on hosts of unlike devices: the bound is of those that are fastest."""
+    slow = Cluster.preset("p3.16xlarge", 1)
+    graph = gpt(64, vocab=2048, hidden=512)
+    fast = Cluster.preset("dgx-a100-80", 1)
+    for hosts in ((slow.hosts[0], fast.hosts[0]), (fast.hosts[0], slow.hosts[0])):
+        cluster = replace(slow, name="mixed", hosts=tuple(replace(host, num_devices=2) for host in hosts))
+        search = RegularSearch(begun(graph, cluster, microbatches=8))
+        found = search.explore(inf)
+        assert search.bound_s <= found[0].clock_s
+        for schedule in ("1f1b", "zb-v"):
+            space = Space.asked(schedule)
+            plan = make_plan(graph, cluster, 64, 8, alternatives=False, space=space)
+            assert search.bound_s <= plan.prediction.step_s * (1 + 1e-9)
