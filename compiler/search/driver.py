@@ -96,6 +96,8 @@ MAX_TRIES = 5
 MAX_MEMORY_RETRIES = 3
 #: memory corrections that do not count as a try, and searches that end with corrections alone
 MAX_CORRECTIONS = 8
+#: times that more regular cases are explored, as what was built is slower than its clock or holds too much
+MAX_ROUNDS = 8
 
 
 def make_plan(graph: Graph, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -143,7 +145,10 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
     error: InfeasibleError | None = None
     tried: set[tuple[Any, ...]] = set()
     regular, irregular = RegularSearch(search), IrregularSearch(search)
-    while candidates := regular.explore(time_to_beat(plans, top_k), top_k):  # floors, compose, regular
+    for _ in range(MAX_ROUNDS):
+        candidates = regular.explore(time_to_beat(plans, top_k), top_k)  # floors, compose, regular
+        if not candidates:
+            break
         plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
         error = missed or error
     search.bound_s = regular.bound_s
@@ -160,7 +165,9 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
     if not plans:  # estimates may be too high
         queue = [] if is_regular_only(search) else list(irregular.above_limit())
         regular = RegularSearch(search, ABOVE_LIMIT)
-        while not plans and (queue := queue or regular.explore(inf)):
+        for _ in range(MAX_ROUNDS):
+            if plans or not (queue := queue or regular.explore(inf)):
+                break
             plans, missed = _build_plans(search, queue, top_k, tried)
             error, queue = missed or error, []
     if can_refine(search):

@@ -249,7 +249,10 @@ def test_infeasible_names_the_stage_the_bytes_and_a_remedy(model: nn.Module) -> 
         ({"microbatches": 0}, "microbatches"),
         ({"schedule": "zigzag"}, "1f1b"),
         ({"strategy": {"dp": 2, "ep": 2}}, "pp, dp and tp"),
-        ({"schedule": "zb-x"}, "auto or one of gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, but got .zb-x."),
+        (
+            {"schedule": "zb-x"},
+            "auto or one of gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v, pipedream, but got .zb-x.",
+        ),
         ({"schedule": "zb-x", "executable": True}, "zb-h1, zb-v, pipedream where plans are to be executable"),
         ({"recompute": "half", "executable": True}, "recompute is auto or one of none, selective, full where"),
         ({"recompute": {"nothing": "full"}}, "names a layer of the model, but got 'nothing'"),
