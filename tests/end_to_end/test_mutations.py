@@ -237,11 +237,19 @@ def no_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def too_early(patch: pytest.MonkeyPatch) -> None:
+    """Each bucket is summed, to the end, as soon as the first microbatch fills it: a sum that is only started might read
+    its memory after the last microbatch has added to it, and be right by chance."""
+
     def arm(self: Any, leaves: frozenset[int]) -> None:
         original(self, leaves.union(id(parameter) for bucket in self.buckets for parameter in bucket.parameters))
 
-    original = GradientReducer.arm
+    def launch(self: Any, bucket: Any) -> None:
+        launched(self, bucket)
+        self._settle(bucket)
+
+    original, launched = GradientReducer.arm, GradientReducer._launch
     patch.setattr(GradientReducer, "arm", arm)
+    patch.setattr(GradientReducer, "_launch", launch)
 
 
 def left_out(patch: pytest.MonkeyPatch) -> None:
