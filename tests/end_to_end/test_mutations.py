@@ -237,8 +237,8 @@ def no_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def too_early(patch: pytest.MonkeyPatch) -> None:
-    """Each bucket is summed, to the end, as soon as the first microbatch fills it: a sum that is only started might read
-    its memory after the last microbatch has added to it, and be right by chance."""
+    """Each bucket is summed, to the end, as soon as the first microbatch fills it: a sum that is only started might
+    read its memory after the last microbatch has added to it, and be right by chance."""
 
     def arm(self: Any, leaves: frozenset[int]) -> None:
         original(self, leaves.union(id(parameter) for bucket in self.buckets for parameter in bucket.parameters))
