@@ -91,7 +91,7 @@ class LongLoops:
         leads: dict[Any, Any] = {}
 
         def led(function: Any, lead: Callable[[Any], Any]) -> Any:
-            """What stands for the function: what leads to it, if it has a loop of its own, else itself."""
+            """The function that leads to this one, if it has a loop of its own, else itself."""
             if function in self.instead:  # a base class's
                 return function
             looping = [inner for inner in _unwrapped(function) if not _is_torch(inner) and _calls_range(inner)]
@@ -251,7 +251,7 @@ def _key(leaf: Any) -> Any:
 
 
 def _trial(function: Callable[..., Any], structure: Any, leaves: list[Any]) -> _Trial | None:
-    """What the function makes of such arguments, by a run on tensors without data; None if it cannot be one op."""
+    """The results of the function for such arguments, by a run on tensors without data; None if it cannot be one op."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         made = [_without_data(x) if isinstance(x, Tensor) else x for x in leaves]
     operands = [x for x in made if isinstance(x, Tensor)]

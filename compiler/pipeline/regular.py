@@ -52,8 +52,8 @@ from .recurrence import fill_share
 from .table import Floats, Pipeline, PipelineTable, StageChoice, StageConstraints
 
 __all__ = [
-    "Case",
     "MeshTable",
+    "PipelineCase",
     "RegularAnswer",
     "allowed_runs",
     "case_bounds",
@@ -73,7 +73,7 @@ _TIE = 1e-9  # of a case's seconds: what an uneven division is worth where W is 
 
 
 @dataclass(frozen=True, order=True)
-class Case:
+class PipelineCase:
     """A schedule on ``groups`` device groups with ``chunks`` virtual stages each."""
 
     groups: int
@@ -214,17 +214,21 @@ def mesh_bound(mesh: MeshTable, m: int, groups: int, constraints: StageConstrain
     """Seconds that no pipeline of at most ``groups`` groups of a mesh undercuts, whatever its cuts and schedule."""
     if (np.diagonal(mesh.peak, 1) > mesh.most_bytes).any():
         return inf
-    return m * _work(mesh, allowed_runs(mesh.pace, constraints), groups)
+    return m * _mean_load(mesh, _whole_work(mesh, allowed_runs(mesh.pace, constraints)), groups)
 
 
-def _work(mesh: MeshTable, allowed: NDArray[np.bool_], groups: int) -> float:
-    """The least mean load of so many groups, with one microbatch in flight."""
-    sums = _least_sums(np.where(allowed, np.concatenate([mesh.pace[None], mesh.value]), inf))
+def _whole_work(mesh: MeshTable, allowed: NDArray[np.bool_]) -> Floats:
+    """[1 + levels] the least sums of all layers: of ``pace``, and of ``value`` at every level."""
+    return _least_sums(np.where(allowed, np.concatenate([mesh.pace[None], mesh.value]), inf))
+
+
+def _mean_load(mesh: MeshTable, sums: Floats, groups: int) -> float:
+    """The least mean load of so many groups, with one microbatch in flight, by ``_whole_work``."""
     prices = groups * np.maximum(mesh.byte, mesh.saved_byte)
     return max(float(sums[0]), float((sums[1:] - mesh.most_bytes * prices).max(initial=0.0))) / groups
 
 
-def _most_groups(cases: Sequence[Case]) -> dict[str, int]:
+def _most_groups(cases: Sequence[PipelineCase]) -> dict[str, int]:
     """The largest number of groups of each schedule with one chunk per group."""
     most: dict[str, int] = {}
     for case in cases:
@@ -255,7 +259,7 @@ def _least_paths(mesh: MeshTable, m: int, schedule: str, allowed: NDArray[np.boo
     return paths
 
 
-def case_bounds(mesh: MeshTable, m: int, cases: Sequence[Case], constraints: StageConstraints) -> list[float]:
+def case_bounds(mesh: MeshTable, m: int, cases: Sequence[PipelineCase], constraints: StageConstraints) -> list[float]:
     """Seconds that no pipeline of each case undercuts, whatever its cuts: with one chunk per group the least W on lower
     bounds of stages, else the mean load or the largest chunk."""
     allowed = allowed_runs(mesh.pace, constraints)
@@ -263,12 +267,15 @@ def case_bounds(mesh: MeshTable, m: int, cases: Sequence[Case], constraints: Sta
     slowest = _least_largest(np.where(allowed, mesh.pace, inf), count)
     once = _least_sums(np.where(allowed, np.stack([mesh.pace, mesh.trip]), inf))  # of one microbatch through all layers
     trips = {"interleaved": float(once[0]), "zb-v": float(once[1])}
+    work = _whole_work(mesh, allowed)
     paths = {name: _least_paths(mesh, m, name, allowed, p) for name, p in _most_groups(cases).items()}
     return [
         float(paths[case.schedule][case.groups])
         if case.chunks == 1
         else max(
-            m * _work(mesh, allowed, case.groups), m * float(slowest[case.groups * case.chunks]), trips[case.schedule]
+            m * _mean_load(mesh, work, case.groups),
+            m * float(slowest[case.groups * case.chunks]),
+            trips[case.schedule],
         )
         for case in cases
     ]
@@ -289,7 +296,7 @@ def groups_that_fit(mesh: MeshTable, m: int, most: int, constraints: StageConstr
     return found
 
 
-def close_bound(mesh: MeshTable, m: int, case: Case, constraints: StageConstraints) -> float:
+def close_bound(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> float:
     """A closer bound on a case with several chunks per group: on the divisions that are looked at."""
     solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
     return min((solver.bound(cuts) for cuts in solver.divisions), default=inf)
@@ -315,7 +322,7 @@ def _least_largest(values: Floats, most: int) -> Floats:
     return out
 
 
-def dual_levels(mesh: MeshTable, m: int, case: Case, allowed: NDArray[np.bool_]) -> list[int]:
+def dual_levels(mesh: MeshTable, m: int, case: PipelineCase, allowed: NDArray[np.bool_]) -> list[int]:
     """The levels at which the bound on an even share of the work is the highest for some group, except those without
     a price of bytes."""
     sums = _least_sums(np.where(allowed, mesh.value, inf)) / case.groups
@@ -360,7 +367,7 @@ def _even(arrays: Sequence[Floats]) -> tuple[int, ...] | None:
 # ---- one case
 
 
-def solve_case(mesh: MeshTable, m: int, case: Case, constraints: StageConstraints) -> RegularAnswer:
+def solve_case(mesh: MeshTable, m: int, case: PipelineCase, constraints: StageConstraints) -> RegularAnswer:
     """The best pipeline of a case by the estimates of its table, and a bound on the cuts that were looked at."""
     solver = _Solver(mesh, m, case, allowed_runs(mesh.pace, constraints))
     return solver.single() if case.chunks == 1 else solver.chunked()
@@ -370,8 +377,13 @@ def solve_case(mesh: MeshTable, m: int, case: Case, constraints: StageConstraint
 class _Solver:
     mesh: MeshTable
     m: int
-    case: Case
+    case: PipelineCase
     allowed: NDArray[np.bool_]
+
+    @cached_property
+    def _fill(self) -> float:
+        """The share of a stage's seconds that its messages wait for, a third of them forward."""
+        return float(fill_share(self.case.schedule, 1 / 3, 1 / 3))
 
     # -- one chunk per group
 
@@ -381,7 +393,6 @@ class _Solver:
         layers = table.num_layers
         rest = np.where(np.arange(layers + 1) == layers, 0.0, inf)
         ends, chosen, heads = [], [], []
-        fill = float(fill_share(self.case.schedule, 1 / 3, 1 / 3))
         for k in reversed(range(p)):
             options = np.arange(mesh.levels) * mesh.sites + mesh.places[k][1]
             q = in_flight_formula(self.case.schedule, k, p, m)
@@ -391,7 +402,7 @@ class _Solver:
             x = table.transfer_s[options] + (0.0 if table.entry_s is None else table.entry_s[options])
             head = np.where(fits, m * t + once, inf)
             seconds = np.where(fits, t, 0.0)
-            path = np.maximum(head, fill * seconds + x + rest)
+            path = np.maximum(head, self._fill * seconds + x + rest)
             path = path + _TIE * seconds**2 / max(float(seconds.max()), 1e-30)
             level = path.argmin(axis=0)
             value = np.take_along_axis(path, level[None], axis=0)[0]
@@ -547,12 +558,11 @@ class _Solver:
             resident[group] += float(table.resident[one])
             transient[group] = max(transient[group], float(table.transient[one]))
             saved[group, chunk] = float(table.saved[one])
-        fill = float(fill_share(case.schedule, 1 / 3, 1 / 3))
         estimate = before = 0.0
         for k in range(p):
             estimate = max(estimate, before + m * load[k] + step[k])
             if k < p - 1:
-                before += fill * pace[k] + messages[k]
+                before += self._fill * pace[k] + messages[k]
         worst = [times[(times @ s).argmax()] for s, times in zip(saved, self._flights)]
         peaks = [r + t + float(times @ s) for r, t, s, times in zip(resident, transient, saved, worst)]
         offsets = [self.mesh.places[group][0] for group in range(p)]

@@ -146,7 +146,9 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
     tried: set[tuple[Any, ...]] = set()
     regular, irregular = RegularSearch(search), IrregularSearch(search)
     for _ in range(MAX_ROUNDS):
-        candidates = regular.explore(time_to_beat(plans, top_k), top_k)  # floors, compose, regular
+        candidates: list[Candidate] = []
+        with _keeping(plans, search):
+            candidates = regular.explore(time_to_beat(plans, top_k), top_k)  # floors, compose, regular
         if not candidates:
             break
         plans, missed = _build_plans(search, candidates, top_k, tried, plans, regular.solved_again)
@@ -157,7 +159,9 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
         limit_s = time_to_beat(plans, top_k) * (1 - (0.0 if any_plan else LEAST_GAIN))
         search.regular_s = plans[0].prediction.step_s if plans else inf
         again = partial(irregular.solved_again, limit_s=limit_s)
-        candidates = irregular.candidates(limit_s)  # compose, stages
+        candidates = []
+        with _keeping(plans, search):
+            candidates = irregular.candidates(limit_s)  # compose, stages
         search.bound_s = min(search.bound_s, irregular.bound_s)
         every, missed = _build_plans(search, candidates, top_k, tried, plans, again)
         plans = [plan for plan in every if plan.prediction.step_s < limit_s or any(plan is one for one in plans)]
@@ -173,6 +177,17 @@ def search_plans(search: SearchState, top_k: int = 1) -> tuple[list[Plan], Infea
     if can_refine(search):
         plans = refine_plans(search, plans, top_k)  # refine, simulate, memory
     return with_bound(search, plans), None if plans else error
+
+
+@contextmanager
+def _keeping(plans: Sequence[Plan], search: SearchState) -> Iterator[None]:
+    """A scope in which Ctrl-C ends the search for more where there are plans already."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not plans:
+            raise
+        search.cut_short = INTERRUPTED
 
 
 def with_bound(search: SearchState, plans: Sequence[Plan]) -> list[Plan]:
@@ -194,10 +209,8 @@ def schedule_error(search: SearchState) -> InfeasibleError | None:
         if stages == 1:
             reason = ": virtual stages need two stages or more"
         elif stages * min(chunks) > layers:
-            reason = (
-                f": {stages} stages of {min(chunks)} virtual stages each need {stages * min(chunks)} layers, but the "
-            )
-            reason += f"model has {layers}"
+            needed = f"{stages} stages of {min(chunks)} virtual stages each need {stages * min(chunks)} layers"
+            reason = f": {needed}, but the model has {layers}"
     return InfeasibleError(
         f"no plan under schedule {' or '.join(names)} fits {search.cluster.name}, but got one under {base}{reason}; "
         f"ask for schedule {base} or auto, more microbatches, or more devices"
@@ -246,6 +259,8 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
         plans, error = search_plans(inner)
     except ValueError as refused:
         return PurePlan(why=str(refused))
+    if inner.cut_short == INTERRUPTED:  # all alternatives are
+        raise KeyboardInterrupt
     return PurePlan(plans[0]) if plans else PurePlan(why=why_infeasible(inner, error))
 
 
@@ -291,7 +306,7 @@ def without_gc() -> Iterator[None]:
 
 def _build_plans(
     search: SearchState,
-    queue: list[Candidate],
+    queue: Sequence[Candidate],
     top_k: int,
     tried: set[tuple[Any, ...]],
     plans: Sequence[Plan] = (),
@@ -305,7 +320,7 @@ def _build_plans(
     loses, even if all that may overlap does. The memory of those that are then among the best is counted. An excess
     corrects the memory estimates of the shape, and with them the candidates that are left.
     """
-    plans = list(plans)
+    queue, plans = list(queue), list(plans)
     error: InfeasibleError | None = None
     base_schedule = search.space.base_schedule
     tries, corrections = max(MAX_TRIES, 2 * top_k), MAX_CORRECTIONS

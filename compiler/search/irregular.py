@@ -12,7 +12,7 @@ asked to run.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf, isfinite
 
 from ..cost.gradient_reduction import lower_by_overlap, raise_by_overlap
@@ -53,22 +53,26 @@ class IrregularSearch:
         """The best pipelines that may be faster than ``limit_s``, fastest first."""
         tables, search, found = self.tables, self.search, list[Candidate]()
         tables.compute_pace_bounds()
-        for m in sorted(tables.counts, key=tables.least_share):
+        counts = sorted(tables.counts, key=tables.least_share)
+        self.bounds = {(m, schedule): tables.least_share(m) for m in counts for schedule in self.schedules}
+        for m in counts:
             for schedule in self.schedules:
-                self.bounds[m, schedule] = tables.least_share(m)
-                if found and time.perf_counter() > search.deadline:
-                    search.cut_short = TIMED_OUT
-                    continue
+                if (found or isfinite(limit_s)) and (search.cut_short or time.perf_counter() > search.deadline):
+                    search.cut_short = search.cut_short or TIMED_OUT
+                    return self._ranked(found)
                 best_s = min([limit_s, *(one.clock_s for one in found)])
                 self.bounds[m, schedule] = self._bound(m, schedule, best_s)
                 if self.bounds[m, schedule] < best_s * (1 - BOUND_TOLERANCE):
                     found += self._solved(m, schedule, best_s)
-                    counts = {len(one.rows) for one in found if one.microbatches == m}
-                    for p in sorted(counts) if schedule.startswith("zb") else ():  # W and T do not rank it well
+                    stages = {len(one.rows) for one in found if one.microbatches == m}
+                    for p in sorted(stages) if schedule.startswith("zb") else ():  # W and T do not rank it well
                         found += self._solved(m, schedule, best_s, (p, p))
-        # of one stage all schedules are the same
-        found = [one for one in found if len(one.rows) > 1 or one.schedule == self.schedules[0]]
-        return sorted(found, key=lambda one: one.clock_s)
+        return self._ranked(found)
+
+    def _ranked(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """These, fastest first; of one stage all schedules are the same."""
+        several = [one for one in found if len(one.rows) > 1 or one.schedule == self.schedules[0]]
+        return sorted(several, key=lambda one: one.clock_s)
 
     def solved_again(self, candidate: Candidate, missed: OverfullError, limit_s: float) -> list[Candidate]:
         """The best pipelines with as many microbatches as ``candidate``, which holds too much, after the correction of

@@ -23,8 +23,8 @@ from ..cost.gradient_reduction import lower_by_overlap
 from ..errors import OverfullError
 from ..pipeline.families import EAGER_1F1B, PIPEDREAM
 from ..pipeline.regular import (
-    Case,
     MeshTable,
+    PipelineCase,
     allowed_runs,
     case_bounds,
     close_bound,
@@ -53,6 +53,11 @@ MAX_CANDIDATES = 24  # that are offered
 MAX_LOWERED = 0.005  # of a bound: what may be taken off for work that overlaps
 
 
+def is_regular_only(search: SearchState) -> bool:
+    """True if only regular plans were asked for."""
+    return search.request is not None and search.request.regular == "only"
+
+
 def is_regular_enough(search: SearchState) -> bool:
     """True if only regular plans are looked for: as the request says, or if all hosts are alike, no stage was given by
     the caller, and the model or the cluster is so large that other plans would take long to search."""
@@ -71,14 +76,9 @@ class _Waiting:
     number: int
     m: int = field(compare=False)
     mesh: int = field(compare=False)
-    case: Case | None = field(compare=False, default=None)
+    case: PipelineCase | None = field(compare=False, default=None)
     #: True: its bound was lifted
     lifted: bool = field(compare=False, default=False)
-
-
-def is_regular_only(search: SearchState) -> bool:
-    """True if only regular plans were asked for."""
-    return search.request is not None and search.request.regular == "only"
 
 
 class RegularSearch:
@@ -92,6 +92,8 @@ class RegularSearch:
             if sub.place is None:
                 by_mesh.setdefault((sub.shape, sub.roles), []).append(sub)
         self.meshes = list(by_mesh.values())
+        #: by mesh, (device offset, site) of as many groups as there is room for
+        self._places = [places([sub.offsets for sub in sites], sites[0].num_devices) for sites in self.meshes]
         self._queue: list[_Waiting] | None = None
         self._number = 0
         self._solved: list[_Waiting] = []
@@ -152,7 +154,7 @@ class RegularSearch:
             tables.compute_pace_bounds()
             least = self._least_counts()
             meshes = [(m, g) for m in tables.counts for g in range(len(self.meshes)) if m >= least[g]]
-            tables.bound([(self.meshes[g][0], m, level) for m, g in meshes for level in self._coarse(m, g)])
+            tables.bound([(self.meshes[g][0], m, level) for m, g in meshes for level in self._coarse(m)])
             self._queue = [_Waiting(self._mesh_bound(m, g), 0, m, g) for m, g in meshes]
             heapify(self._queue)
         return self._queue
@@ -215,15 +217,10 @@ class RegularSearch:
 
     def _mesh_bound(self, m: int, g: int) -> float:
         """The bound of a mesh and count: the work of all layers on as many groups as there is room for."""
-        bound_s = mesh_bound(self._lower_bounds(m, g, self._coarse(m, g)), m, self._room(g), self.tables.cuts)
+        bound_s = mesh_bound(self._lower_bounds(m, g, self._coarse(m)), m, len(self._places[g]), self.tables.cuts)
         return self._true_bound(m, bound_s)
 
-    def _room(self, g: int) -> int:
-        """The number of groups that there is room for."""
-        sites = self.meshes[g]
-        return len(places([sub.offsets for sub in sites], sites[0].num_devices))
-
-    def _expanded(self, m: int, g: int) -> list[tuple[Case, float]]:
+    def _expanded(self, m: int, g: int) -> list[tuple[PipelineCase, float]]:
         """The cases of a mesh and count that may fit, with their bounds on lower bounds at many multipliers."""
         cases = [case for case in self._cases(m, g) if case.groups in self._able[m, g]]
         bounds = case_bounds(self._bounds[m, g], m, cases, self.tables.cuts) if cases else []
@@ -256,19 +253,19 @@ class RegularSearch:
                 mesh = replace(self._lower_bounds(m, g, []), table=table)
                 self._able[m, g] = groups_that_fit(mesh, m, most, tables.cuts)
 
-    def _cases(self, m: int, g: int) -> list[Case]:
+    def _cases(self, m: int, g: int) -> list[PipelineCase]:
         search, space = self.search, self.search.space
         layers = len(search.layering.layers)
         least, most = self.tables.cuts.stages
-        room = min(self._room(g), layers, inf if most is None else most)
+        room = min(len(self._places[g]), layers, inf if most is None else most)
         cases = []
         for p in range(least, int(room) + 1):
             for schedule in space.schedules:
                 if schedule in CHUNKED:
                     numbers = space.chunks if schedule == "interleaved" else (2,)
-                    cases += [Case(p, schedule, v) for v in numbers if 2 <= p <= m and p * v <= layers]
+                    cases += [PipelineCase(p, schedule, v) for v in numbers if 2 <= p <= m and p * v <= layers]
                 elif p > 1 or schedule == space.schedules[0] or schedule == space.base_schedule:
-                    cases.append(Case(p, schedule))
+                    cases.append(PipelineCase(p, schedule))
         return cases
 
     # ---- tables
@@ -278,7 +275,7 @@ class RegularSearch:
         for as many microbatches as there are groups."""
         if self.tables.fits_unconstrained(m):
             return [NO_MULTIPLIER]
-        flights = dict.fromkeys((1.0, float(min(m, self._room(g)))))
+        flights = dict.fromkeys((1.0, float(min(m, len(self._places[g])))))
         grid = [NO_MULTIPLIER, *((factor, flight) for flight in flights for factor in FACTORS)]
         return [*grid, (LARGEST_MULTIPLIER[0], max(flights))]
 
@@ -294,7 +291,7 @@ class RegularSearch:
         """The bound on a step, from one that counts what may run beside the microbatches."""
         return bound_s if self._overlaps(m) else lower_by_overlap(bound_s, m, self.search.cluster, self.tables.hidden_s)
 
-    def _coarse(self, m: int, g: int) -> list[int]:
+    def _coarse(self, m: int) -> list[int]:
         """The few levels of a mesh's first bounds."""
         return self._bound_levels(m, [(factor, 1.0) for factor in COARSE_FACTORS])
 
@@ -319,7 +316,7 @@ class RegularSearch:
         trip = tables.lower_bound(sub, m, self._trip_level(m))
         trip = np.zeros_like(pace) if trip is None else trip
         cluster = self.search.cluster
-        hosts = [cluster.host_of(offset) for offset, _ in places([one.offsets for one in sites], sub.num_devices)]
+        hosts = [cluster.host_of(offset) for offset, _ in self._places[g]]
         near = [stays_inside(cluster, one) for one in sites]
         peak, shape = tables.peak_bytes(sub, m), (-1, *pace.shape)
         value, whole = np.array(values).reshape(shape), not self._overlaps(m)

@@ -105,12 +105,12 @@ class SearchTables(SearchBounds):
             ((one.option, one.first_layer, one.end_layer) for one in pipeline.stages), key=lambda i: table.pace_s[i]
         )
         rows = self._rows(m, pipeline, pairs)
-        clock_s = clock_seconds(table, m, schedule, pipeline, self._beside(m, schedule, pipeline, rows))
+        clock_s = clock_seconds(table, m, schedule, pipeline, self._beside(schedule, pipeline, rows))
         pace_s, once_s = float(table.pace_s[at]), float(table.step_s[at])
         hidden_s = min(max_overlap(self.search.cluster) * pace_s, once_s)
         return Candidate(m, schedule, pipeline, rows, clock_s, pace_s, once_s, hidden_s)
 
-    def _beside(self, m: int, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
+    def _beside(self, schedule: str, pipeline: Pipeline, rows: Sequence[StageRow]) -> list[float]:
         """Seconds by device group at the end of a step that cost tables do not have: of weights that several groups
         hold, and until everyone knows the loss."""
         search, p = self.search, len(pipeline.peak_bytes)

@@ -9,7 +9,7 @@ from math import inf
 
 import numpy as np
 from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
-from meshwright.compiler.pipeline.regular import Case, MeshTable
+from meshwright.compiler.pipeline.regular import MeshTable, PipelineCase
 from meshwright.compiler.pipeline.simulate import simulate
 from meshwright.compiler.pipeline.table import PipelineTable, StageConstraints, StageOption
 
@@ -80,9 +80,9 @@ def mesh_table(rng: np.random.Generator, layers: int, groups: int, levels: int, 
     )  # fmt: skip
 
 
-def case_of(mesh: MeshTable, groups: int, schedule: str, chunks: int) -> tuple[Case, list[tuple[int, int]]]:
+def case_of(mesh: MeshTable, groups: int, schedule: str, chunks: int) -> tuple[PipelineCase, list[tuple[int, int]]]:
     """The case, and (group, chunk) of its chunks in the order of the layers."""
-    return Case(groups, schedule, chunks), list(virtual_order(schedule, groups, chunks if chunks > 1 else None))
+    return PipelineCase(groups, schedule, chunks), list(virtual_order(schedule, groups, chunks if chunks > 1 else None))
 
 
 def at_places(mesh: MeshTable, one: Regular, places: Order) -> list[tuple[int, int, int]]:
@@ -91,7 +91,7 @@ def at_places(mesh: MeshTable, one: Regular, places: Order) -> list[tuple[int, i
     return [(option, i, j) for option, (i, j) in zip(options, pairwise(one.cuts))]
 
 
-def clock(mesh: MeshTable, case: Case, places: Order, m: int, at: Cells) -> float:
+def clock(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells) -> float:
     """The simulated makespan: messages cross a network only between hosts."""
     table = mesh.table
     pace = [float(table.pace_s[one]) for one in at]
@@ -117,7 +117,7 @@ def clock(mesh: MeshTable, case: Case, places: Order, m: int, at: Cells) -> floa
     return simulate(run, forward, backward, ahead or None, step, back or None, weight if split else None).makespan_s
 
 
-def peaks(mesh: MeshTable, case: Case, places: Order, m: int, at: Cells) -> list[float]:
+def peaks(mesh: MeshTable, case: PipelineCase, places: Order, m: int, at: Cells) -> list[float]:
     """Bytes of each group, action by action."""
     table, where, held = mesh.table, dict(zip(places, at)), []
     for k, row in enumerate(_actions(case, m)):
@@ -130,11 +130,11 @@ def peaks(mesh: MeshTable, case: Case, places: Order, m: int, at: Cells) -> list
     return held
 
 
-def _actions(case: Case, m: int):
+def _actions(case: PipelineCase, m: int):
     return generate(case.schedule, case.groups, m, case.chunks if case.chunks > 1 else None).actions
 
 
-def every_regular(mesh: MeshTable, case: Case, places: Order, m: int, constraints: StageConstraints,
+def every_regular(mesh: MeshTable, case: PipelineCase, places: Order, m: int, constraints: StageConstraints,
                   only: Sequence[tuple[int, ...]] | None = None) -> Iterator[tuple[Regular, Cells]]:  # fmt: skip
     """All pipelines of a case that fit, with ``at_places`` of each. only: those with these cuts."""
     table, count = mesh.table, len(places)
@@ -166,7 +166,7 @@ def every_regular(mesh: MeshTable, case: Case, places: Order, m: int, constraint
             yield regular, at_places(mesh, regular, places)
 
 
-def _flights(case: Case, m: int) -> list[list[np.ndarray]]:
+def _flights(case: PipelineCase, m: int) -> list[list[np.ndarray]]:
     """By group, all counts of microbatches in flight of its chunks."""
     found = []
     for row in _actions(case, m):

@@ -123,7 +123,7 @@ def merged_below(section: CaseSection, classes: Sequence[int]) -> tuple[CaseSect
 
 
 def _edge_key(edge: CaseEdge) -> Hashable:
-    """What tells tensors apart, but for the seconds and bytes of their conversions."""
+    """The key that tells tensors apart, but for the seconds and bytes of their conversions."""
     pairs = tuple(id(pair) for pairs in edge.states for pair in pairs), len(edge.states[0])
     return pairs, edge.source.tobytes(), edge.copied, edge.kept_in, edge.again_in, edge.floor
 

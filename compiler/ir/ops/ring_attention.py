@@ -219,7 +219,7 @@ class _Queries:
         """Those of the keys and values of a part; those of its queries and mask are added to what there is."""
         q, grad, out = (_rows(x, part) for x in (self.query, self.grad, self.out))
         k, v = (_keys(x, part) for x in block)
-        dq, dk, dv, of_mask = attend(grad, q, k, v, mask, out, _rows(self.lse, part, -1), part.causal)
+        dq, dk, dv, of_mask = attend(grad, q, k, v, mask, (out, _rows(self.lse, part, -1)), part.causal)
         _rows(self.summed, part).add_(dq)
         if dmask is not None and of_mask is not None:
             dmask.add_(of_mask.sum_to_size(dmask.shape))
@@ -234,12 +234,9 @@ class _RingAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        ring: _Ring,
-        causal: bool,
-        setting: AttentionSetting,
-        kernel: BlockKernel,
+        of: tuple[_Ring, bool, AttentionSetting, BlockKernel],
     ) -> Tensor:
-        q = query
+        q, (ring, causal, setting, kernel) = query, of
         if causal:
             q = query.clone()
             ring.swap_halves(q)
@@ -258,7 +255,7 @@ class _RingAttention(torch.autograd.Function):
         out = out.to(query.dtype)
         if causal:
             ring.swap_halves(out)
-        ctx.of, ctx.shapes = (ring, causal, setting, kernel), shapes
+        ctx.of, ctx.shapes = of, shapes
         ctx.save_for_backward(q, own, mask, out, lse)
         return out
 
@@ -293,7 +290,7 @@ class _RingAttention(torch.autograd.Function):
         dq = own_side.summed.to(q.dtype)
         if causal:
             ring.swap_halves(dq)
-        return (dq, *_unpack(ring.home(summed), shapes), dmask, None, None, None, None)
+        return (dq, *_unpack(ring.home(summed), shapes), dmask, None)
 
 
 def _heads_of_block(x: Tensor, heads: int, axes: Sequence[int], comm: Comm) -> Tensor:
@@ -337,7 +334,7 @@ def ring_attention(
     setting = AttentionSetting(scale, attn_mask is not None and attn_mask.requires_grad)
     blocks = kernel_for(query, key, value, attn_mask, setting, writes_scores)
     ring = _Ring(current_context().comm, tuple(ring_axes))
-    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, setting, blocks)
+    out: Tensor = _RingAttention.apply(query, key, value, attn_mask, (ring, is_causal, setting, blocks))
     return out
 
 
@@ -367,8 +364,8 @@ class BlockKernel:
     forward(q [..., heads, Sq, D], k [..., kv heads, Skv, D], v [..., kv heads, Skv, Dv], mask, causal, setting) ->
     (O [..., heads, Sq, Dv], L [..., heads, Sq]). mask: added to the scores, or None. causal: query i sees the keys
     up to i.
-    backward(dO, q, k, v, mask, O, L, causal, setting) -> (dq, dk, dv, gradient of the mask or None), O and L being of
-    all blocks.
+    backward(dO, q, k, v, mask, (O, L), causal, setting) -> (dq, dk, dv, gradient of the mask or None), O and L being
+    of all blocks.
     """
 
     forward: Forward
@@ -430,10 +427,10 @@ def _written_forward(
 
 
 def _written_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, whole: tuple[Tensor, Tensor], causal: bool,
     setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    scores, scale = _scores(q, k, mask, causal, setting)
+    (out, lse), (scores, scale) = whole, _scores(q, k, mask, causal, setting)
     weights = scores.sub_(lse.unsqueeze(-1)).exp_()
     delta = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
     of_scores = weights * ((grad @ _repeat_groups(v, q).mT).to(weights.dtype) - delta)
@@ -459,11 +456,11 @@ def _cpu_forward(
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, whole: tuple[Tensor, Tensor], causal: bool,
     setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=setting.scale
+        grad, q, k, v, *whole, 0.0, causal, attn_mask=mask, scale=setting.scale
     )
     return dq, dk, dv, None
 
@@ -476,9 +473,10 @@ def _cuda_forward(
 
 
 def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, whole: tuple[Tensor, Tensor], causal: bool,
     setting: AttentionSetting,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    out, lse = whole
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of a dropout
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, causal, unused, unused,

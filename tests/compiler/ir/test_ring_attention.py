@@ -82,7 +82,7 @@ def test_devices_have_equally_many_scores_under_a_causal_mask(monkeypatch, devic
     def counted(direction: str) -> Any:
         def run(*arguments: Any, **setting: Any) -> Any:
             at = 1 if direction == "backward" else 0
-            (q, k), causal = arguments[at : at + 2], arguments[7 if at else 4]
+            (q, k), causal = arguments[at : at + 2], arguments[6 if at else 4]
             n, keys = q.shape[-2], k.shape[-2]
             scores[current_context().comm.rank, direction] += n * (n + 1) // 2 if causal else n * keys  # type: ignore[attr-defined]
             return getattr(kernel, direction)(*arguments, **setting)

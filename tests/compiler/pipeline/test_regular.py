@@ -14,8 +14,8 @@ from meshwright.compiler.pipeline.bounds import clock_seconds
 from meshwright.compiler.pipeline.families import generate, in_flight_formula, virtual_order
 from meshwright.compiler.pipeline.recurrence import fill_share
 from meshwright.compiler.pipeline.regular import (
-    Case,
     MeshTable,
+    PipelineCase,
     _even,
     _Solver,
     allowed_runs,
@@ -227,7 +227,7 @@ def test_figures_of_pipelines_of_one_chunk_are_those_of_the_table(schedule):
     assert solved >= 60
 
 
-def check(mesh: MeshTable, one: Pipeline, case: Case, order: Order, m: int) -> None:
+def check(mesh: MeshTable, one: Pipeline, case: PipelineCase, order: Order, m: int) -> None:
     """A pipeline's figures are those of its table, and it fits."""
     at = [(stage.option, stage.first_layer, stage.end_layer) for stage in one.stages]
     assert [stage.first_layer for stage in one.stages[1:]] == [stage.end_layer for stage in one.stages[:-1]]
@@ -293,7 +293,7 @@ def even_mesh(layers: int) -> MeshTable:
 @pytest.mark.parametrize(("schedule", "v"), CHUNKED)
 @pytest.mark.parametrize("layers", [7, 8, 11, 12])
 def test_equal_layers_are_dealt_evenly(schedule, v, layers):
-    (one,) = solve_case(even_mesh(layers), 8, Case(2, schedule, v), FREE).pipelines
+    (one,) = solve_case(even_mesh(layers), 8, PipelineCase(2, schedule, v), FREE).pipelines
     sizes = [stage.end_layer - stage.first_layer for stage in one.stages]
     assert max(sizes) - min(sizes) <= 1
 
@@ -302,7 +302,7 @@ def test_equal_layers_are_dealt_evenly(schedule, v, layers):
 
 
 @lru_cache(maxsize=64)
-def explored(seed: int, whole: bool) -> tuple[MeshTable, int, StageConstraints, dict[Case, float]]:
+def explored(seed: int, whole: bool) -> tuple[MeshTable, int, StageConstraints, dict[PipelineCase, float]]:
     """A table, and the fastest makespan of each of its cases: no message is faster, none is lost to memory."""
     rng = np.random.default_rng(100 + seed)
     layers, groups, m = int(rng.integers(3, 8)), int(rng.integers(2, 4)), int(rng.integers(1, 8))
@@ -324,7 +324,9 @@ def _cases(layers: int, groups: int, m: int) -> Iterator[tuple[int, str, int]]:
         yield from ((p, schedule, v) for schedule, v in CHUNKED if 2 <= p <= m and p * v <= layers)
 
 
-def least_clock(mesh: MeshTable, case: Case, order: Order, m: int, pipelines: Iterator[tuple[Regular, Cells]]) -> float:
+def least_clock(
+    mesh: MeshTable, case: PipelineCase, order: Order, m: int, pipelines: Iterator[tuple[Regular, Cells]]
+) -> float:
     """The least makespan; those that one group's work alone makes slower are not simulated."""
     loads = []
     for _, at in pipelines:
@@ -414,7 +416,7 @@ def test_bounds_are_so_close_that_one_a_thousandth_too_high_would_be_seen():
     ("schedule", "v", "reached"), [("interleaved", 2, 1.0), ("interleaved", 3, 1.0), ("zb-v", 2, 0.99)]
 )
 def test_the_close_bound_of_equal_layers_is_reached(schedule, v, reached):
-    mesh, case, m = even_mesh(12), Case(2, schedule, v), 32
+    mesh, case, m = even_mesh(12), PipelineCase(2, schedule, v), 32
     (one,) = solve_case(mesh, m, case, FREE).pipelines
     seconds = clock_seconds(mesh.table, m, schedule, one)
     (bound,) = case_bounds(mesh, m, [case], FREE)
@@ -441,7 +443,7 @@ def test_a_case_that_never_fits_is_never_solved():
     none = tuple(replace(one, limit_bytes=(0.5,) * len(one.offsets)) for one in mesh.table.options)
     small = replace(mesh, table=replace(mesh.table, options=none))
     assert groups_that_fit(small, 4, 2, FREE) == []
-    for case in (Case(1, "1f1b"), Case(2, "gpipe"), Case(2, "zb-v", 2)):
+    for case in (PipelineCase(1, "1f1b"), PipelineCase(2, "gpipe"), PipelineCase(2, "zb-v", 2)):
         assert solve_case(small, 4, case, FREE).pipelines == ()
 
 
@@ -450,7 +452,7 @@ def test_a_pipeline_that_is_asked_for_has_these_cuts():
     asked = StageConstraints(frozenset({3}), frozenset({2}))
     at = at_places(mesh, Regular((0, 3, 5), (0, 0)), [(0, 0), (1, 0)])
     if np.isfinite([mesh.table.pace_s[one] for one in at]).all():
-        for case in (Case(2, "1f1b"), Case(2, "zb-h1"), Case(2, "interleaved", 2)):
+        for case in (PipelineCase(2, "1f1b"), PipelineCase(2, "zb-h1"), PipelineCase(2, "interleaved", 2)):
             for one in solve_case(mesh, 6, case, asked).pipelines:
                 cuts = {stage.first_layer for stage in one.stages}
                 assert 3 in cuts

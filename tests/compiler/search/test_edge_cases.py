@@ -157,6 +157,34 @@ def test_an_interrupt_gives_the_best_so_far(graph: Graph, number: int) -> None:
     assert any("interrupted" in note for note in plan.prediction.notes) or number > 2
 
 
+def interrupt_after_a_plan(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The method ``name`` of ``tables.SearchTables`` is interrupted once, the first time after a plan was built."""
+    from meshwright.compiler.search import driver, tables
+
+    original, build, built, done = getattr(tables.SearchTables, name), driver.build_plan, list[Any](), list[Any]()
+
+    def building(*arguments: Any, **rest: Any) -> Any:
+        built.append(build(*arguments, **rest))
+        return built[-1]
+
+    def interrupted(*arguments: Any, **rest: Any) -> Any:
+        if built and not done:
+            done.append(True)
+            raise KeyboardInterrupt
+        return original(*arguments, **rest)
+
+    monkeypatch.setattr(driver, "build_plan", building)
+    monkeypatch.setattr(tables.SearchTables, name, interrupted)
+
+
+@pytest.mark.parametrize("name", ["rows", "compose", "lower_bound"])
+def test_an_interrupt_keeps_the_plans_that_there_are(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    interrupt_after_a_plan(monkeypatch, name)
+    plan = make_plan(graph, with_devices(4), 16, space=Space.whole(), alternatives=False)
+    holds(plan, 4)
+    assert any("interrupted" in note for note in plan.prediction.notes)
+
+
 def test_an_interrupt_before_anything_is_known_ends_it(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
