@@ -61,7 +61,6 @@ _FINE_SIZES = (8 * KIB, MIB, 16 * MIB, 128 * KIB, 64 * MIB, 256 * MIB)
 _QUICK_SIZES = (KIB, MIB, 8 * MIB)
 _VISITS, _REPEAT_VISITS = 3, 2  # of every task; and once everything was visited
 _MIN_SHARE = 0.05  # of the budget, for what no plan can do without
-_NEEDED_SHARE = 10.0  # for what was asked for by name, which takes less than a second on an idle machine
 _BUSY = 0.1  # of the time, without a core for a rank that needs one: worth a word
 _CODES = tuple(name for name, codec in CODECS.items() if codec.lossy and codec.drop_in)
 _MAX_BYTES = {"cpu": 64 * MIB, "cuda": 512 * MIB}
@@ -219,8 +218,6 @@ class _Profiler:
             self._alone(facts, 1.0, "facts", 1)
             self._together(ranks, wires, shares[0], "collectives", visits)
             self._alone(ops, shares[1], "ops", visits, _MIN_SHARE)
-            # a code that is not measured is in no plan: the two sizes that a rate needs have whatever time they take
-            self._alone(coded[: 2 * len({task.series for task in coded})], 1.0, "codes", 1, _NEEDED_SHARE)
             self._alone(coded, (shares[1] + shares[2]) / 2, "codes", visits, _MIN_SHARE)
             self._alone(steps, shares[2], "optimizers", visits)
             if self.world > 1 and not known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -252,23 +251,22 @@ def profiled(
     import torch.distributed as dist
     from meshwright.runtime.profiling import cluster_profile
 
-    cluster_profile._COARSE_SIZES, cluster_profile._FINE_SIZES = (1024, 65536), (8192,)
-    cluster_profile._VISITS, cluster_profile._REPEAT_VISITS = 1, 0
-    cluster_profile.PACE_S = 5e-4
-    cluster_profile.grid = lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")]
-    cluster_profile.over_ranks.OPTIMIZER_SIZES = ((4, 64), (2, 4096))
-    cluster_profile.over_ranks.CODED_LENGTHS = (1 << 10, 1 << 12)
-    os.environ["MESHWRIGHT_CACHE_DIR"] = str(Path(folder) / "cache")
-    if hosts is not None:
-        os.environ["MESHWRIGHT_HOST"] = hosts[dist.get_rank()]
-    try:
+    names = {
+        "_COARSE_SIZES": (1024, 65536), "_FINE_SIZES": (8192,), "_VISITS": 1, "_REPEAT_VISITS": 0, "PACE_S": 5e-4,
+        "grid": lambda kind: [op for op in coarse(grid(kind)) if op.kind in ("matmul", "pointwise")],
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # other tests have these ranks next
+        for name, value in names.items():
+            patch.setattr(cluster_profile, name, value)
+        patch.setattr(cluster_profile.over_ranks, "OPTIMIZER_SIZES", ((4, 64), (2, 4096)))
+        patch.setattr(cluster_profile.over_ranks, "CODED_LENGTHS", (1 << 10, 1 << 12))
+        patch.setenv("MESHWRIGHT_CACHE_DIR", str(Path(folder) / "cache"))
+        if hosts is not None:
+            patch.setenv("MESHWRIGHT_HOST", hosts[dist.get_rank()])
         path = Path(folder) / "c.json"
         pace = None if pace_s is None else partial(time.sleep, pace_s)
         cluster = cluster_profile.profile(budget_s=budget_s, path=path, pace=pace)
         return cluster.to_json(), path.is_file() and not Path(f"{path}.partial").exists()
-    finally:
-        os.environ.pop("MESHWRIGHT_HOST", None)
-        os.environ.pop("MESHWRIGHT_CACHE_DIR", None)
 
 
 def alone(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> probes.Ranks:
