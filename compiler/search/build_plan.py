@@ -187,20 +187,28 @@ def _assembled(
         if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
             parts.append(part)
             continue
-        pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
-        recompute = recompute_of(
-            graph, search.layering, _modes(search, row, modes, first, best.schedule), best.schedule
+        by_layer = _modes(search, row, modes, first, best.schedule)
+        question = (
+            *(first, end, offset, shape, row.submesh.roles, m, flight, ways, states[0], states[-1], best.schedule),
+            *(tuple(by_layer.items()), frozenset(labels.items())),
         )
-        part = solve_stage(
-            StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
-            (first, end),
-            (states[0], states[-1]),
-            labels,
-            flight,
-            limit,
-            FRAMEWORK_BYTES[cluster.device(offset).kind],
-            wire,
-        )
+        answers = search.solved_stages.setdefault(question, [])
+        found = _answer(answers, limit)
+        if found is None:
+            pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
+            recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
+            found = solve_stage(
+                StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
+                (first, end),
+                (states[0], states[-1]),
+                labels,
+                flight,
+                limit,
+                FRAMEWORK_BYTES[cluster.device(offset).kind],
+                wire,
+            )
+            answers.append((limit, found))
+        part = found
         known[key] = first, part
         parts.append(part)
         search.progress("refine", (index + 1) / len(home))
@@ -208,6 +216,19 @@ def _assembled(
     for group, part in zip(home, parts):
         grouped[group].append(part)
     return [merge_chunks(some) for some in grouped]
+
+
+def _answer(answers: Sequence[tuple[float, SolvedStage]], limit: float) -> SolvedStage | None:
+    """An answer to the same question under ``limit`` bytes, from (limit, answer) of before; None if none is known.
+
+    The fastest stage under a higher limit is also that under a lower one if it fits there. If nothing fits under a
+    higher limit, nothing does under a lower one, and the leanest stage is the answer to both.
+    """
+    for before, part in answers:
+        held = estimated_bytes(part.prediction)
+        if limit == before or (limit < before and (held <= limit or held > before)):
+            return part
+    return None
 
 
 def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int, schedule: str) -> dict[int, str]:

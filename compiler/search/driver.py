@@ -254,6 +254,7 @@ def _pure_plan(search: SearchState, strategy: Strategy) -> PurePlan:
         workers=1,
         pure_task=None,
         memory_corrections={},
+        solved_stages={},
     )
     try:
         plans, error = search_plans(inner)

@@ -15,6 +15,7 @@ from ...costmodel.cluster import Cluster
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.strides import note_layouts
 from ..intra_op.section import Restriction
+from ..intra_op.stage import SolvedStage
 from ..intra_op.vectorised.cases import Samples
 from ..intra_op.vectorised.interval_tables import IntervalComposer, Row
 from ..intra_op.vectorised.row_cache import RowCache
@@ -118,6 +119,8 @@ class SearchState:
     cut_short: str = ""
     #: (mesh shape, microbatches, level) → bytes that stages turned out to hold above their tables' estimate
     memory_corrections: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)
+    #: what a stage was asked (all but its bytes) → (bytes that it may hold, the answer); see ``build_plan``
+    solved_stages: dict[tuple[object, ...], list[tuple[float, SolvedStage]]] = field(default_factory=dict)
     #: the space before the constraints narrowed it
     unconstrained_space: Space | None = None
     #: None in a search that a test put together
