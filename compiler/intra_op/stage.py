@@ -48,6 +48,16 @@ class SolvedStage:
     sources: Mapping[str, float]
     #: FLOPs that several devices repeat.
     wasted_flops: float
+    #: Microbatches in flight, and the bytes that each of them keeps.
+    in_flight: int = 1
+    saved_bytes: float = 0.0
+
+    def with_in_flight(self, in_flight: int) -> SolvedStage:
+        """The stage with so many microbatches in flight."""
+        more = (in_flight - self.in_flight) * self.saved_bytes
+        memory = self.prediction.memory_bytes
+        memory = {**memory, "activations": memory["activations"] + more}
+        return replace(self, prediction=replace(self.prediction, memory_bytes=memory), in_flight=in_flight)
 
 
 def stage_section(context: StageContext, layers: tuple[int, int], states: tuple[State, State]) -> Section:
@@ -120,10 +130,10 @@ def describe_stage(
     sources: dict[str, Pair] = {}
     receives: dict[str, Pair] = {}
     sends: dict[str, Spec] = {}
-    largest = 0.0
+    largest = saved_bytes = 0.0
     for name, kind, choices, saved, pick in zip(section.names, section.kinds, section.choices, section.saved, chosen):
         choice, node = choices[pick], nodes[name]
-        memory["activations"] += in_flight * float(saved[pick])
+        saved_bytes += float(saved[pick])
         if isinstance(choice, MeshChoice):
             ops[name] = choice.labels
             for _, message in choice.internal:
@@ -156,7 +166,7 @@ def describe_stage(
         needs = edge.name in grad
         for target in {int(wanted[chosen[consumer]]) for consumer, wanted in edge.consumers}:
             pair, want = source_pairs[given], target_pairs[target]
-            memory["activations"] += in_flight * float(edge.bytes[given, target])
+            saved_bytes += float(edge.bytes[given, target])
             if pair == want:
                 continue
             steps = [("forward", steps_between(pair.value, want.value))]
@@ -172,7 +182,7 @@ def describe_stage(
         collectives["forward all_gather"] += 1
         collectives["backward all_gather"] += one.again
         collectives["backward reduce_scatter"] += bool(one.sums)
-    memory["activations"] += transient_bytes(section, chosen, context.layering)
+    memory["activations"] = in_flight * saved_bytes + transient_bytes(section, chosen, context.layering)
     memory["temporary"] = 2 * largest
     order = {node.name: i for i, node in enumerate(graph)}
     chunk = Chunk(
@@ -196,7 +206,7 @@ def describe_stage(
         dict(memory),
         dict(sorted((+collectives).items())),
     )
-    return SolvedStage(stage, prediction, price.sources, price.wasted_flops)
+    return SolvedStage(stage, prediction, price.sources, price.wasted_flops, in_flight, saved_bytes)
 
 
 def _gradient_reductions(

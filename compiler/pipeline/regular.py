@@ -583,4 +583,5 @@ class _Solver:
             )
             if v > 1
             else (),
+            chunk_in_flight=tuple(int(worst[group][chunk]) for group, chunk in places) if v > 1 else (),
         )

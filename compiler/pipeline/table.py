@@ -223,6 +223,7 @@ class Pipeline:
     #: seconds ahead and back of the messages between consecutive stages, where they are known by the stages' places
     messages_s: tuple[tuple[float, float], ...] = ()
     chunk_bytes: tuple[float, ...] = ()  # of each of several chunks: its part of its group's peak, and its transient
+    chunk_in_flight: tuple[int, ...] = ()  # of each of several chunks: microbatches in flight at its group's peak
 
 
 @dataclass(frozen=True)

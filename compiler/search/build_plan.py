@@ -45,7 +45,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-BuiltStages = dict[tuple[Any, ...], tuple[int, SolvedStage]]
+#: everything that stages have in common → (first layer, bytes that it may hold, solved stage) of those that were solved
+BuiltStages = dict[tuple[Any, ...], list[tuple[int, float, SolvedStage]]]
 
 
 def build_plan(
@@ -163,8 +164,9 @@ def _assembled(
         whole = min(usable[offset : offset + row.submesh.num_devices])
         less = limits_bytes[home[index]] if limits_bytes else inf
         limit = less if less < inf else whole
-        flight = -(-in_flight_formula(best.schedule, home[index], num, m, asked) // chunks)
-        if asked:  # the chunk's part of what its stage holds
+        flight = in_flight_formula(best.schedule, home[index], num, m, asked)
+        if asked:  # the chunk's part of what its stage holds when that is most
+            flight = best.pipeline.chunk_in_flight[index]
             every = [size for size, group in zip(best.pipeline.chunk_bytes, home) if group == home[index]]
             limit *= best.pipeline.chunk_bytes[index] / sum(every)
         wire: tuple[GradientReduction, ...] = ()  # chunks of one stage sum their gradients alike
@@ -183,9 +185,10 @@ def _assembled(
             ways,
             less,
         )
-        twin = known.get(key)
-        if twin is not None and (part := _twin(search, graph, twin, first, offset, flight, limit)) is not None:
-            parts.append(part)
+        twins = [_twin(search, graph, one, first, offset, flight, limit) for one in known.get(key, ())]
+        fitting = [one for one in twins if one is not None]
+        if fitting:
+            parts.append(min(fitting, key=lambda one: one.prediction.forward_s + one.prediction.backward_s))
             continue
         by_layer = _modes(search, row, modes, first, best.schedule)
         question = (
@@ -195,7 +198,7 @@ def _assembled(
         answers = search.solved_stages.setdefault(question, [])
         found = _answer(answers, limit)
         if found is None:
-            pricer = MeshPricer(cluster, offset, shape, search.optimizer, search.space.communication, mixed=graph.mixed)
+            pricer = search.pricer(offset, shape)
             recompute = recompute_of(graph, search.layering, by_layer, best.schedule)
             found = solve_stage(
                 StageContext(graph, search.layering, pricer, m, search.restriction(row.submesh.roles), recompute),
@@ -209,7 +212,7 @@ def _assembled(
             )
             answers.append((limit, found))
         part = found
-        known[key] = first, part
+        known.setdefault(key, []).append((first, limit, part))
         parts.append(part)
         search.progress("refine", (index + 1) / len(home))
     grouped: list[list[SolvedStage]] = [[] for _ in range(num)]
@@ -242,11 +245,23 @@ def _modes(search: SearchState, row: StageRow, modes: Sequence[str], first: int,
 
 
 def _twin(
-    search: SearchState, graph: Graph, twin: tuple[int, SolvedStage], first: int, offset: int, flight: int, limit: float
+    search: SearchState,
+    graph: Graph,
+    twin: tuple[int, float, SolvedStage],
+    first: int,
+    offset: int,
+    flight: int,
+    limit: float,
 ) -> SolvedStage | None:
-    """A copy of the solved stage ``twin`` on other layers; None if these differ or the copy does not fit there."""
-    other, part = twin
-    (chunk,) = part.stage.chunks
+    """A copy of the solved stage ``twin`` on other layers; None if these differ, or if the copy does not fit there but
+    another solution may."""
+    other, before, solved = twin
+    (chunk,) = solved.stage.chunks
+    part = solved.with_in_flight(flight)
+    if estimated_bytes(part.prediction) > limit:
+        hopeless = estimated_bytes(solved.prediction) > before  # nothing fits there, and here there is no more room
+        if not hopeless or flight < solved.in_flight or limit > before:
+            return None
     names = match_names(graph, search.layering, other, first, chunk.layers[1] - chunk.layers[0])
     return None if names is None else rename_stage(part, graph, names, first, offset)
 

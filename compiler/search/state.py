@@ -12,6 +12,7 @@ from math import inf, prod
 from torch.fx import Node
 
 from ...costmodel.cluster import Cluster
+from ..cost.pricing import MeshPricer
 from ..frontend.layers import Layering, cluster_layers
 from ..frontend.strides import note_layouts
 from ..intra_op.section import Restriction
@@ -121,6 +122,8 @@ class SearchState:
     memory_corrections: dict[tuple[tuple[int, ...], int, int], float] = field(default_factory=dict)
     #: what a stage was asked (all but its bytes) → (bytes that it may hold, the answer); see ``build_plan``
     solved_stages: dict[tuple[object, ...], list[tuple[float, SolvedStage]]] = field(default_factory=dict)
+    #: (device offset, mesh shape) → the prices of a stage there
+    pricers: dict[tuple[int, tuple[int, ...]], MeshPricer] = field(default_factory=dict)
     #: the space before the constraints narrowed it
     unconstrained_space: Space | None = None
     #: None in a search that a test put together
@@ -162,6 +165,14 @@ class SearchState:
     def keeping(self) -> AbstractContextManager[object]:
         """A scope in which ``row_cache`` stores what is made: a fork stores its own rows."""
         return nullcontext() if self.row_cache is None else self.row_cache.keeping()
+
+    def pricer(self, offset: int, shape: tuple[int, ...]) -> MeshPricer:
+        """The prices of stages on a mesh of this shape from this device on."""
+        if (offset, shape) not in self.pricers:
+            self.pricers[offset, shape] = MeshPricer(
+                self.cluster, offset, shape, self.optimizer, self.space.communication, mixed=self.graph.mixed
+            )
+        return self.pricers[offset, shape]
 
     def restriction(self, roles: tuple[str | None, ...]) -> Restriction:
         """The restriction of stages with these roles of their axes."""
