@@ -21,6 +21,7 @@ from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
 from ..ir.ops import local_ops
 from .dense_experts import route_dense_experts
 from .graph_edits import Insertion, arguments_of, find_nodes, outputs_of, replace_node
+from .random_ops import draw_random_numbers
 
 __all__ = ["PASSES", "rewrite"]
 
@@ -246,8 +247,8 @@ def refuse_generators(graph: Graph) -> None:
         probability = arguments.get("dropout_p", arguments.get("dropout"))
         if probability is None or (probability and arguments.get("train", True)):
             raise CaptureError(
-                f"{node.meta['line'] or node.name}: the only random op is dropout, but got {op_name(node)}; "
-                "draw the numbers outside of forward and pass them in"
+                f"{node.meta['line'] or node.name}: random numbers are uniform, normal, exponential, integers, choices or "
+                f"dropout, but got {op_name(node)}; draw these outside of forward and pass them in"
             )
 
 
@@ -362,6 +363,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     localize_experts,
     expand_attention_dropout,
     number_dropouts,
+    draw_random_numbers,
     split_cross_entropy,
     keep_loss_dims,
     split_batch_norm,

@@ -19,7 +19,7 @@ from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 from .common import cut, replace_arguments
 
-__all__ = ["DropoutRule", "PointwiseRule", "grad_choice"]
+__all__ = ["DropoutRule", "PointwiseRule", "RandomRule", "grad_choice"]
 
 
 def words(text: str) -> frozenset[str]:
@@ -179,7 +179,7 @@ register(
 )(PointwiseRule())
 
 
-# ---- Dropout whose mask is a function of the element's global place: any cut draws the same
+# ---- random numbers that are a function of the element's global place: any cut draws the same
 
 
 class DropoutRule(Rule):
@@ -205,4 +205,24 @@ class DropoutRule(Rule):
         return float(types_of(node)[0].numel)
 
 
+class RandomRule(Rule):
+    """The rule of a tensor of random numbers: every dim is free."""
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "d0", "d1", …"""
+        shape = types_of(node)[0].shape
+        return (whole(node), *(cut(node, f"d{dim}", extent, [], [dim]) for dim, extent in enumerate(shape) if extent > 1))
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The op with the shape of this device's block, and the mesh axis and the dim of every cut."""
+        cuts = tuple((axis, int(label[1:])) for axis, label in enumerate(labels) if label != "whole")
+        shape = list(types_of(node)[0].shape)
+        for axis, dim in cuts:
+            shape[dim] //= mesh_shape[axis]
+        return replace_arguments(node, shape=shape, **({"cuts": cuts} if cuts else {}))
+
+
 register("meshwright.dropout")(DropoutRule())
+register("meshwright.random_tensor")(RandomRule())
