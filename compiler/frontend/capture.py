@@ -277,6 +277,12 @@ class _Translator:
                 constants.append(spec)
             elif spec.kind == InputKind.USER_INPUT:
                 inputs.append(spec)
+            elif isinstance(self.program.constants.get(spec.target), torch.Generator):
+                users = [line_of(user.meta.get("stack_trace")) for user in self.nodes[spec.arg.name].users]
+                raise CaptureError(
+                    f"{(users or [''])[0] or spec.target}: random numbers are a function of the run's seed and the step, "
+                    "but got a generator of its own; leave generator= out, or draw outside of forward and pass them in"
+                )
             else:
                 raise CaptureError(
                     f"inputs are tensors, but got {spec.arg.name}, a {spec.kind.name.lower()}; pass tensors only"

@@ -25,7 +25,6 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import CaptureError
 from ..ir.graph import Graph, TensorType
 from ..ir.ops.random_numbers import random_tensor
 from .graph_edits import Insertion, arguments_of, replace_node
@@ -182,22 +181,15 @@ class _NewNodes(Insertion):
 
 
 def draw_random_numbers(graph: Graph) -> None:
-    """Replace every op of ``EXPANSIONS`` by draws of ``random_tensor`` and ordinary ops. Raises CaptureError for one
-    that has a generator of its own."""
+    """Replace every op of ``EXPANSIONS`` by draws of ``random_tensor`` and ordinary ops."""
     numbers: list[int] = []
     for node in list(graph.fx.nodes):
         expand = _expansion_of(node.target) if node.op == "call_function" else None
         if expand is None:
             continue
-        given = arguments_of(node)
-        if given.get("generator") is not None:
-            raise CaptureError(
-                f"{node.meta['line'] or node.name}: random numbers are a function of the run's seed and the step, but "
-                f"got {node.target} with a generator of its own; leave generator= out, or pass the numbers in"
-            )
         at = _NewNodes(graph, node)
         at.numbers = numbers
-        replace_node(graph, node, expand(at, given, node.meta["type"]))
+        replace_node(graph, node, expand(at, arguments_of(node), node.meta["type"]))
 
 
 class _NewTensors:
