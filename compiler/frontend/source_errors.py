@@ -174,8 +174,8 @@ def _where(frames: tuple[_Frame | None, _Frame | None]) -> str:
     frame, caller = frames
     if frame is None:
         return ""
-    called = f"(called by {_place(caller)}) " if caller else ""
-    return f"{_place(frame)}: `{linecache.getline(*frame).strip()}`: {called}"
+    called = f" (called by {_place(caller)})" if caller else ""
+    return f"{_place(frame)}: `{linecache.getline(*frame).strip()}`{called}: "
 
 
 def _error(frames: tuple[_Frame | None, _Frame | None], text: str) -> CaptureError:
