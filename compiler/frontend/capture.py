@@ -39,6 +39,7 @@ from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
+from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
@@ -95,6 +96,7 @@ def capture(
         stack.enter_context(silence_torch())
         stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
+        stack.enter_context(flex_attention_as_ops())
         if wants_loss:
             refuse_hooks(model)
         backwards = stack.enter_context(CustomBackwards(training))

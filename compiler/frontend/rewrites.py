@@ -252,6 +252,18 @@ def refuse_generators(graph: Graph) -> None:
             )
 
 
+def refuse_packed_attention(graph: Graph) -> None:
+    """Refuse attention over sequences of any lengths in one row: where one ends is known to values only, so neither a
+    microbatch nor a split could be told which part of the row is its own."""
+    for node in graph.fx.nodes:
+        if node.op == "call_function" and op_name(node).startswith("torch_attn."):
+            raise CaptureError(
+                f"{node.meta['line'] or node.name}: sequences are rows of a batch, but got varlen_attn, whose sequences "
+                "share one row; use scaled_dot_product_attention or flex_attention with a mask of documents, "
+                "[batch, sequence]"
+            )
+
+
 def split_cross_entropy(graph: Graph) -> None:
     """Replace cross entropy over class indices by its sum and count, so that parts of a batch add up; with class
     weights it stays as it is."""
@@ -364,6 +376,7 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     expand_attention_dropout,
     number_dropouts,
     draw_random_numbers,
+    refuse_packed_attention,
     split_cross_entropy,
     keep_loss_dims,
     split_batch_norm,
