@@ -66,7 +66,8 @@ def refuse_hooks(model: nn.Module) -> None:
 class CustomBackwards:
     """The context of one export, in which custom backwards are recorded or refused.
 
-    training: True if gradients matter; else derivatives inside forward are refused, and nothing else is changed. calls: the target of each recorded op, by its number.
+    training: True if gradients matter; else derivatives inside forward are refused, and nothing else is changed.
+    calls: the target of each recorded op, by its number.
     """
 
     def __init__(self, training: bool) -> None:

@@ -85,7 +85,7 @@ def _attention(
 
 def _mask(blocks: tuple[Any, ...], query: Tensor, key: Tensor) -> Tensor | None:
     """bool[batch or 1, heads or 1, queries, keys], True where attention is allowed; None if it is everywhere."""
-    (queries, keys), mask_mod, counts = blocks[0:2], blocks[-1], blocks[2]
+    mask_mod, counts = blocks[-1], blocks[2]
     if type(counts) is Tensor and not _says_all(blocks):
         raise current_line_error(_CAUSE, _CHANGE)
     if mask_mod is flex.noop_mask:
@@ -109,13 +109,12 @@ def _says_all(blocks: tuple[Any, ...]) -> bool:
     return same and (full_counts is None or torch.equal(full_counts, again.full_kv_num_blocks))
 
 
-_ELEMENTWISE = frozenset("""
-    ge gt le lt eq ne and or xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
-    bitwise_not bitwise_xor add sub subtract rsub mul multiply div divide truediv floordiv floor_divide mod rmod remainder
-    radd rmul rtruediv rand ror rxor pow rpow neg abs sign floor ceil round sqrt rsqrt square exp exp2 log log2 tanh sigmoid
-    sin cos relu clamp clamp_min clamp_max minimum maximum where masked_fill isin to type float double half bfloat16 int long bool
-    clone detach contiguous lshift rshift get dtype device
-""".split())  # fmt: skip
+_NAMES = """ge gt le lt eq ne and or xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
+    bitwise_not bitwise_xor add sub subtract rsub mul multiply div divide truediv floordiv floor_divide mod rmod
+    remainder radd rmul rtruediv rand ror rxor pow rpow neg abs sign floor ceil round sqrt rsqrt square exp exp2 log log2
+    tanh sigmoid sin cos relu clamp clamp_min clamp_max minimum maximum where masked_fill isin lshift rshift
+    to type float double half bfloat16 int long bool clone detach contiguous dtype device"""
+_ELEMENTWISE = frozenset(_NAMES.split())  # names of functions, and of the attributes that may be read
 
 
 class _Elementwise(TorchFunctionMode):
@@ -127,6 +126,8 @@ class _Elementwise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func)).strip("_")
+        if name == "get":  # an attribute
+            name = func.__self__.__name__
         if name in ("getitem", "index") and self._looks_up(*args):
             pass
         elif name not in _ELEMENTWISE:
@@ -152,6 +153,8 @@ def _over_all(fn: Callable[..., Tensor], prefix: tuple[int | None, ...], *_: Any
     def over_all(*args: Tensor) -> Tensor:
         given, indices = args[: len(prefix)], args[len(prefix) :]
         shape = tuple(x.shape[0] for x in indices)
+        if fn is flex.noop_mask:
+            return torch.ones(shape, dtype=torch.bool, device=indices[0].device)
         spread = tuple(x.view(-1, *(1 for _ in range(3 - place))) for place, x in enumerate(indices))
         with _Elementwise((*given, *spread)):
             out = fn(*given, *spread)

@@ -247,8 +247,8 @@ def refuse_generators(graph: Graph) -> None:
         probability = arguments.get("dropout_p", arguments.get("dropout"))
         if probability is None or (probability and arguments.get("train", True)):
             raise CaptureError(
-                f"{node.meta['line'] or node.name}: random numbers are uniform, normal, exponential, integers, choices or "
-                f"dropout, but got {op_name(node)}; draw these outside of forward and pass them in"
+                f"{node.meta['line'] or node.name}: random numbers are uniform, normal, exponential, integers, "
+                f"choices or dropout, but got {op_name(node)}; draw these outside of forward and pass them in"
             )
 
 
@@ -258,8 +258,8 @@ def refuse_packed_attention(graph: Graph) -> None:
     for node in graph.fx.nodes:
         if node.op == "call_function" and op_name(node).startswith("torch_attn."):
             raise CaptureError(
-                f"{node.meta['line'] or node.name}: sequences are rows of a batch, but got varlen_attn, whose sequences "
-                "share one row; use scaled_dot_product_attention or flex_attention with a mask of documents, "
+                f"{node.meta['line'] or node.name}: sequences are rows of a batch, but got varlen_attn, whose "
+                "sequences share one row; use scaled_dot_product_attention or flex_attention with a mask of documents, "
                 "[batch, sequence]"
             )
 

@@ -254,7 +254,8 @@ class RandomRule(Rule):
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """ "d0", "d1", …"""
         shape = types_of(node)[0].shape
-        return (whole(node), *(cut(node, f"d{dim}", extent, [], [dim]) for dim, extent in enumerate(shape) if extent > 1))
+        cuts = [cut(node, f"d{dim}", extent, [], [dim]) for dim, extent in enumerate(shape) if extent > 1]
+        return (whole(node), *cuts)
 
     def localize(
         self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]

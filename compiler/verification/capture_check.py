@@ -6,7 +6,8 @@ runs the user's model as PyTorch does and compares the loss and the gradient of 
 
 Both run on the same weights and inputs: the model's own, with noise where all values are equal, and made up where a
 tensor has no data. Dropout is left out of both, since ours draws other masks than PyTorch's; other random ops draw our
-numbers in both, which for one shape are the same at every place. They run in the model's own dtypes. If they differ there, both run in float64 and that decides, unless the model's code cannot run in it.
+numbers in both, which for one shape are the same at every place. They run in the model's own dtypes. If they differ
+there, both run in float64 and that decides, unless the model's code cannot run in it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..frontend.capture import loss_of
 from ..frontend.example_inputs import flat_inputs
-from ..frontend.random_ops import CountedDraws
 from ..frontend.fake_model import model_settings, silence_torch, training_mode
+from ..frontend.random_ops import CountedDraws
 from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of
 from ..ir.ops import local_ops

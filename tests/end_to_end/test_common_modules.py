@@ -103,9 +103,11 @@ class Quantized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         w = torch.fake_quantize_per_channel_affine(self.first.weight, self.scale, self.zero, 0, -8, 7)
         h = torch.fake_quantize_per_tensor_affine(F.relu(F.linear(x, w, self.first.bias)), 0.1, 0, 0, 15)
-        w = torch._fake_quantize_learnable_per_channel_affine(self.second.weight, self.scales, self.zeros, 0, -8, 7, 0.1)
+        scales = self.scales, self.zeros
+        w = torch._fake_quantize_learnable_per_channel_affine(self.second.weight, *scales, 0, -8, 7, 0.1)
         y = F.linear(h, w, self.second.bias)
-        return torch._fake_quantize_learnable_per_tensor_affine(y, self.step, self.middle, -8, 7, 0.1).sub(x).square().mean()
+        y = torch._fake_quantize_learnable_per_tensor_affine(y, self.step, self.middle, -8, 7, 0.1)
+        return (y - x).square().mean()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
@@ -217,8 +219,8 @@ def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def test_a_causal_mask_that_was_made_before_is_attention_with_a_mask() -> None:
-    model, x = Flexible(early=create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")), torch.zeros(4, 8, 32)
-    names = [str(node.target) for node in capture(model, (x,)).ops()]
+    model = Flexible(early=create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu"))
+    names = [str(node.target) for node in capture(model, (torch.zeros(4, LENGTH, WIDTH),)).ops()]
     assert names.count("aten.scaled_dot_product_attention.default") == 1
     assert not any("softmax" in name for name in names)
 
