@@ -283,7 +283,7 @@ class _Translator:
                 users = [line_of(user.meta.get("stack_trace")) for user in self.nodes[spec.arg.name].users]
                 raise CaptureError(
                     f"{(users or [''])[0] or spec.target}: random numbers are a function of the run's seed and the "
-                    "step, but got a generator of its own; leave generator= out, or draw outside of forward and pass them in"
+                    "step, but got a generator of its own; leave generator= out, or draw outside of forward"
                 )
             else:
                 raise CaptureError(

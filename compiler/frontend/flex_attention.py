@@ -111,8 +111,8 @@ def _says_all(blocks: tuple[Any, ...]) -> bool:
 
 _NAMES = """ge gt le lt eq ne and or xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
     bitwise_not bitwise_xor add sub subtract rsub mul multiply div divide truediv floordiv floor_divide mod rmod
-    remainder radd rmul rtruediv rand ror rxor pow rpow neg abs sign floor ceil round sqrt rsqrt square exp exp2 log log2
-    tanh sigmoid sin cos relu clamp clamp_min clamp_max minimum maximum where masked_fill isin lshift rshift
+    remainder radd rmul rtruediv rand ror rxor pow rpow neg abs sign floor ceil round sqrt rsqrt square exp exp2 log
+    log2 tanh sigmoid sin cos relu clamp clamp_min clamp_max minimum maximum where masked_fill isin lshift rshift
     to type float double half bfloat16 int long bool clone detach contiguous dtype device"""
 _ELEMENTWISE = frozenset(_NAMES.split())  # names of functions, and of the attributes that may be read
 
