@@ -96,17 +96,21 @@ def _mask(blocks: tuple[Any, ...], query: Tensor, key: Tensor) -> Tensor | None:
 
 def _says_all(blocks: tuple[Any, ...]) -> bool:
     """True if the blocks of a mask that was made before the capture follow from its mask_mod."""
-    length, others, counts, full_counts = blocks[0], blocks[1], blocks[2], blocks[4]
+    length, others, counts, indices, full_counts, full_indices = blocks[:6]
     size, mask_mod = blocks[-3:-1], blocks[-1]
     try:
         with _disable_current_modes():
-            again = flex.create_block_mask(mask_mod, *counts.shape[:2], length, others, counts.device, size)
+            batch, heads = counts.shape[:2]
+            again = flex.create_block_mask(mask_mod, batch, heads, length, others, counts.device, size)
     except CaptureError:
         raise
     except Exception:  # the function reads tensors of the model, which have no values here
         return False
-    same = torch.equal(counts, again.kv_num_blocks)
-    return same and (full_counts is None or torch.equal(full_counts, again.full_kv_num_blocks))
+    made = again.kv_num_blocks, again.kv_indices, again.full_kv_num_blocks, again.full_kv_indices
+    return all(
+        one is other if one is None or other is None else torch.equal(one, other)
+        for one, other in zip((counts, indices, full_counts, full_indices), made)
+    )
 
 
 _NAMES = """ge gt le lt eq ne and or xor invert logical_and logical_or logical_not logical_xor bitwise_and bitwise_or

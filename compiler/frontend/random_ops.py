@@ -38,15 +38,19 @@ _SELU = 1.7580993408473766  # -α λ of selu: the value that alpha dropout gives
 class _Build(Protocol):
     """A builder of the ops of an expansion: nodes of a graph, or tensors of an eager run."""
 
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, target: Any, /, *args: Any, type: Any = None, **kwargs: Any) -> Any:
         """Add an op."""
+        ...
+
+    def item(self, several: Any, index: int, /) -> Any:
+        """One of the outputs of an op."""
         ...
 
     def draw(self, law: str, kind: TensorType, *parameters: float) -> Any:
         """Add independent draws."""
         ...
 
-    def kind(self, value: Any) -> TensorType:
+    def kind(self, value: Any, /) -> TensorType:
         """The type of a value."""
         ...
 
@@ -195,8 +199,8 @@ def draw_random_numbers(graph: Graph) -> None:
 class _NewTensors:
     """The builder of an eager run."""
 
-    def __call__(self, op: Any, *args: Any, type: Any = None, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+    def __call__(self, target: Any, /, *args: Any, type: Any = None, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
 
     def draw(self, law: str, kind: TensorType, *parameters: float) -> torch.Tensor:
         """Random numbers, the same for every draw of this shape."""
