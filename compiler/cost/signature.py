@@ -101,7 +101,7 @@ def _name(value: Any) -> str:
 
 def _silent_positions(target: Any) -> tuple[int, ...]:
     """Positions of the arguments of our own functions that do not change the work."""
-    positions = {"dropout": (1, 2, 3), "scaled_mean": (1,)}
+    positions = {"dropout": (1, 2, 3), "random_tensor": (2, 4), "scaled_mean": (1,)}
     return positions.get(getattr(target, "__name__", ""), ()) if not isinstance(target, torch._ops.OpOverload) else ()
 
 

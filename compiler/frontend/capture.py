@@ -39,6 +39,7 @@ from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
 from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
+from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
@@ -95,6 +96,7 @@ def capture(
         stack.enter_context(silence_torch())
         stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
+        stack.enter_context(flex_attention_as_ops())
         if wants_loss:
             refuse_hooks(model)
         backwards = stack.enter_context(CustomBackwards(training))
@@ -277,6 +279,12 @@ class _Translator:
                 constants.append(spec)
             elif spec.kind == InputKind.USER_INPUT:
                 inputs.append(spec)
+            elif isinstance(self.program.constants.get(spec.target), torch.Generator):
+                users = [line_of(user.meta.get("stack_trace")) for user in self.nodes[spec.arg.name].users]
+                raise CaptureError(
+                    f"{(users or [''])[0] or spec.target}: random numbers are a function of the run's seed and the "
+                    "step, but got a generator of its own; leave generator= out, or draw outside of forward"
+                )
             else:
                 raise CaptureError(
                     f"inputs are tensors, but got {spec.arg.name}, a {spec.kind.name.lower()}; pass tensors only"

@@ -66,7 +66,8 @@ def refuse_hooks(model: nn.Module) -> None:
 class CustomBackwards:
     """The context of one export, in which custom backwards are recorded or refused.
 
-    training: True if gradients matter; else nothing is changed. calls: the target of each recorded op, by its number.
+    training: True if gradients matter; else derivatives inside forward are refused, and nothing else is changed.
+    calls: the target of each recorded op, by its number.
     """
 
     def __init__(self, training: bool) -> None:
@@ -78,6 +79,11 @@ class CustomBackwards:
         self.running = False  # True while a Function runs on fakes, to learn the types of its outputs
 
     def __enter__(self) -> CustomBackwards:
+        derivatives = ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward"))
+        for owner, name in derivatives:
+            advice = "take it with torch.func.jvp, or outside of forward"
+            what = f"{name}: the forward takes a derivative by autograd"
+            self._set(owner, name, self._refused(getattr(owner, name), what, advice))
         if not self.training:
             return self
         for kind in _subclasses(Function):
@@ -99,11 +105,6 @@ class CustomBackwards:
         for owner, name in hooked:
             what = f"{name}: a hook on a gradient"
             self._set(owner, name, self._refused(getattr(owner, name), what, _FUNCTION_INSTEAD))
-        derivatives = ((torch.autograd, "grad"), (torch.autograd, "backward"), (Tensor, "backward"))
-        for owner, name in derivatives:
-            advice = "take it with torch.func.jvp, or outside of forward"
-            what = f"{name}: the forward takes a derivative by autograd"
-            self._set(owner, name, self._refused(getattr(owner, name), what, advice))
         return self
 
     def __exit__(self, *_: object) -> None:

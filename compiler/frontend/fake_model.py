@@ -57,6 +57,7 @@ def silence_torch() -> Iterator[None]:
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
     """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op.
+    ``torch.distributions`` does not look at the values of its arguments.
 
     The whole configuration is restored afterwards, since some forwards write to it.
     """
@@ -65,14 +66,17 @@ def model_settings(model: nn.Module) -> Iterator[None]:
         wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     saved = [(vars(config), dict(vars(config))) for config in configs.values()]
+    validates = torch.distributions.Distribution._validate_args
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
         for table, before in saved:
             table.update({key: value for key, value in wanted.items() if key in before})
         for module in recomputed:
             module.gradient_checkpointing = False  # type: ignore[assignment]
+        torch.distributions.Distribution.set_default_validate_args(False)
         yield
     finally:
+        torch.distributions.Distribution.set_default_validate_args(validates)
         for table, before in saved:
             table.clear()
             table.update(before)

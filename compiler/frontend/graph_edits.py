@@ -21,7 +21,7 @@ class Insertion:
     def __init__(self, graph: Graph, node: Node) -> None:
         self.fx, self.node = graph.fx, node
 
-    def __call__(self, target: Callable[..., Any], *args: Any, type: Any = None, **kwargs: Any) -> Node:
+    def __call__(self, target: Callable[..., Any], /, *args: Any, type: Any = None, **kwargs: Any) -> Node:
         """Insert a call; its type is inferred, if none is given."""
         with self.fx.inserting_before(self.node):
             new = self.fx.call_function(target, args, kwargs)

@@ -179,7 +179,7 @@ def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[s
                 grad.add(node.name)
             continue
         operands = {n.name for n in node.all_input_nodes}
-        if operands & bound or op_name(node) == "meshwright.dropout":
+        if operands & bound or op_name(node) in _DRAWS:
             bound.add(node.name)
         if operands & moving:
             moving.add(node.name)
@@ -194,6 +194,7 @@ def _classify(graph: Graph) -> tuple[frozenset[str], frozenset[str], frozenset[s
     return floating, frozenset(n for n in floating if n not in moving), frozenset(grad)
 
 
+_DRAWS = ("meshwright.dropout", "meshwright.random_tensor")  # their last argument is the op's running number
 _WITHOUT_GRADIENT = frozenset(
     ["detach", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"]
 )
@@ -320,7 +321,7 @@ def _class_key(
         return repr(value)
 
     def emit(node: Node) -> str:
-        skip_last = op_name(node) == "meshwright.dropout"  # the op's running number does not change its price
+        skip_last = op_name(node) in _DRAWS  # the op's running number does not change its price
         args = node.args[:-1] if skip_last else node.args
         kwargs = ",".join(f"{k}={literal(v)}" for k, v in node.kwargs.items() if not skip_last)
         return f"{op_name(node)}({','.join(map(literal, args))};{kwargs})"

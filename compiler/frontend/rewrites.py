@@ -21,6 +21,7 @@ from ..ir.graph import Graph, TensorType, op_name, tensor_operands, types_of
 from ..ir.ops import local_ops
 from .dense_experts import route_dense_experts
 from .graph_edits import Insertion, arguments_of, find_nodes, outputs_of, replace_node
+from .random_ops import draw_random_numbers
 
 __all__ = ["PASSES", "rewrite"]
 
@@ -246,8 +247,20 @@ def refuse_generators(graph: Graph) -> None:
         probability = arguments.get("dropout_p", arguments.get("dropout"))
         if probability is None or (probability and arguments.get("train", True)):
             raise CaptureError(
-                f"{node.meta['line'] or node.name}: the only random op is dropout, but got {op_name(node)}; "
-                "draw the numbers outside of forward and pass them in"
+                f"{node.meta['line'] or node.name}: random numbers are uniform, normal, exponential, integers, "
+                f"choices or dropout, but got {op_name(node)}; draw these outside of forward and pass them in"
+            )
+
+
+def refuse_packed_attention(graph: Graph) -> None:
+    """Refuse attention over sequences of any lengths in one row: where one ends is known to values only, so neither a
+    microbatch nor a split could be told which part of the row is its own."""
+    for node in graph.fx.nodes:
+        if node.op == "call_function" and op_name(node).startswith("torch_attn."):
+            raise CaptureError(
+                f"{node.meta['line'] or node.name}: sequences are rows of a batch, but got varlen_attn, whose "
+                "sequences share one row; use scaled_dot_product_attention or flex_attention with a mask of documents, "
+                "[batch, sequence]"
             )
 
 
@@ -362,6 +375,8 @@ PASSES: tuple[Callable[[Graph], None], ...] = (
     localize_experts,
     expand_attention_dropout,
     number_dropouts,
+    draw_random_numbers,
+    refuse_packed_attention,
     split_cross_entropy,
     keep_loss_dims,
     split_batch_norm,

@@ -16,6 +16,7 @@ __all__ = ["capture_error", "current_line_error", "line_of", "node_error", "shor
 
 
 _COMPILER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the compiler
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 _WRAPPER = os.path.join(_COMPILER, "frontend", "capture.py")
@@ -32,6 +33,12 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
         "",
         "the code leaves PyTorch for NumPy",
         "use the torch function of the same name, or do it outside of forward",
+    ),
+    (
+        r"_ctc_loss",
+        "",
+        "the lengths of `ctc_loss` are tensors, whose values say how much it keeps for its backward",
+        "write the loss with plain tensor ops (a loop over time of torch.logsumexp), or use another",
     ),
     (
         r"shape depends on values|DynamicOutputShape",
@@ -58,6 +65,19 @@ _ADVICE: tuple[tuple[str, str, str, str], ...] = (
         "register plain tensor attributes with register_buffer, and make new tensors with device=x.device",
     ),
     (
+        r"Attention mask should be of size",
+        "",
+        "transformers makes a mask when it is traced that it leaves out when it runs, and a layer that shortens the "
+        "sequence does not shorten the mask",
+        "turn that layer off (distil=False for an Informer), or pass in a mask for each length",
+    ),
+    (
+        r"SyntaxError: invalid syntax \(proxy_tensor",
+        "",
+        "torch.export cannot write down a call of `random_(low, high)`",
+        "use torch.randint_like(x, low, high)",
+    ),
+    (
         r"a graph is made of tensor ops",
         "",
         "the code calls a higher-order operator",
@@ -75,52 +95,55 @@ def short_path(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _rank(path: str) -> int:
-    """The rank of a file: 0 for torch, this package and generated code, 1 for transformers, 2 for the user's code."""
-    if (
-        path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep))
-        or f"{os.sep}torch{os.sep}" in path
-        or "importlib" in path
-    ):
-        return 0
-    return 1 if f"{os.sep}transformers{os.sep}" in path else 2
+def _is_plumbing(path: str) -> bool:
+    """True for a file of torch, of this package's compiler, of Python, and for generated code: none says what the model
+    does."""
+    if path.startswith(("<", _TORCH + os.sep, _COMPILER + os.sep)) or f"{os.sep}torch{os.sep}" in path:
+        return True
+    if _is_installed(path):
+        return f"{os.sep}einops{os.sep}" in path
+    return "importlib" in path or path.startswith(_PYTHON + os.sep)
 
 
-def _deepest_user_frame(frames: list[tuple[str, int]]) -> tuple[str, int] | None:
-    """The deepest frame of the user's below the wrapper, else the deepest in transformers."""
+def _is_installed(path: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
+
+
+_Frame = tuple[str, int]  # file, line
+
+
+def _deepest_frame(frames: list[_Frame]) -> tuple[_Frame | None, _Frame | None]:
+    """The deepest frame of a model's code below the wrapper, be it the user's or a library's, and, where it is a
+    library's, the deepest one of the user's, who called it."""
     start = max((i for i, (path, _) in enumerate(frames) if path == _WRAPPER), default=-1)
-    best: tuple[str, int] | None = None
-    best_rank = 0
-    for path, line in frames[start + 1 :]:
-        rank = _rank(path)
-        if rank and rank >= best_rank:
-            best, best_rank = (path, line), rank
-    return best
+    model = [frame for frame in frames[start + 1 :] if not _is_plumbing(frame[0])]
+    own = [frame for frame in model if not _is_installed(frame[0])]
+    if not model:
+        return None, None
+    return model[-1], own[-1] if own and own[-1] != model[-1] else None
 
 
 @lru_cache(maxsize=65536)
-def _frame_of(stack_trace: str) -> tuple[str, int] | None:
-    return _deepest_user_frame([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
+def _frames_of(stack_trace: str) -> tuple[_Frame | None, _Frame | None]:
+    return _deepest_frame([(path, int(line)) for path, line in _FRAME.findall(stack_trace)])
 
 
 def line_of(stack_trace: str | None) -> str:
-    """``"file.py:12"`` for the ``stack_trace`` of an exported node; "" if no frame is the user's."""
-    frame = _frame_of(stack_trace or "")
-    return f"{short_path(frame[0])}:{frame[1]}" if frame else ""
+    """``"file.py:12"`` for the ``stack_trace`` of an exported node: the line that made it, be it a library's. "" if no
+    frame is a model's."""
+    frame, _ = _frames_of(stack_trace or "")
+    return _place(frame) if frame else ""
 
 
 def node_error(stack_trace: str | None, text: str) -> CaptureError:
     """The CaptureError for an exported node that a graph cannot have; ``text`` describes it and selects the advice."""
-    where = _frame_of(stack_trace or "")
-    return _error(where, text)
+    return _error(_frames_of(stack_trace or ""), text)
 
 
 def current_line_error(cause: str, change: str) -> CaptureError:
     """The CaptureError for the line of the model's code that is running now: the line, this cause, and the change."""
-    where = _deepest_user_frame([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
-    code = linecache.getline(*where).strip() if where else ""
-    place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
-    return CaptureError(f"{place}cannot be captured: {cause}; {change}")
+    where = _deepest_frame([(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()])
+    return CaptureError(f"{_where(where)}cannot be captured: {cause}; {change}")
 
 
 def capture_error(error: BaseException) -> CaptureError:
@@ -134,19 +157,31 @@ def capture_error(error: BaseException) -> CaptureError:
             return link
         chain.append(link)
         link = link.__cause__ or link.__context__
-    where = None
+    where: tuple[_Frame | None, _Frame | None] = None, None
     for link in chain:
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(link.__traceback__)]
         if any(path == _WRAPPER for path, _ in frames):
-            where = where or _deepest_user_frame(frames)
+            where = where if where[0] else _deepest_frame(frames)
     return _error(where, "\n".join(f"{type(link).__name__}: {link}" for link in chain))
 
 
-def _error(where: tuple[str, int] | None, text: str) -> CaptureError:
-    code = linecache.getline(*where).strip() if where else ""
+def _place(frame: _Frame) -> str:
+    return f"{short_path(frame[0])}:{frame[1]}"
+
+
+def _where(frames: tuple[_Frame | None, _Frame | None]) -> str:
+    """The beginning of a message: the line, its code, and the user's line that called it."""
+    frame, caller = frames
+    if frame is None:
+        return ""
+    called = f" (called by {_place(caller)})" if caller else ""
+    return f"{_place(frame)}: `{linecache.getline(*frame).strip()}`{called}: "
+
+
+def _error(frames: tuple[_Frame | None, _Frame | None], text: str) -> CaptureError:
+    code = linecache.getline(*frames[0]).strip() if frames[0] else ""
     cause, change = _advice(code, text)
-    place = f"{short_path(where[0])}:{where[1]}: `{code}`: " if where else ""
-    return CaptureError(f"{place}cannot be captured: {cause}; {change}")
+    return CaptureError(f"{_where(frames)}cannot be captured: {cause}; {change}")
 
 
 def _advice(code: str, text: str) -> tuple[str, str]:

@@ -74,6 +74,15 @@ def _index(node: Node) -> list[Track]:
     return tracks
 
 
+def _search(node: Node) -> list[Track]:
+    """searchsorted: rows of both, and the values of each row; the sorted numbers of a row are used whole."""
+    (*rows, _), values = operand_shapes(node)[:2]
+    inner = len(values) - 1
+    tracks = [Track((d, d), (d,), extent) for d, extent in enumerate(rows) if extent > 1]
+    free = [inner] if rows else range(len(values))
+    return tracks + [Track((None, d), (d,), values[d]) for d in free if d >= 0 and values[d] > 1]
+
+
 def _index_bound(node: Node) -> int:
     """The least extent that an index of ``index.Tensor`` meets."""
     x = operand_shapes(node)[0]
@@ -92,6 +101,7 @@ register("aten.index.Tensor")(DimsRule(_index, linear=(0,), saves=(1, 2, 3, 4), 
 register("aten.scatter.src", "aten.scatter.value")(
     DimsRule(tracks_except("dim"), linear=(), saves=(1,), high=_extent_of_dim)
 )
+register("aten.searchsorted.Tensor")(DimsRule(_search, linear=()))
 register("aten.one_hot.default")(
     DimsRule(
         lambda node: [Track((d,), (d,), extent) for d, extent in enumerate(operand_shapes(node)[0]) if extent > 1],

@@ -17,9 +17,9 @@ from torch.fx import Node
 from ..ir.graph import op_name, tensor_operands, types_of
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
-from .common import cut, replace_arguments
+from .common import argument, cut, replace_arguments
 
-__all__ = ["DropoutRule", "PointwiseRule", "grad_choice"]
+__all__ = ["ChannelQuantizeRule", "DropoutRule", "FakeQuantizeRule", "PointwiseRule", "RandomRule", "grad_choice"]
 
 
 def words(text: str) -> frozenset[str]:
@@ -179,7 +179,50 @@ register(
 )(PointwiseRule())
 
 
-# ---- Dropout whose mask is a function of the element's global place: any cut draws the same
+# ---- quantization-aware training
+
+
+class FakeQuantizeRule(PointwiseRule):
+    """The rule of rounding to a grid of one scale: the gradient passes where nothing was clipped."""
+
+    def temporary_bytes(self, node: Node) -> float:
+        """A mask of what was not clipped, one byte per element."""
+        return float(types_of(node)[0].numel)
+
+    def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
+        """All operands, where the scale is trained; otherwise the mask is enough."""
+        return tuple(("input", k) for k in range(3)) if "learnable" in op_name(node) else ()
+
+    def example_operands(self, node: Node, generator: torch.Generator) -> list[torch.Tensor] | None:
+        """Normal values, scales that clip some of them, zero points of 0."""
+        x, *rest = (operand.meta["type"] for operand in tensor_operands(node))
+        values = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)]
+        for kind, value in zip(rest, (0.02, 0)):
+            values.append(torch.full(kind.shape, value, dtype=kind.dtype))
+        return values
+
+
+class ChannelQuantizeRule(FakeQuantizeRule):
+    """The rule of rounding to a grid of one scale per channel: a cut of the channels cuts the scales."""
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "d0", "d1", …, and "grad"."""
+        axis, shape = int(argument(node, "axis")), types_of(node)[0].shape
+        parts = [[dim, *((0, 0) if dim == axis else (None, None))] for dim in range(len(shape))]
+        choices = [cut(node, f"d{d}", extent, parts[d], [d]) for d, extent in enumerate(shape) if extent > 1]
+        return (whole(node), *choices, grad_choice(node))
+
+
+register(
+    "aten.fake_quantize_per_tensor_affine.default aten.fake_quantize_per_tensor_affine.tensor_qparams",
+    "aten._fake_quantize_learnable_per_tensor_affine.default",
+)(FakeQuantizeRule())
+register(
+    "aten.fake_quantize_per_channel_affine.default aten._fake_quantize_learnable_per_channel_affine.default",
+)(ChannelQuantizeRule())
+
+
+# ---- random numbers that are a function of the element's global place: any cut draws the same
 
 
 class DropoutRule(Rule):
@@ -205,4 +248,25 @@ class DropoutRule(Rule):
         return float(types_of(node)[0].numel)
 
 
+class RandomRule(Rule):
+    """The rule of a tensor of random numbers: every dim is free."""
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "d0", "d1", …"""
+        shape = types_of(node)[0].shape
+        cuts = [cut(node, f"d{dim}", extent, [], [dim]) for dim, extent in enumerate(shape) if extent > 1]
+        return (whole(node), *cuts)
+
+    def localize(
+        self, node: Node, labels: Sequence[str], mesh_shape: Sequence[int]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The op with the shape of this device's block, and the mesh axis and the dim of every cut."""
+        cuts = tuple((axis, int(label[1:])) for axis, label in enumerate(labels) if label != "whole")
+        shape = list(types_of(node)[0].shape)
+        for axis, dim in cuts:
+            shape[dim] //= mesh_shape[axis]
+        return replace_arguments(node, shape=shape, **({"cuts": cuts} if cuts else {}))
+
+
 register("meshwright.dropout")(DropoutRule())
+register("meshwright.random_tensor")(RandomRule())

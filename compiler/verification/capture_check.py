@@ -5,8 +5,9 @@ user's that nobody recognised, a branch that Python chose by chance), nothing af
 runs the user's model as PyTorch does and compares the loss and the gradient of every parameter.
 
 Both run on the same weights and inputs: the model's own, with noise where all values are equal, and made up where a
-tensor has no data. Dropout is left out of both, since ours draws other masks than PyTorch's. They run in the model's
-own dtypes. If they differ there, both run in float64 and that decides, unless the model's code cannot run in it.
+tensor has no data. Dropout is left out of both, since ours draws other masks than PyTorch's; other random ops draw our
+numbers in both, which for one shape are the same at every place. They run in the model's own dtypes. If they differ
+there, both run in float64 and that decides, unless the model's code cannot run in it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 from ..frontend.capture import loss_of
 from ..frontend.example_inputs import flat_inputs
 from ..frontend.fake_model import model_settings, silence_torch, training_mode
+from ..frontend.random_ops import CountedDraws
 from ..ir.comm import Context, use_context
 from ..ir.graph import Graph, output_of
 from ..ir.ops import local_ops
+from ..ir.ops.random_numbers import random_tensor
 from ..rules import rule_for
 from .lockstep import LockstepComm, LockstepGroup
 from .split_execution import doubled
@@ -141,7 +144,7 @@ class _Pair:
         args, kwargs, targets = pytree.tree_unflatten(given, self.tree)
         trained = _Trained(self.model, self.loss_fn)
         tensors = {f"model.{name}": x for name, x in {**leaves, **buffers}.items()}
-        with training_mode(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout():
+        with training_mode(self.model, True), torch.compiler.set_stance("force_eager"), _NoDropout(), _counters():
             loss = functional_call(trained, tensors, (args, kwargs, targets))
         return loss, _gradients(leaves)
 
@@ -169,7 +172,7 @@ def _captured_run(
     constants = {name: as_dtype(x, dtype) for name, x in graph.constants.items()}
     tables = {"input": batch, "parameter": leaves, "buffer": buffers, "constant": constants}
     values: dict[Any, Any] = {}
-    with use_context(Context(LockstepComm(LockstepGroup(()), 0), 0, 0, 0)):
+    with _counters():
         for node in graph:
             if node.op == "placeholder":
                 source = node.meta["source"]
@@ -178,12 +181,21 @@ def _captured_run(
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             if dtype is not None:
                 args, kwargs = doubled(args, dtype), doubled(kwargs, dtype)
+            if node.target is random_tensor:
+                args = (*args[:-1], 0)  # as every draw of ``CountedDraws``
             target: Any = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
             values[node] = args[0] if target is local_ops.dropout else target(*args, **kwargs)
     result = next(result for result in graph.results if result.kind == "loss")
     loss = values[graph.node(result.node)]
     _run_backward(loss)
     return loss.detach(), _gradients(leaves)
+
+
+@contextmanager
+def _counters() -> Iterator[None]:
+    """The counters of random numbers, and random ops of PyTorch that follow them."""
+    with use_context(Context(LockstepComm(LockstepGroup(()), 0), 0, 0, 0)), CountedDraws():
+        yield
 
 
 def _run_backward(loss: Tensor) -> None:

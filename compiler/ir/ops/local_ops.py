@@ -100,7 +100,7 @@ def _stream(*counters: int) -> int:
 
 
 def mask_key(op_index: int) -> int:
-    """The int64 that all masks of an op hash, in the bound microbatch."""
+    """The int64 that all random numbers of an op hash, in the bound microbatch."""
     context = current_context()
     return _signed(_stream(context.seed, context.step, context.microbatch, op_index))
 
@@ -135,8 +135,17 @@ def keep_mask_at(
     first, skipped = divmod(starts[-1], _PER_HASH)
     groups = -(-(starts[-1] + shape[-1]) // _PER_HASH) - first
     starts[-1], whole[-1] = first, -(-whole[-1] // _PER_HASH)
-    counts = [*shape[:-1], groups]
-    # the counter of every group, in units of the golden ratio, is a sum of one term per dim: only the last covers all
+    x = hashes([*shape[:-1], groups], starts, whole, key, device)
+    keep = x.view(torch.int16) >= round(p * 65536) - 32768
+    return keep.narrow(-1, skipped, shape[-1]).contiguous()
+
+
+def hashes(
+    counts: Sequence[int], starts: Sequence[int], whole: Sequence[int], key: int, device: torch.device
+) -> Tensor:
+    """int64[counts]: the splitmix64 hash of each element of a block. The block begins at ``starts`` of a tensor of the
+    shape ``whole``, and an element's counter is its index there. There is at least one dim."""
+    # the counter, in units of the golden ratio, is a sum of one term per dim: only the last covers all
     x = torch.full((), key, dtype=torch.int64, device=device)
     for dim, (start, count) in enumerate(zip(starts, counts)):
         stride = prod(whole[dim + 1 :])
@@ -146,8 +155,7 @@ def keep_mask_at(
         x ^= (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # int64 shifts its sign in; splitmix64 shifts zeros in
         if multiplier != 1:
             x *= _signed(multiplier)
-    keep = x.view(torch.int16) >= round(p * 65536) - 32768
-    return keep.narrow(-1, skipped, shape[-1]).contiguous()
+    return x
 
 
 class _Dropout(torch.autograd.Function):
