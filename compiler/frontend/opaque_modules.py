@@ -37,7 +37,7 @@ from ..errors import CaptureError, OpaqueError
 from ..ir.custom_function import FUNCTION_OP, set_types
 from ..ir.graph import PRIME, TensorType, rescale
 from ..ir.long_loop import LoopWork
-from ..ir.opaque_module import ModuleCopy, OpaqueModule
+from ..ir.opaque_module import MARK, ModuleCopy, OpaqueModule, seeded
 from ..ir.spec import Placement, R, S
 from ..rules.custom_function import batch_split
 from .custom_backward import CustomBackwards, is_literal, next_number
@@ -45,7 +45,6 @@ from .long_loops import LongLoops, not_exporting
 
 __all__ = ["Choice", "OpaqueModules", "opaque"]
 
-_MARK = "_meshwright_opaque"
 _ASKED = "mw.opaque asked for it"
 _BATCHES = (2, 4)
 _MOST_FLOPS = 4e11  # of a trial's forward, by 2 · parameters · tokens
@@ -63,7 +62,7 @@ def opaque(module: _Module) -> _Module:
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"opaque takes a module, but got a {type(module).__name__}; put the code into an nn.Module")
-    setattr(module, _MARK, True)
+    setattr(module, MARK, True)
     return module
 
 
@@ -76,7 +75,9 @@ class Choice:
     def __init__(self, model: nn.Module) -> None:
         self.paths = {id(module): path for path, module in model.named_modules() if path}
         self.modules = {path: module for path, module in model.named_modules() if path}
-        self.reasons = {path: _ASKED for path, module in self.modules.items() if getattr(module, _MARK, False)}
+        every = model.named_modules(remove_duplicate=False)
+        self.first = {path: self.paths[id(module)] for path, module in every if id(module) in self.paths}
+        self.reasons = {path: _ASKED for path, module in self.modules.items() if getattr(module, MARK, False)}
         self.refused: dict[str, str] = {}
         self.original: CaptureError | None = None
 
@@ -93,7 +94,7 @@ class Choice:
             path = refusal.path
         else:
             self.original = found
-            path = getattr(found, "module", "") or self._running(error)
+            path = self.first.get(found.module, "") or self._running(error)
         reason = self.reasons.get(path) or str(found)
         kind = type(self.modules[path]) if path else None
         if path in self.refused:
@@ -209,7 +210,7 @@ class OpaqueModules:
             try:
                 with (
                     self.loops.unwatched(), _disable_current_modes(), torch._C.DisableTorchFunction(),
-                    torch.enable_grad(), not_exporting(), torch.random.fork_rng(devices=[]),
+                    torch.enable_grad(), not_exporting(), seeded(0, tensors),
                 ):  # fmt: skip
                     self.kept[key] = _Trials(path, called, structure, leaves, tensors, objects, self.extent)
             finally:
@@ -367,7 +368,7 @@ class _Trials:
         tensors = iter(given)
         leaves = [next(tensors) if isinstance(x, TensorType) else x for x in self._arguments(batch)]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
-        versions, state = [x._version for x in given], torch.get_rng_state()
+        versions, state = [x._version for x in given], self._generators()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path) as audit:
             returned = self.module(*args, **kwargs)
         self._refuse_changes(versions, [x._version for x in given])
@@ -375,13 +376,20 @@ class _Trials:
         outputs = [x for x in flat if isinstance(x, Tensor)]
         if not outputs or not all(isinstance(x, Tensor) or is_literal(x) for x in flat):
             raise OpaqueError(self.path, "it returns something else than tensors and constants")
-        random = audit.draws if self.device.type == "meta" else not torch.equal(state, torch.get_rng_state())
+        random = audit.draws if self.device.type == "meta" else not torch.equal(state, self._generators())
         addressed = {address: x for address, x in kept.items() if x.device == self.device}
         return _Run(
             flat, structure, outputs, self._gradients(operands, outputs), audit.flops,
             float(sum(x.untyped_storage().nbytes() for address, x in addressed.items() if address not in own)),
             tuple(sorted(own[address] for address in kept if address in own)), random, audit.reads_values,
         )  # fmt: skip
+
+    def _generators(self) -> Tensor:
+        """The states of PyTorch's generators that the module may draw from."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return torch.cat(states)
 
     def _refuse_changes(self, before: list[int], after: list[int]) -> None:
         changed = [k for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]

@@ -15,6 +15,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +32,12 @@ from .long_loop import LoopFunction, LoopWork
 from .ops.local_ops import mask_key
 from .spec import Placement
 
-__all__ = ["ModuleCopy", "OpaqueModule", "opaque_notes", "seeded"]
+__all__ = ["MARK", "ModuleCopy", "OpaqueModule", "opaque_notes", "seeded"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}
+#: the attribute of a module that a user marked
+MARK = "_meshwright_opaque"
+_UNREAD = (frozenset(vars(nn.Module())) | {MARK}) - {"training"}  # attributes that the user's code does not read
 _RANDOM = 1 << 32  # the first op number of random opaque modules; dropouts count from 0
 
 AxisPairs = tuple[tuple[Placement, Placement], ...]
@@ -152,6 +155,8 @@ class ModuleCopy:
     def _number(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return _Number(self._index[id(value)]) if id(value) in self._index else value
+        if isinstance(value, weakref.ref) and id(value()) in self._index:
+            return _Reference(self._index[id(value())])
         return [self._number(item) for item in value] if type(value) is list else value
 
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +178,10 @@ class _Number(int):
     """The number of a tensor, in its place."""
 
 
+class _Reference(int):
+    """The number of a tensor, in the place of a weak reference to it (recurrent nets keep such)."""
+
+
 def _filled(bare: nn.Module, tensors: Sequence[Tensor], copies: dict[int, nn.Module]) -> nn.Module:
     if id(bare) in copies:
         return copies[id(bare)]
@@ -181,6 +190,8 @@ def _filled(bare: nn.Module, tensors: Sequence[Tensor], copies: dict[int, nn.Mod
     def tensor(value: Any) -> Any:
         if type(value) is list:
             return [tensor(item) for item in value]
+        if type(value) is _Reference:
+            return weakref.ref(tensors[value])
         return tensors[value] if type(value) is _Number else value
 
     made.__dict__.update({key: tensor(value) for key, value in bare.__dict__.items()})
@@ -208,7 +219,7 @@ def _digest(module: nn.Module) -> str:
     for path, one in module.named_modules(remove_duplicate=False):
         own = [kind for kind in type(one).__mro__ if kind.__module__.partition(".")[0] not in ("torch", "builtins")]
         code = "".join(map(source_digest, own))
-        values = {name: value for name, value in vars(one).items() if name not in _BOOKKEEPING}
+        values = {name: value for name, value in vars(one).items() if name not in _UNREAD}
         tensors = [f"{name} {x.requires_grad}" for name, x in one.named_parameters(recurse=False)]
         lines.append(f"{path} {type(one).__qualname__} {code} {tensors} {_text(values, 4)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
@@ -240,7 +251,7 @@ def _text(value: Any, depth: int) -> str:
 
 
 def opaque_notes(graph: Graph) -> list[str]:
-    """A sentence per kind of opaque module: which they are, why they are not traced, how they are split and priced."""
+    """A note per kind of opaque module: which they are, why they are not traced, how they are split and priced."""
     groups: dict[str, list[str]] = {}
     for node in graph.ops():
         op: Any = node.target
@@ -249,7 +260,7 @@ def opaque_notes(graph: Graph) -> list[str]:
         way = "its batch may be split, by trials" if op.split else f"replicated, since {op.whole_reason}"
         random = "; its random numbers are seeded by step and microbatch, the same on every device"
         text = (
-            f"is one opaque op that runs eagerly ({op.kind.__qualname__}): {op.reason}; {way}"
+            f"run as they are, each one opaque op ({op.kind.__qualname__}): {op.reason}; {way}"
             f"{random if op.random else ''}; {op.assumed}"
         )
         groups.setdefault(text, []).append(node.meta["module"] or op.path)
