@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -369,7 +369,8 @@ class _Trials:
         leaves = [next(tensors) if isinstance(x, TensorType) else x for x in self._arguments(batch)]
         args, kwargs = pytree.tree_unflatten(leaves, self.arguments)
         versions, state = [x._version for x in given], self._generators()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path) as audit:
+        on: AbstractContextManager[Any] = torch.device("meta") if self.device.type == "meta" else nullcontext()
+        with on, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Audit(self.path) as audit:
             returned = self.module(*args, **kwargs)
         self._refuse_changes(versions, [x._version for x in given])
         flat, structure = pytree.tree_flatten(returned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor, nn
 
@@ -85,9 +87,37 @@ class InPlace(nn.Module):
         return x.mul_(2.0) if x.mean().item() > 0 else x.mul_(3.0)
 
 
+class Chance(nn.Module):
+    """Its numbers are not PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class Borrowing(nn.Module):
+    """It reads a tensor of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.others[0]
+
+
+class Telling(nn.Module):
+    """A number of values beside them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x, int((x > 0).sum())
+
+
 MIDDLES = {
-    kind.__name__: kind for kind in (NaiveMixture, Branch, Noisy, Selected, Counting, Keeping, InPlace, nn.Identity)
-}
+    kind.__name__: kind
+    for kind in (
+        NaiveMixture, Branch, Noisy, Selected, Counting, Keeping, InPlace, Chance, Borrowing, Telling, nn.Identity,
+    )
+}  # fmt: skip
 
 
 class Model(nn.Module):
