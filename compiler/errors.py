@@ -41,7 +41,7 @@ class OpaqueError(CaptureError):
     """The module at ``path`` cannot be one op of the graph."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"a module that is one op follows from its arguments and tensors alone, but got {path!r}: {why}")
+        super().__init__(f"one op follows from its arguments and its module's tensors, but got {path!r}: {why}")
         self.path = path
 
 

@@ -6,11 +6,12 @@ The steps, in order (``capture``):
    settings that only matter for generation or that hide the experts are set aside; all of it is undone afterwards,
    whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
-3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
-4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
-5. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
-6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
-7. ``rewrites.rewrite``: the passes over that graph.
+3. ``OpaqueModules``: submodules that cannot be traced become ops; where the next step shows another one, again;
+4. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
+5. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
+6. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+7. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
+8. ``rewrites.rewrite``: the passes over that graph.
 
 No weight is touched: models on the meta device and real ones give the same graph.
 """

@@ -399,7 +399,9 @@ class _Trials:
         if changed[0] >= len(self.tensors):
             raise OpaqueError(self.path, "it changes an argument in place; let it work on a clone()")
         name = self.module.names[changed[0]]
-        raise OpaqueError(self.path, f"it changes its tensor {name!r} in place; put that into eval mode, or move it out")
+        raise OpaqueError(
+            self.path, f"it changes its tensor {name!r} in place; put that into eval mode, or move it out"
+        )
 
     @staticmethod
     def _gradients(operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor | None]:
