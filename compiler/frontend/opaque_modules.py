@@ -90,7 +90,9 @@ class Choice:
         if refusal is not None:
             if self.reasons.get(refusal.path) == _ASKED:
                 return CaptureError(str(refusal))
-            self.refused[refusal.path] = str(refusal)
+            # of code that does not run in eager PyTorch either, the first error says enough
+            told = refusal.__cause__ is None or "without data" in str(refusal)
+            self.refused[refusal.path] = str(refusal) if told else ""
             path = refusal.path
         else:
             self.original = found
@@ -110,9 +112,9 @@ class Choice:
                 return None
             path = path.rpartition(".")[0]
         last = self.original or found
-        if not self.refused:
+        why = "; ".join(dict.fromkeys(filter(None, self.refused.values())))
+        if not why:
             return last
-        why = "; ".join(dict.fromkeys(self.refused.values()))
         return CaptureError(f"{last}; nor can a submodule of it be one op: {why}"[:2000])
 
     def _running(self, error: Exception) -> str:
@@ -165,7 +167,7 @@ class OpaqueModules:
     def __enter__(self) -> OpaqueModules:
         for path, module in self.modules.items():
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            self.copies[path] = ModuleCopy(module), list(tensors.values())
+            self.copies[path] = ModuleCopy(path, module), list(tensors.values())
             owner: Any = module if "forward" in vars(module) else type(module)
             if owner.forward not in self.instead:
                 before, own = owner.forward, "forward" in vars(owner)
@@ -323,8 +325,11 @@ class _Trials:
                 made.append((0.02 * values if x.dim() > 1 else values.abs() + 0.5).to(self.device, x.dtype))
             else:
                 made.append(torch.zeros(x.shape, dtype=x.dtype, device=self.device))
-        for kind in self._small_kinds(batch):
-            if kind.is_float:
+        arguments = [x for x in self.leaves if isinstance(x, Tensor)][len(self.tensors) :]
+        for x, kind in zip(arguments, self._small_kinds(batch), strict=True):
+            if seed % 2 and not x.requires_grad and kind.dtype != torch.bool:
+                x = torch.zeros(kind.shape, dtype=kind.dtype)  # such as a mask that hides nothing
+            elif kind.is_float:
                 x = _SCALES[seed] * torch.randn(kind.shape, generator=generator).to(kind.dtype)
             else:
                 x = torch.randint(0, 2, kind.shape, generator=generator).to(kind.dtype)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import OpaqueError
 from .custom_function import source_digest
 from .graph import PRIME, Graph
 from .long_loop import LoopFunction, LoopWork
@@ -129,7 +130,8 @@ class ModuleCopy:
     names: of its parameters and buffers, each tensor once, in the order in which a call takes them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.names = tuple(named)
         self._index = {id(x): i for i, x in enumerate(named.values())}
@@ -160,16 +162,15 @@ class ModuleCopy:
         return [self._number(item) for item in value] if type(value) is list else value
 
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward`` with these tensors. ValueError if it changes an attribute, which the module would not
+        """Run ``forward`` with these tensors. OpaqueError if it changes an attribute, which the module would not
         keep."""
         copies: dict[int, nn.Module] = {}
         module = _filled(self._root, tensors, copies)
         before = [_attributes(one) for one in copies.values()]
         returned: Any = module.forward(*args, **kwargs)
         if before != [_attributes(one) for one in copies.values()]:
-            raise ValueError(
-                f"a module that is one op leaves itself as it is, but the forward of {self.__qualname__} changes its "
-                "attributes; return what it keeps there"
+            raise OpaqueError(
+                self.path, f"the forward of {self.__qualname__} changes its attributes; return what it keeps there"
             )
         return returned
 

@@ -338,6 +338,8 @@ class _Trial:
             ]
             if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
                 return None
+            if any(placement == R and _is_zero(y) for placement, y in zip(outputs, self.outputs, strict=True)):
+                return None  # zeros may be addends as well
             cotangents = [
                 [None] * parts if g is None else _deal(g, placement if placement.is_shard else R, parts)
                 for g, placement in zip(self.cotangents, outputs)
@@ -357,6 +359,10 @@ class _Trial:
             if any(piece is None for piece in pieces):
                 return None
             of_gradient = _placement([piece for piece in pieces if piece is not None], gradient, self.rtol)
+            if of_gradient == R and _is_zero(gradient):
+                if R in outputs:
+                    return None  # copies or addends: this trial cannot tell
+                of_gradient = P  # each part adds what its own outputs give
             if placement.is_shard:
                 if of_gradient != placement:
                     return None
@@ -404,6 +410,10 @@ def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Place
             if joined.shape == expected.shape and _is_close(joined, expected, rtol):
                 return S(dim)
     return None
+
+
+def _is_zero(x: Tensor) -> bool:
+    return x.is_floating_point() and not bool(x.count_nonzero())
 
 
 def _is_close(a: Tensor, b: Tensor, rtol: float) -> bool:

@@ -29,27 +29,51 @@ def opaque_ops(graph: Graph) -> list[Any]:
 
 
 def single_device(middle: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, inputs = Model(middle), batch()
+    model, args, kwargs = model_of(middle)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = model(*inputs)
+        loss = model(*args, **kwargs)
+        loss = loss if isinstance(loss, Tensor) else loss.loss
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
 
 
+def longformer() -> tuple[nn.Module, dict[str, Tensor]]:
+    """An encoder that branches on whether some token attends globally."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LongformerConfig(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, attention_window=4,
+        vocab_size=32, max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    ids = torch.randint(3, 32, (8, 8))
+    return transformers.LongformerForMaskedLM(config), {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids
+    }  # fmt: skip
+
+
+def model_of(middle: str) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
+    if middle == "Longformer":
+        model, inputs = longformer()
+        return model, (), inputs
+    return Model(middle), batch(), {}
+
+
 def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
     """On one rank of the job."""
     from meshwright.costmodel.cluster import Cluster
 
+    model, args, kwargs = model_of(middle)
     parallel = mw.parallelize(
-        Model(middle), Cluster.parse(f"local:{torch.distributed.get_world_size()}"), example_inputs=batch(),
+        model, Cluster.parse(f"local:{torch.distributed.get_world_size()}"), example_inputs=args, example_kwargs=kwargs,
         optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.1), strategy=strategy, check_capture=True, **options,
     )  # fmt: skip
-    losses = [float(parallel.train_step(*batch())) for _ in range(STEPS)]
+    losses = [float(parallel.train_step(*args, **kwargs)) for _ in range(STEPS)]
     return losses, parallel.full_state_dict(), parallel.plan.prediction.notes
 
 
@@ -65,6 +89,8 @@ def trained(middle: str, strategy: str | None, options: dict[str, Any]) -> Any:
         ("Branch", "pp2", {"microbatches": 1}),
         ("Branch", "tp2", {"microbatches": 1}),
         ("Branch", None, {"microbatches": 1}),
+        ("Longformer", "dp2", {}),
+        ("Longformer", "pp2", {}),
     ],
 )
 def test_training_equals_the_users_model(ranks, middle: str, strategy: str | None, options: dict[str, Any]) -> None:
@@ -73,7 +99,8 @@ def test_training_equals_the_users_model(ranks, middle: str, strategy: str | Non
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-4, atol=0)
     for name, value in state.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
-    assert any("blocks.0.middle" in note and middle in note for note in notes)
+    path = "longformer.encoder" if middle == "Longformer" else "blocks.0.middle"
+    assert any(note.startswith(path) and middle in note for note in notes)
 
 
 @pytest.mark.parametrize(("strategy", "options"), [("dp2", {}), ("tp2", {}), ("pp2", {"recompute": "full"})])
@@ -92,7 +119,7 @@ def test_random_numbers_are_the_same_under_every_plan(ranks, strategy: str, opti
 
 def test_a_mark_makes_an_op_and_changes_nothing_else() -> None:
     model, inputs = Model("Identity"), batch()
-    names = list(model.state_dict())
+    names, forward = list(model.state_dict()), nn.Linear.forward
     assert mw.opaque(model.blocks[1].first) is model.blocks[1].first
     graph = capture(model, inputs)
     (node,) = opaque_ops(graph)
@@ -101,6 +128,7 @@ def test_a_mark_makes_an_op_and_changes_nothing_else() -> None:
         "blocks.1.first.weight", "blocks.1.first.bias"
     ]  # fmt: skip
     assert list(model.state_dict()) == names
+    assert nn.Linear.forward is forward
     assert check_capture(model, graph, inputs, {}, (), None) == ""
     with pytest.raises(ValueError, match="takes a module, but got a function"):
         mw.opaque(batch)  # type: ignore[type-var]
@@ -115,7 +143,26 @@ def test_the_smallest_submodule_is_an_op_and_its_reason_is_told() -> None:
         assert "untraceable.py:" in nodes[0].target.reason
         assert "branches on a tensor's value" in nodes[0].target.reason
         assert [choice.label for choice in rule_for(nodes[0]).axis_choices(nodes[0])] == ["whole", "batch"][: 1 + split]
+        assert nodes[0].target != nodes[1].target or not nodes[0].target.random
         assert check_capture(model, graph, inputs, {}, (), None) == ""
+
+
+class Rare(nn.Module):
+    """A weight that only large inputs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1e4, x * self.weight, x) if x.isfinite().all() else x
+
+
+def test_a_gradient_that_is_zero_in_all_trials_is_summed() -> None:
+    model = Model("Identity")
+    model.blocks[0].middle = Rare()
+    inputs, _ = opaque_ops(capture(model, batch()))[0].target.split
+    assert [tuple(map(str, pair)) for pair in inputs] == [("R", "P"), ("S0", "S0")]
 
 
 class Recurrent(nn.Module):
@@ -144,13 +191,7 @@ def test_tied_weights_recurrent_nets_and_modes_are_those_of_the_model() -> None:
 
 
 def test_pieces_of_transformers_are_ops() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LongformerConfig(
-        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, attention_window=4,
-        vocab_size=32, max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model, ids = transformers.LongformerForMaskedLM(config), torch.randint(3, 32, (8, 8))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    model, inputs = longformer()
     graph = capture(model, (), inputs)
     (node,) = opaque_ops(graph)
     assert "modeling_longformer.py:" in node.target.reason
