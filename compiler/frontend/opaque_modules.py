@@ -278,7 +278,8 @@ class _Trials:
             raise OpaqueError(path, "it gives other values for the same inputs (a state or chance outside of PyTorch)")
         self.returned, self.structure = small.leaves, small.structure
         outputs = self._outputs(small, (other, large))
-        self.tracked = [x.requires_grad or not x.is_floating_point() for x in small.outputs]
+        several = zip(small.outputs, other.outputs, large.outputs, strict=True)
+        self.tracked = [any(x.requires_grad or not x.is_floating_point() for x in same) for same in several]
         share = self.extent / _BATCHES[1] if self.is_scaled else 1.0
         flops, saved = (
             max(getattr(large, name), 2 * getattr(small, name), 2 * getattr(other, name))
