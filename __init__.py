@@ -12,6 +12,7 @@ from meshwright.compiler.plan.methods import provide as _provide
 if TYPE_CHECKING:
     from meshwright.api import parallelize, pareto, plan
     from meshwright.compiler.errors import InfeasibleError
+    from meshwright.compiler.frontend.opaque_modules import opaque
     from meshwright.compiler.plan.plan import Plan
     from meshwright.compiler.verification import verify
     from meshwright.costmodel.cluster import Cluster, Mesh
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from meshwright.runtime.profiling.cluster_profile import profile
 
 __all__ = [
-    "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "parallelize", "pareto", "plan", "profile", "verify",
+    "Cluster", "InfeasibleError", "Mesh", "Parallel", "Plan", "opaque", "parallelize", "pareto", "plan", "profile",
+    "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -38,6 +40,7 @@ _HOMES = {
     "Mesh": "costmodel.cluster",
     "Parallel": "parallel",
     "Plan": "compiler.plan.plan",
+    "opaque": "compiler.frontend.opaque_modules",
     "parallelize": "api",
     "pareto": "api",
     "plan": "api",

@@ -2,6 +2,7 @@
 
 ValueError
 ├── CaptureError         frontend: the model cannot be captured
+│   └── OpaqueError      frontend: a module cannot be one op
 ├── InfeasibleError      search: no plan fits
 │   └── OverfullError    search: a plan fits by its tables, but its stages do not
 └── ScheduleError        pipeline: a schedule that cannot be run
@@ -20,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
-    "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OverfullError", "ScheduleError", "TooWide",
-    "UnlikeError", "UnprovableError", "UnsoundError",
+    "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OpaqueError", "OverfullError", "ScheduleError",
+    "TooWide", "UnlikeError", "UnprovableError", "UnsoundError",
 ]  # fmt: skip
 
 
@@ -30,7 +31,18 @@ class ScheduleError(ValueError):
 
 
 class CaptureError(ValueError):
-    """The model cannot be captured; the message names the line and what to change."""
+    """The model cannot be captured; the message names the line and what to change. module: whose forward that is, where
+    only the line is known."""
+
+    module: str = ""
+
+
+class OpaqueError(CaptureError):
+    """The module at ``path`` cannot be one op of the graph."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"one op follows from its arguments and its module's tensors, but got {path!r}: {why}")
+        self.path = path
 
 
 class UnprovableError(Exception):

@@ -413,6 +413,9 @@ def pricing_context(node: Node, operands: Sequence[Node], needs_grad: frozenset[
                 shared.append((k, (uses - 1) / uses, operand.op == "placeholder"))
     each = 2 / 3 if rule.cost_kind == "attention" else 1.0  # four products in the backward against two in the forward
     sides, possible_sides = each * len(wide), each * max(possible, 1)
+    if rule.joint_backward:  # one for the gradients of activations, one for those of weights
+        sides, possible_sides = float((weights > 0) + (len(wide) > weights)), 2.0
+        share = (weights > 0) / max(sides, 1.0)
     return PricingContext(rule.flops(node), dtype, sides, share, possible_sides, tuple(shared), copies)
 
 

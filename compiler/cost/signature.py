@@ -27,6 +27,7 @@ from torch.fx import Node
 from ..frontend.layers import differentiable_nodes
 from ..frontend.strides import DimOrder, NodeLayout, OneDevice, copy_with_layout, note_layouts
 from ..ir.comm import Context, use_context
+from ..ir.custom_function import CustomFunction
 from ..ir.graph import Graph, TensorType, op_name, output_of, tensor_operands, types_of
 from ..ir.probe import OpInstance, Probe
 from ..ir.spec import local_shape
@@ -94,6 +95,8 @@ def signature(node: Node, choice: MeshChoice, mesh_shape: Sequence[int], needs_g
 
 
 def _name(value: Any) -> str:
+    if isinstance(value, CustomFunction):  # two of them may have equal operands
+        return value.op_name
     if callable(value) and not isinstance(value, torch._ops.OpOverload):
         return f"meshwright.{value.__name__}"
     return str(value)

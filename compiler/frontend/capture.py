@@ -6,11 +6,12 @@ The steps, in order (``capture``):
    settings that only matter for generation or that hide the experts are set aside; all of it is undone afterwards,
    whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
-3. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
-4. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
-5. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
-6. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
-7. ``rewrites.rewrite``: the passes over that graph.
+3. ``OpaqueModules``: submodules that cannot be traced become ops; where the next step shows another one, again;
+4. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
+5. ``_inline_regions``: ``no_grad`` regions become plain ops whose results are detached;
+6. ``decompose_program`` makes the graph functional and leaves composite ops (linear, attention, …) whole;
+7. ``_Translator``: the exported program becomes a ``Graph`` with types, sources, modules and lines;
+8. ``rewrites.rewrite``: the passes over that graph.
 
 No weight is touched: models on the meta device and real ones give the same graph.
 """
@@ -34,6 +35,7 @@ from torch.fx import Node
 from ..errors import CaptureError, UnsoundError
 from ..ir.custom_function import FUNCTION_OP
 from ..ir.graph import CAPTURE_BATCH, Graph, Result, Source, TensorType
+from ..ir.opaque_module import OpaqueModule
 from ..ir.ops.experts import experts
 from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
@@ -41,6 +43,7 @@ from .example_inputs import Inputs, fake_inputs
 from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
 from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
+from .opaque_modules import Choice, OpaqueModules
 from .repeated_blocks import BLOCK, Blocks, BlockTemplate, TracedBlock, live_nodes, template_of
 from .rewrites import rewrite
 from .source_errors import capture_error, line_of, node_error
@@ -93,7 +96,7 @@ def capture(
             fake_mode, tuple(example_inputs), kwargs, tuple(example_targets) if wants_loss else (), batch_dims, extent
         )
         wrapper = _Wrapper(model, loss_fn, wants_loss)
-        stack.enter_context(silence_torch())
+        written = stack.enter_context(silence_torch())
         stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
         stack.enter_context(flex_attention_as_ops())
@@ -102,10 +105,14 @@ def capture(
         backwards = stack.enter_context(CustomBackwards(training))
         loops = stack.enter_context(LongLoops(model, backwards))
         names = tensor_names(model)
+        opaque, trials = Choice(model), dict[Any, Any]()
         banned: frozenset[int] | None = frozenset() if share_blocks else None
         hide = True
         while True:
-            with Blocks(model, banned, loops.instead) as blocks:
+            with (
+                OpaqueModules(model, opaque, backwards, loops, extent, trials) as opaques,
+                Blocks(model, banned, {**loops.instead, **opaques.instead}) as blocks,
+            ):
                 if hide:
                     blocks.hide()
                 try:
@@ -117,13 +124,19 @@ def capture(
                         _inline_regions(program.graph_module, detach=training)
                         program = decompose_program(program)
                 except Exception as error:
-                    if not blocks.hidden:
-                        raise capture_error(error) from error
-                    hide = False  # the error may come from tensors that were hidden: try once more with all of them
+                    if blocks.hidden:
+                        hide = False  # the error may come from tensors that were hidden: try again with all of them
+                    elif (final := opaque.after(error, capture_error(error))) is not None:
+                        raise final from error
+                    written.seek(0)
+                    written.truncate()  # the next try writes it again
                     continue
             try:
                 graph = _Translator(program, names, inputs, training, wants_loss, extent, blocks, backwards).graph()
                 break
+            except CaptureError as error:
+                if (final := opaque.after(error, error)) is not None:
+                    raise final from error
             except UnsoundError as unsound:
                 # these blocks are not copies after all: export again and trace each of them
                 banned = (banned or frozenset()) | {unsound.kind}
@@ -242,6 +255,7 @@ class _Translator:
         self.constants: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, Node] = {}  # parameters and buffers by their first name
         self.descriptions: dict[Node, tuple[Any, str, str]] = {}  # type, module and line of exported nodes
+        self.opaque_calls = 0
         self.templates: dict[int, BlockTemplate] = {}
         self.updates: list[tuple[str, Node]] = []  # buffers that the copied blocks change
 
@@ -347,9 +361,11 @@ class _Translator:
             types = _types_or_none(node.meta.get("val"))
             if types is None:
                 number = node.target in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-                raise node_error(
+                error = node_error(
                     trace, ".item()" if number else f"{node.target}: a tensor whose shape depends on values"
                 )
+                error.module = _module_of(node)
+                raise error
             self.descriptions[node] = types, _module_of(node), line_of(trace)
         return self.descriptions[node]
 
@@ -369,6 +385,9 @@ class _Translator:
         operands, number = iter(args[0]), args[1]
         given = [next(operands) if isinstance(x, torch.Tensor) else x for x in self.backwards.arguments[number]]
         target = self.backwards.calls[number]
+        if isinstance(target, OpaqueModule):  # copies of a block draw numbers of their own
+            self.opaque_calls += 1
+            target = target.numbered(self.opaque_calls)
         new = self.fx.create_node("call_function", target, tuple(given), {}, target.kind.__name__)
         new.meta = {"type": types, "module": module, "line": line}
         return new

@@ -37,10 +37,11 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def silence_torch() -> Iterator[None]:
+def silence_torch() -> Iterator[io.StringIO]:
     """Suppress torch's own log lines, graph dumps and deprecation notices: the exception says what goes wrong.
 
-    Text that the model's code writes to stderr is printed at the end of a capture that succeeds.
+    Text that the model's code writes to stderr is printed at the end of a capture that succeeds; the value of the block
+    is where it is until then.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -48,7 +49,7 @@ def silence_torch() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(written):
             warnings.simplefilter("ignore", FutureWarning)
-            yield
+            yield written
     finally:
         logging.disable(before)
     sys.stderr.write(written.getvalue())

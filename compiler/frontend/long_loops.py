@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -34,7 +34,7 @@ from ..ir.long_loop import LoopFunction, LoopWork, ModuleCall
 from .custom_backward import CustomBackwards, is_literal, next_number
 from .source_errors import current_line_error
 
-__all__ = ["LONG", "LongLoops"]
+__all__ = ["LONG", "LongLoops", "not_exporting"]
 
 #: iterations of a loop that is not traced
 LONG = 32
@@ -195,6 +195,10 @@ class LongLoops:
                 return run()
         return self._record(function, structure, leaves, trial)
 
+    def unwatched(self) -> AbstractContextManager[None]:
+        """A block in which no loop is interrupted."""
+        return self._watching([])
+
     @contextmanager
     def _watching(self, watched: list[frozenset[int] | None]) -> Iterator[None]:
         before, self.watched = self.watched, watched
@@ -265,7 +269,7 @@ def _trial(function: Callable[..., Any], structure: Any, leaves: list[Any]) -> _
     args, kwargs = pytree.tree_unflatten(made, structure)
     try:
         with (
-            _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad(), _not_exporting(),
+            _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad(), not_exporting(),
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), _Meter() as meter,
         ):  # fmt: skip
             returned = function(*args, **kwargs)
@@ -293,7 +297,7 @@ def _without_data(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _not_exporting() -> Iterator[None]:
+def not_exporting() -> Iterator[None]:
     """Let the code take the way that it takes in training."""
     flags: Any = torch.compiler
     before = flags._is_exporting_flag, flags._is_compiling_flag

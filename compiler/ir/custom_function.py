@@ -13,12 +13,13 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["FUNCTION_OP", "CustomFunction", "forget_types", "set_types"]
+__all__ = ["FUNCTION_OP", "CustomFunction", "forget_types", "set_types", "source_digest"]
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("custom_function(Tensor[] operands, int call) -> Tensor[]")
@@ -58,7 +59,7 @@ class CustomFunction:
         self.kind, self.objects = kind, dict(objects)
         #: the name of the op in the text of a graph, so that a plan of other code is refused; ``number`` tells calls
         #: with different objects apart
-        self.op_name = f"meshwright.custom_function.{kind.__module__}.{kind.__qualname__}@{_source_digest(kind)}"
+        self.op_name = f"meshwright.custom_function.{kind.__module__}.{kind.__qualname__}@{source_digest(kind)}"
         if self.objects:
             self.op_name += f"#{number}"
 
@@ -84,7 +85,8 @@ class CustomFunction:
         return self.kind, tuple((position, id(value)) for position, value in self.objects.items())
 
 
-def _source_digest(kind: Any) -> str:
+@cache
+def source_digest(kind: Any) -> str:
     """8 hex digits over the source of a class or function; of its name, where there is no source to read."""
     try:
         text = inspect.getsource(kind)

@@ -127,6 +127,9 @@ class Rule:
     #: True if this rule knows nothing of the op: it offers "whole" alone, and the plan notes it
     is_fallback = False
 
+    #: True if the backward of a heavy op costs two forwards, however many operands there are
+    joint_backward = False
+
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """Every way to use one mesh axis, "whole" first."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The rules of a user's autograd Function and of a long loop: they find by trial which dims can be split.
+"""The rules of a user's autograd Function, of a long loop and of an opaque module: trials tell which dims can be split.
 
 The rule knows nothing of such an op but its code. So it runs the op whole and in parts on small random tensors, forward
 and backward (``_Trial``). It offers a way to cut the operands if, on every trial, the outputs of the parts are blocks
@@ -7,13 +7,14 @@ model's extents by small ones, equal extents by equal ones; where the code does 
 model's own, if they are small enough. An op without a confirmed cut is replicated, and the plan notes it.
 
 The ways to cut that are tried: those that follow the data (``_Trial.following_cuts``), where a half of an operand's dim
-decides about the same half of an output's; where the code does not loop, up to ``MAX_CUTS`` others before them.
+decides about the same half of an output's; where the code does not loop, up to ``MAX_CUTS`` others before them. Of an
+opaque module only the batch is tried, once, during the capture (``batch_split``), on the module's own weights.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,11 +26,12 @@ from torch.fx import Node
 from ..ir.custom_function import CustomFunction
 from ..ir.graph import PRIME, TensorType, tensor_operands, types_of
 from ..ir.long_loop import LoopFunction
+from ..ir.opaque_module import OpaqueModule
 from ..ir.spec import P, Placement, R, S
 from . import register, whole
 from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
 
-__all__ = ["CustomFunctionRule", "LongLoopRule"]
+__all__ = ["CustomFunctionRule", "LongLoopRule", "OpaqueModuleRule", "batch_split"]
 
 TRIAL_PARTS = (2, 4)  # numbers of devices of the trials
 SEEDS = (0, 1)
@@ -91,6 +93,55 @@ class LongLoopRule(CustomFunctionRule):
 
 
 register("meshwright.long_loop")(LongLoopRule())
+
+
+class OpaqueModuleRule(LongLoopRule):
+    """The rule of every ``OpaqueModule``: the batch may be cut where a trial of the capture confirmed it."""
+
+    cost_kind = "matmul"
+    joint_backward = True
+
+    def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
+        """ "whole", and "batch" if it was confirmed."""
+        op: Any = node.target
+        if op.split is None:
+            return (whole(node),)
+        inputs, outputs = op.split
+        operands = zip(tensor_operands(node), inputs, strict=True)
+        extents = [operand.meta["type"].shape[value.dim] for operand, (value, _) in operands if value.is_shard]
+        return whole(node), AxisChoice("batch", inputs, outputs, min(extents))
+
+    def is_unknown(self, node: Node) -> bool:
+        """False: the plan has a note on each opaque module."""
+        return False
+
+
+register("meshwright.opaque_module")(OpaqueModuleRule())
+
+
+def batch_split(
+    target: CustomFunction, args: tuple[Any, ...], cut: tuple[Placement, ...],
+    operands_of: Callable[[int, bool], list[Tensor]], seeds: Sequence[int],
+) -> tuple[tuple[AxisPair, ...], tuple[AxisPair, ...]] | None:  # fmt: skip
+    """The placements of operands and outputs if the operands are cut so, where trials with these seeds confirm it.
+
+    args: of a call, with its type for every tensor. operands_of: tensors of a trial by seed and whether they are in
+    float64.
+    """
+    for wide in (True, False):
+        try:
+            trials = []
+            for seed in seeds:
+                operands = operands_of(seed, wide)
+                places = [i for i, x in enumerate(args) if isinstance(x, TensorType)]
+                given = tuple(None if isinstance(x, TensorType) else x for x in args)
+                trials.append(_Trial(target, given, tuple(places), operands, seed))
+        except Exception:  # the user's code, in a dtype that it was not written for
+            continue
+        if all(trial.is_finite() and trial.repeats() for trial in trials):
+            split = _confirm(trials, cut)
+            return None if split is None else (split.inputs, split.outputs)
+    return None
 
 
 @dataclass(frozen=True)
@@ -164,7 +215,10 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
         # float64 tells a wrong split from rounding best, but some code takes the model's own dtype only
         for wide in (True, False):
             try:
-                trials = [_Trial(target, args, literals.places, shapes, kinds, seed, wide) for seed in SEEDS]
+                trials = [
+                    _Trial(target, args, literals.places, _random_operands(shapes, kinds, seed, wide), seed)
+                    for seed in SEEDS
+                ]
             except Exception:  # the user's code, on tensors that it was not written for
                 continue
             if all(trial.repeats() for trial in trials):
@@ -194,21 +248,23 @@ class _Trial:
     """A run of the whole op, with which runs of its parts are compared."""
 
     def __init__(
-        self, target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...],
-        shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], seed: int, wide: bool,
+        self, target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...], operands: Sequence[Tensor],
+        seed: int,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
-        self.target, self.args, self.places = target, args, places
-        self.operands = [_random_operand(shape, kind, generator, wide) for shape, kind in zip(shapes, kinds)]
+        self.target, self.args, self.places, self.operands = target, args, places, list(operands)
         self.cotangents: list[Tensor | None] = []
         outputs = self._forward(self.operands)[1]
         for x in outputs:
             floating = x.is_floating_point() and x.requires_grad
-            self.cotangents.append(torch.randn(x.shape, generator=generator).to(x.dtype) if floating else None)
+            self.cotangents.append(torch.randn(x.shape, generator=generator).to(x) if floating else None)
         self.outputs, self.gradients = self.run(self.operands, self.cotangents)
         exact = all(x.dtype == torch.float64 for x in self.outputs if x.is_floating_point())
         # a loop's code often computes in float32, whatever it is given
         self.rtol = 1e-4 if not exact else 1e-5 if isinstance(target, LoopFunction) else 1e-8
+        # of a whole module some gradients are rounding: a bias before a softmax, for example
+        largest = max((float(g.abs().max()) for g in self.gradients if g is not None and g.numel()), default=0.0)
+        self.noise = 1e-3 * self.rtol * largest if isinstance(target, OpaqueModule) else 0.0
 
     def _forward(self, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
@@ -263,6 +319,11 @@ class _Trial:
             found = places if found is None else found & places
         return found or set()
 
+    def is_finite(self) -> bool:
+        """True if most values are numbers, so that comparing them means something."""
+        results = [x for x in (*self.outputs, *self.gradients) if x is not None and x.is_floating_point()]
+        return all(2 * int(x.isfinite().sum()) >= x.numel() for x in results)
+
     def repeats(self) -> bool:
         """True if a second run gives the same values. An op that fails here draws random numbers or keeps state."""
         outputs, gradients = self.run(self.operands, self.cotangents)
@@ -281,6 +342,8 @@ class _Trial:
             ]
             if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
                 return None
+            if any(placement == R and _is_zero(y, 0.0) for placement, y in zip(outputs, self.outputs, strict=True)):
+                return None  # zeros may be addends as well
             cotangents = [
                 [None] * parts if g is None else _deal(g, placement if placement.is_shard else R, parts)
                 for g, placement in zip(self.cotangents, outputs)
@@ -299,7 +362,12 @@ class _Trial:
                 continue
             if any(piece is None for piece in pieces):
                 return None
-            of_gradient = _placement([piece for piece in pieces if piece is not None], gradient, self.rtol)
+            given = [piece for piece in pieces if piece is not None]
+            of_gradient = _placement(given, gradient, self.rtol)
+            if all(_is_zero(x, self.noise) for x in (gradient, *given)):
+                if not placement.is_shard and R in outputs:
+                    return None  # copies or addends: this trial cannot tell
+                of_gradient = placement if placement.is_shard else P  # each part adds what its own outputs give
             if placement.is_shard:
                 if of_gradient != placement:
                     return None
@@ -313,10 +381,17 @@ class _Trial:
         return _Split(tuple(inputs), tuple(output_pairs))
 
 
-def _random_operand(shape: tuple[int, ...], kind: TensorType, generator: torch.Generator, wide: bool) -> Tensor:
-    if kind.dtype.is_floating_point:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
+def _random_operands(
+    shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], seed: int, wide: bool
+) -> list[Tensor]:
+    generator, operands = torch.Generator().manual_seed(seed), []
+    for shape, kind in zip(shapes, kinds):
+        if kind.dtype.is_floating_point:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
+        else:
+            x = torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
+        operands.append(x)
+    return operands
 
 
 def _deal(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
@@ -340,6 +415,11 @@ def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Place
             if joined.shape == expected.shape and _is_close(joined, expected, rtol):
                 return S(dim)
     return None
+
+
+def _is_zero(x: Tensor, noise: float) -> bool:
+    """True if nothing in the tensor is larger than this."""
+    return x.is_floating_point() and (not x.numel() or float(x.abs().max()) <= noise)
 
 
 def _is_close(a: Tensor, b: Tensor, rtol: float) -> bool:

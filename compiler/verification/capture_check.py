@@ -130,7 +130,8 @@ class _Pair:
             return leaves, {name: x.clone() for name, x in buffers.items()}
 
         with _default_dtype(dtype), torch.enable_grad():
-            captured = _captured_run(graph, *fresh(), batch, dtype)
+            with _NoDropout():  # an opaque module has its own
+                captured = _captured_run(graph, *fresh(), batch, dtype)
             try:
                 return self._eager_run(*fresh(), batch), captured
             except Exception:  # experts, for example, that no CPU kernel computes: as the capture has them

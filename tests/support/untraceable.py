@@ -1,0 +1,149 @@
+"""Models with a submodule that no export can trace: a naive mixture of experts, a branch on a value, and others."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, TOKENS = 16, 4
+
+
+class NaiveMixture(nn.Module):
+    """Each token goes to its two best experts, which a Python loop runs on the tokens that they got."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.softmax(self.router(flat), -1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            if rows.numel():
+                out.index_add_(0, rows, weights[rows, places, None] * expert(flat[rows]))
+        return out.reshape(x.shape)
+
+
+class Branch(nn.Module):
+    """Two layers, of which the mean of the whole input chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calm, self.wild = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wild(x).relu() if x.mean().item() > 0 else self.calm(x)
+
+
+class Noisy(nn.Module):
+    """Dropout beside a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)) if x.abs().max().item() < 1e6 else x
+
+
+class Selected(nn.Module):
+    """The tokens whose first number is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x[..., 0] > 0]
+
+
+class Counting(nn.Module):
+    """A buffer that forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * (1 + self.steps.item())
+
+
+class Keeping(nn.Module):
+    """An attribute that forward sets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.mean().item()
+        return x * self.last
+
+
+class InPlace(nn.Module):
+    """Its argument is changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2.0) if x.mean().item() > 0 else x.mul_(3.0)
+
+
+class Chance(nn.Module):
+    """Its numbers are not PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+class Borrowing(nn.Module):
+    """It reads a tensor of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.others[0]
+
+
+class Telling(nn.Module):
+    """A number of values beside them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return x, int((x > 0).sum())
+
+
+MIDDLES = {
+    kind.__name__: kind
+    for kind in (
+        NaiveMixture, Branch, Noisy, Selected, Counting, Keeping, InPlace, Chance, Borrowing, Telling, nn.Identity,
+    )
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    """Residual blocks whose middle is one of ``MIDDLES``, between linear layers; the loss is a mean of squares."""
+
+    def __init__(self, middle: str = "NaiveMixture", blocks: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(MIDDLES[middle]()) for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (self.last(x) - y).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.second = nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.middle(self.first(x))))
+
+
+def batch(size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(size, TOKENS, WIDTH, generator=generator) for _ in range(2))
