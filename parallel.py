@@ -42,6 +42,7 @@ from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
 from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together
+from .runtime.transport.first_error import publishes_errors
 
 __all__ = ["OptimizerFactory", "Outputs", "Parallel", "Planner", "TrainingOptions"]
 
@@ -120,6 +121,7 @@ class Parallel:
 
     # ---- binding
 
+    @publishes_errors
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
         """Capture, ask for a plan, lower, and place the weights, for inputs like these."""
         options, started = self._options, time.perf_counter()
@@ -235,6 +237,7 @@ class Parallel:
 
     # ---- training
 
+    @publishes_errors
     def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank; with ``delay`` or
         ``local_steps`` that of this rank's replica.
@@ -245,6 +248,7 @@ class Parallel:
         flat = self._flat(inputs, kwargs, targets)
         return self.session.train_step(flat)
 
+    @publishes_errors
     def flush(self) -> dict[int, torch.Tensor]:
         """Finish what schedule "pipedream" has in flight: step → loss of the batches whose loss was not returned yet.
         With ``delay`` or ``local_steps``: wait for what is on its way between replicas, and make them equal.
@@ -253,6 +257,7 @@ class Parallel:
         """
         return self.session.flush()
 
+    @publishes_errors
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over the replicas of the losses that ``train_step`` returned, where each has its own (``delay``,
         ``local_steps``); else the loss. Collective."""
@@ -263,6 +268,7 @@ class Parallel:
         """The step, counted from 0, whose loss ``train_step`` returned last; None where it returned none."""
         return self.session.loss_step
 
+    @publishes_errors
     def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every
         rank."""
@@ -293,6 +299,7 @@ class Parallel:
                     f"for {name!r}, which was {value!r}; pass it as a tensor, or parallelize again"
                 )
 
+    @publishes_errors
     def optimizer_step(self) -> None:
         """Clip (if asked to) and update; clears the gradients at the next ``forward_backward``."""
         self.session.optimizer_step()
@@ -305,6 +312,7 @@ class Parallel:
         return self.session.optimizer
 
     @property
+    @publishes_errors
     def grad_norm(self) -> torch.Tensor:
         """The norm of the whole model's gradient before clipping, every unique element once (0-d; fp32, of models with
         fp64 weights fp64). Collective."""
@@ -339,6 +347,7 @@ class Parallel:
         """The number of parts of the batch under data="local"."""
         return self.session.data_count
 
+    @publishes_errors
     def report(self, threshold: float = THRESHOLD) -> Report:
         """Predicted against measured: step, terms of every stage, memory of every rank. Collective: the same on every
         rank.
@@ -348,6 +357,7 @@ class Parallel:
         """
         return gather_report(self.plan, self.session, threshold, self._live_bytes)
 
+    @publishes_errors
     def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out.
 
@@ -369,6 +379,7 @@ class Parallel:
             self._live_bytes = reading.peak_bytes - foreign_bytes(self._foreign, self.session)
         return loss
 
+    @publishes_errors
     def recalibrate(self, path: str | os.PathLike[str] | None = None) -> Recalibration:
         """Refit the cluster to what the last steps took, price this plan on it, and plan again. Collective: the same on
         every rank; the running plan stays.
@@ -400,6 +411,7 @@ class Parallel:
         """Select the evaluation capture for ``parallel(x)``."""
         return self.train(False)
 
+    @publishes_errors
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's whole output on every rank, without gradients; any batch size, the whole batch on every rank.
 
@@ -414,23 +426,28 @@ class Parallel:
 
     # ---- state
 
+    @publishes_errors
     def state_dict(self) -> dict[str, Any]:
         """Original names → DTensors: what this rank's stage holds."""
         return self.session.state_dict()
 
+    @publishes_errors
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take values by original names, whole tensors or DTensors."""
         self.session.load_state_dict(values)
 
+    @publishes_errors
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original names → whole CPU tensors on rank 0, empty elsewhere; loads into the original model."""
         return self.session.full_state_dict()
 
+    @publishes_errors
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan.
         Collective."""
         save_checkpoint(self.session, path)
 
+    @publishes_errors
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
         load_checkpoint(self.session, path)
