@@ -58,12 +58,12 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
         try:
             shared[0] = make()
         except Exception as error:
-            fault, shared = error, [None, FirstError.of(error, shared=True)]
+            fault, shared = error, [None, (isinstance(error, ValueError), FirstError.of(error, shared=True))]
     dist.broadcast_object_list(shared, src=0)
-    first: FirstError | None = shared[1]
-    if first is not None:
-        kinds = {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}
-        found = fault or kinds.get(first.kind, RuntimeError)(first.message)
+    if shared[1] is not None:
+        users, first = shared[1]
+        kind = InfeasibleError if first.kind == "InfeasibleError" else ValueError if users else RuntimeError
+        found = fault or kind(first.message)
         quote(found, first)
         raise found
     value: T = shared[0]
