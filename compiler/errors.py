@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
-    "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OverfullError", "ScheduleError", "StageError", "TooWide",
-    "UnlikeError", "UnprovableError", "UnsoundError",
+    "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OverfullError", "ScheduleError", "StageError",
+    "TooWide", "UnlikeError", "UnprovableError", "UnsoundError",
 ]  # fmt: skip
 
 
@@ -37,8 +37,8 @@ class StageError(ValueError):
         why = str(cause).strip().split("\n")[0][:300]
         super().__init__(
             f"the program of each stage must run on tensors without data before a plan is handed out, but got "
-            f"{type(cause).__name__}: {why} in stage {stage}; this is a fault of a sharding rule or of an op of the model: "
-            "`mw.verify` names the op, and a constraint or strategy= avoids the split"
+            f"{type(cause).__name__}: {why} in stage {stage}; this is a fault of a sharding rule or of an op of the "
+            "model: `mw.verify` names the op, and a constraint or strategy= avoids the split"
         )
         self.stage = stage
 

@@ -152,7 +152,7 @@ def _explained(error: Exception) -> tuple[PeerError, Exception]:
 
 
 def publish(error: BaseException) -> None:
-    """Publish an error of this rank, unless another was first or it is known. An original error takes the place of a lost peer."""
+    """Publish an error of this rank, unless another was first or it is known. It takes the place of a lost peer."""
     global _published
     if first_error_of(error) is not None or not dist.is_initialized():
         return

@@ -73,8 +73,8 @@ def leave() -> None:
 def ensure_initialized() -> tuple[int, int]:
     """Join the world that torchrun describes in the environment, if this process has not; returns (rank, world size).
 
-    Uncaught errors are printed as ``first_error`` says. NCCL where CUDA is available (one device per local rank), else Gloo with one compute thread unless OMP_NUM_THREADS
-    says otherwise. Without torchrun it is a world of one.
+    Uncaught errors are printed as ``first_error`` says. NCCL where CUDA is available (one device per local rank), else
+    Gloo with one compute thread unless OMP_NUM_THREADS says otherwise. Without torchrun it is a world of one.
     """
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
