@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from ...compiler.ir.graph import TensorType
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.reshard import apply_steps, steps_between
 from ...compiler.ir.spec import R
@@ -25,7 +26,7 @@ from .chunk import Groups, RankResources, StageTransport
 from .executor import Executor
 from .input_sharding import InputSharder
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "whole_output"]
 
 
 class Evaluation:
@@ -59,15 +60,9 @@ class Evaluation:
                 kinds["loss"] = boundary.loss
                 local_outputs = {**local_outputs, "loss": loss} if loss is not None else local_outputs
             for name, kind in kinds.items():
-                whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
-                if index == self.state.stage and self.comm is not None:
-                    exits = executor.programs[chunk].exits
-                    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
-                    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
-                    whole = apply_steps(local_outputs[name], steps, self.comm).contiguous()
-                if len(stage_plan.devices) < self.plan.num_devices:
-                    dist.broadcast(wire(whole), stage_plan.devices[0])
-                outputs[name] = whole
+                here = index == self.state.stage and self.comm is not None
+                local = local_outputs[name] if here else None
+                outputs[name] = whole_output(local, kind, executor, chunk, name, stage_plan.devices)
         return outputs
 
     def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, BoundaryMetadata]]:
@@ -100,3 +95,24 @@ class Evaluation:
                             whole.shape, self.state.rank
                         )
                         executor.borrowed[name] = cut(whole, box).contiguous()
+
+
+def whole_output(
+    local: torch.Tensor | None,
+    kind: TensorType,
+    executor: Executor,
+    chunk: int,
+    name: str,
+    devices: Sequence[int],
+) -> torch.Tensor:
+    """An output of a chunk on every rank. local: this rank's part, None on other stages; devices: of the chunk's stage.
+    Collective."""
+    whole = torch.empty(kind.shape, dtype=kind.dtype, device=executor.state.device)
+    if local is not None and executor.comm is not None:
+        exits = executor.programs[chunk].exits
+        spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
+        steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
+        whole = apply_steps(local, steps, executor.comm).contiguous()
+    if len(devices) < executor.plan.num_devices:
+        dist.broadcast(wire(whole), devices[0])
+    return whole
