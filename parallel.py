@@ -662,8 +662,8 @@ class Batches:
                     raise ValueError(f"{batch} samples do not divide into {session.plan.microbatches} microbatches")
                 plan = replace(session.plan, model=graph.fingerprint(), global_batch=batch)
                 require_valid(plan, graph, runnable=True)
-                graph.results = (*graph.results, *(result for result, _ in results.values()))
-                small = in_precision(graph, plan.precision).with_batch(plan.microbatch_size)
+                whole = replace(graph, results=(*graph.results, *(result for result, _ in results.values())))
+                small = in_precision(whole, plan.precision).with_batch(plan.microbatch_size)
                 programs = _programs(small, plan, plan.stage_of(dist.get_rank()))
         except ValueError as why:
             return self._refused(tensors, why) if not outputs else why

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from ...compiler.ir.graph import TensorType
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.reshard import apply_steps, steps_between
 from ...compiler.ir.spec import R
@@ -60,9 +59,12 @@ class Evaluation:
                 kinds["loss"] = boundary.loss
                 local_outputs = {**local_outputs, "loss": loss} if loss is not None else local_outputs
             for name, kind in kinds.items():
-                here = index == self.state.stage and self.comm is not None
-                local = local_outputs[name] if here else None
-                outputs[name] = whole_output(local, kind, executor, chunk, name, stage_plan.devices)
+                whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
+                if index == self.state.stage and self.comm is not None:
+                    whole = whole_output(local_outputs[name], executor, chunk, name)
+                if len(stage_plan.devices) < self.plan.num_devices:
+                    dist.broadcast(wire(whole), stage_plan.devices[0])
+                outputs[name] = whole
         return outputs
 
     def _executor(self, plan: Plan, programs: Sequence[ChunkProgram]) -> tuple[Executor, dict[Place, BoundaryMetadata]]:
@@ -97,22 +99,10 @@ class Evaluation:
                         executor.borrowed[name] = cut(whole, box).contiguous()
 
 
-def whole_output(
-    local: torch.Tensor | None,
-    kind: TensorType,
-    executor: Executor,
-    chunk: int,
-    name: str,
-    devices: Sequence[int],
-) -> torch.Tensor:
-    """An output of a chunk on every rank. local: this rank's part, None on other stages; devices: of the chunk's stage.
-    Collective."""
-    whole = torch.empty(kind.shape, dtype=kind.dtype, device=executor.state.device)
-    if local is not None and executor.comm is not None:
-        exits = executor.programs[chunk].exits
-        spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
-        steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
-        whole = apply_steps(local, steps, executor.comm).contiguous()
-    if len(devices) < executor.plan.num_devices:
-        dist.broadcast(wire(whole), devices[0])
-    return whole
+def whole_output(local: torch.Tensor, executor: Executor, chunk: int, name: str) -> torch.Tensor:
+    """An output of a chunk from this rank's part of it, on the devices of its stage. Collective among them."""
+    assert executor.comm is not None
+    exits = executor.programs[chunk].exits
+    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
+    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
+    return apply_steps(local, steps, executor.comm).contiguous()

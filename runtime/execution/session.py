@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...compiler.ir.graph import TensorType
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.spec import Spec
 from ...compiler.pipeline.schedule import Place
@@ -34,6 +35,7 @@ from ..parameters.optimizer_shards import ValueGatherer, make_optimizer_shards
 from ..parameters.state import Init, ModelInfo, ParameterState, Weights
 from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
+from ..transport.cross_mesh import wire
 from ..transport.error_propagation import fail_together
 from ..transport.process_groups import bind_all
 from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
@@ -58,15 +60,26 @@ class BatchPrograms:
 
     def outputs(self) -> dict[str, list[torch.Tensor]]:
         """Output → its whole values of the last batch, by microbatch, on every rank. Collective."""
-        executor, plan = self.executor, self.executor.plan
         return {
-            name: [
-                whole_output(local, kind, executor, chunk, name, plan.stages[index].devices)
-                for local in executor.training_outputs.get(name, [None] * plan.microbatches)  # type: ignore[list-item]
-            ]
+            name: self._whole(index, chunk, name, kind)
             for (index, chunk), boundary in self.boundaries.items()
             for name, kind in boundary.outputs.items()
         }
+
+    def _whole(self, index: int, chunk: int, name: str, kind: TensorType) -> list[torch.Tensor]:
+        """One output of a chunk. All stages take part in one sum, to which one rank adds: a broadcast would let its
+        receivers go on to the next step's messages while it is under way."""
+        executor, plan = self.executor, self.executor.plan
+        shape = (plan.microbatches, *kind.shape)
+        values = torch.zeros(shape, dtype=kind.dtype, device=executor.state.device)
+        devices, local = plan.stages[index].devices, executor.training_outputs.get(name)
+        if local is not None:
+            mine = torch.stack([whole_output(x, executor, chunk, name) for x in local])
+            if executor.state.rank == devices[0] or len(devices) == plan.num_devices:
+                values = mine
+        if len(devices) < plan.num_devices:
+            dist.all_reduce(wire(values))
+        return list(values)
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class Session:
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, options.clip_grad_norm, options.seed, options.data
         self.compiler = options.compiler
         # every phase communicates: all ranks go through them in this order
-        transport = self._bind_groups(programs, options)
+        self.transport = transport = self._bind_groups(programs, options)
         self._place_weights(model_info, weights, options)
         self._build_gradient_reduction(model_info, options)
         self._build_executor(transport)
@@ -261,8 +274,7 @@ class Session:
             uses = [use for boundary in boundaries.values() for use in boundary.inputs]
             sharder = InputSharder(plan, uses, self.comm, self.device, self.data)
             resources = RankResources(plan, self.comm, self.state, sharder, compiler=self.compiler)
-            transport = StageTransport(self.evaluation.groups, seed=self.seed)
-            executor = Executor(resources, own, boundaries, transport, reducer=self.reducer, trace=self.trace)
+            executor = Executor(resources, own, boundaries, self.transport, reducer=self.reducer, trace=self.trace)
         return BatchPrograms(executor, boundaries)
 
     def train_step(self, inputs: Mapping[str, torch.Tensor], batch: BatchPrograms | None = None) -> torch.Tensor:
