@@ -1,5 +1,5 @@
-"""Bugs of optimizers, shards, pipelines and precision, planted one at a time in two ranks, are caught by parity with one
-device. The same checks pass where nothing is planted.
+"""Bugs of optimizers, shards, pipelines and precision, planted one at a time in two ranks, are caught by parity with
+one device. The same checks pass where nothing is planted.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import meshwright as mw
@@ -48,7 +47,7 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.three(self.dropout(self.two(self.one(x).tanh()).tanh())), y)
+        return nn.functional.mse_loss(self.three(self.two(self.dropout(self.one(x).tanh())).tanh()), y)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -258,8 +257,8 @@ def one_device(kind: str) -> tuple[list[float], dict[str, Tensor]]:
 def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Rank 0's runs, of all bugs in one world; and those that they are held against."""
     documents = {
-        kind: mw.plan(model_of(kind), fast_links(2), example_inputs=batch(0), microbatches=MICROBATCHES, executable=True,
-                      cache=False, **options).to_json()
+        kind: mw.plan(model_of(kind), fast_links(2), example_inputs=batch(0), microbatches=MICROBATCHES,
+                      executable=True, cache=False, **options).to_json()
         for kind, options in PLANS.items()
     }  # fmt: skip
     found = ranks.run(2, trained, documents, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=180.0)[0]
