@@ -654,7 +654,8 @@ class Batches:
                     self._model, args, kwargs, targets, dims, options.pad_to_multiple_of, loss_fn=options.loss_fn
                 )
                 self._require_alike(graph)
-                results, cuts = {}, padding
+                results: dict[str, tuple[Result, int]] = {}
+                cuts = padding
                 if outputs:
                     results, cuts = self._output_results(graph, args, kwargs, dims, outputs)
                 batch = batch_extent(graph, tensors) * session.data_count

@@ -1,5 +1,5 @@
-"""Batches as people have them, on real ranks against plain PyTorch: containers, other lengths, a short last batch, labels
-to ignore, and outputs of a training step.
+"""Batches as people have them, on real ranks against plain PyTorch: containers, other lengths, a short last batch,
+labels to ignore, and outputs of a training step.
 """
 
 from __future__ import annotations
