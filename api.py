@@ -17,6 +17,7 @@ from torch import nn
 
 from .compiler.cost.gradient_communication import AskedCommunication
 from .compiler.errors import InfeasibleError
+from .compiler.frontend.batch_containers import call_arguments, register_containers
 from .compiler.frontend.capture import capture
 from .compiler.frontend.example_inputs import batch_extent, flat_inputs
 from .compiler.frontend.mixed_precision import in_precision
@@ -280,7 +281,8 @@ def parallelize(
     )  # fmt: skip
     parallel = Parallel(model, cluster, planner, options)
     if example_inputs is not None or example_kwargs is not None:
-        parallel.bind(tuple(example_inputs or ()), dict(example_kwargs or {}), tuple(targets))
+        args, kwargs = call_arguments(model, () if example_inputs is None else example_inputs, example_kwargs or {})
+        parallel.bind(args, kwargs, tuple(targets))
     return parallel
 
 
@@ -317,7 +319,9 @@ def _captured(example: _Example, model: nn.Module, cluster: Cluster | str, reque
     """Capture the model. The batch is that of the example, unless the request has one."""
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     started = time.perf_counter()
-    args, kwargs, targets = tuple(example.args), dict(example.kwargs or {}), tuple(example.targets)
+    args, kwargs = call_arguments(model, example.args, example.kwargs or {})
+    targets = tuple(example.targets)
+    register_containers(targets)
     graph = capture(model, args, kwargs, targets, example.loss_fn, example.batch_dims)
     if request.global_batch is None:
         request = replace(request, global_batch=batch_extent(graph, flat_inputs(args, kwargs, targets)))

@@ -16,15 +16,17 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from .compiler.frontend.batch_containers import call_arguments, register_containers
 from .compiler.frontend.example_inputs import batch_dims_of, batch_extent, flat_inputs
 from .compiler.frontend.mixed_precision import in_precision
 from .compiler.frontend.padding import Padding, capture_padded
-from .compiler.ir.graph import Graph, Source
+from .compiler.ir.graph import Graph, Result, Source
 from .compiler.ir.program import ChunkProgram
 from .compiler.ir.spec import Pair
 from .compiler.plan.lower import lower
 from .compiler.plan.plan import Plan
 from .compiler.plan.recompute import PlanLayers
+from .compiler.plan.validation import require_valid
 from .compiler.report.calibration import Recalibration
 from .compiler.report.explain import idle_text
 from .compiler.report.reprice import reprice
@@ -37,11 +39,13 @@ from .run_report import foreign_bytes, gather_report, recalibration
 from .runtime.checkpoint import load_checkpoint, save_checkpoint
 from .runtime.execution.compilation import Compiler, backend_of
 from .runtime.execution.independent_replicas import SYNCHRONOUS, LocalUpdates
-from .runtime.execution.session import Session, SessionOptions
+from .runtime.execution.session import BatchPrograms, Session, SessionOptions
 from .runtime.parameters.state import Init, ModelInfo, without_values
 from .runtime.profiling.cluster_profile import default_cluster
 from .runtime.profiling.memory_meter import live_bytes
 from .runtime.transport.error_propagation import broadcast_from_rank0, fail_together
+from .runtime.transport.first_error import publishes_errors
+from .runtime.transport.launch import await_all_ranks
 
 __all__ = ["OptimizerFactory", "Outputs", "Parallel", "Planner", "TrainingOptions"]
 
@@ -115,14 +119,18 @@ class Parallel:
         self._dims: dict[str, int | None] = {}  # of the training inputs
         self._fixed: dict[str, Any] = {}  # inputs that are no tensors: captured by value
         self._outputs: Outputs | None = None
+        self._batches: Batches | None = None
         self._foreign: list[weakref.ref[torch.Tensor]] = []  # tensors of the model that was given
         self._live_bytes: int | None = None  # of this rank, in the last metered step
 
     # ---- binding
 
+    @publishes_errors
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...]) -> None:
         """Capture, ask for a plan, lower, and place the weights, for inputs like these."""
         options, started = self._options, time.perf_counter()
+        register_containers(targets)
+        args, kwargs = call_arguments(self._model, args, kwargs)
         inputs = flat_inputs(args, kwargs, targets)
         with fail_together():
             graph, self._padding = capture_padded(
@@ -157,6 +165,8 @@ class Parallel:
         )
         self._foreign = [weakref.ref(x) for x in (*self._model.parameters(), *self._model.buffers())]
         self._model = without_values(self._model)  # what ranks hold is in the session; evaluation needs the code
+        self._batches = Batches(self._model, self._session, graph, batch_dims_of(inputs, options.batch_dims), options)
+        self._batches.planned = {n: x.shape for n, x in inputs.items() if isinstance(x, torch.Tensor)}
         self._graph, self._plan, self._dims = graph, decided, batch_dims_of(inputs, options.batch_dims)
         self._fixed = {name: x for name, x in inputs.items() if not isinstance(x, torch.Tensor)}
 
@@ -235,16 +245,27 @@ class Parallel:
 
     # ---- training
 
-    def train_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
+    @publishes_errors
+    def train_step(self, *inputs: Any, targets: Any = (), outputs: Sequence[str] = (), **kwargs: Any) -> Any:
         """``forward_backward`` and ``optimizer_step``: the global loss (0-d), on every rank; with ``delay`` or
         ``local_steps`` that of this rank's replica.
+
+        inputs: as the model takes them; a mapping alone is its keyword arguments. A batch of another size, or with
+        sequences of another length, trains by the same plan; its programs are kept by shape. outputs: names of the
+        model's outputs ("logits", "1", "output" for one that is all); then (loss, {name: whole tensor}) is returned,
+        on every rank.
 
         Under schedule "pipedream" the batch is only put in, and the loss is that of step ``loss_step``: the newest that
         is known without waiting, NaN while the pipeline fills. ``flush`` finishes what is in flight.
         """
-        flat = self._flat(inputs, kwargs, targets)
-        return self.session.train_step(flat)
+        flat, batch = self._flat(inputs, kwargs, targets, outputs)
+        loss = self.session.train_step(flat, None if batch is None else batch.programs)
+        if not outputs:
+            return loss
+        assert batch is not None
+        return loss, batch.outputs(outputs)
 
+    @publishes_errors
     def flush(self) -> dict[int, torch.Tensor]:
         """Finish what schedule "pipedream" has in flight: step → loss of the batches whose loss was not returned yet.
         With ``delay`` or ``local_steps``: wait for what is on its way between replicas, and make them equal.
@@ -253,6 +274,7 @@ class Parallel:
         """
         return self.session.flush()
 
+    @publishes_errors
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over the replicas of the losses that ``train_step`` returned, where each has its own (``delay``,
         ``local_steps``); else the loss. Collective."""
@@ -263,21 +285,28 @@ class Parallel:
         """The step, counted from 0, whose loss ``train_step`` returned last; None where it returned none."""
         return self.session.loss_step
 
+    @publishes_errors
     def forward_backward(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """Accumulate the gradients of one global batch, in the plan's microbatches; the mean of their losses on every
         rank."""
-        flat = self._flat(inputs, kwargs, targets)
-        return self.session.forward_backward(flat)
+        flat, batch = self._flat(inputs, kwargs, targets)
+        return self.session.forward_backward(flat, batch=None if batch is None else batch.programs)
 
-    def _flat(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> dict[str, Any]:
-        """Source name → input. Where there were no examples, these are what is captured, before there is a session."""
+    def _flat(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, outputs: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], BoundBatch | None]:
+        """Source name → input, and the programs for their shapes if those are not the plan's. Where there were no
+        examples, these are what is captured, before there is a session."""
+        inputs, kwargs = call_arguments(self._model, inputs, kwargs)
         targets = targets if isinstance(targets, tuple) else (targets,)
+        register_containers(*targets)
         if self._session is None:
             self._first = True
             self.bind(inputs, kwargs, targets)
         flat = flat_inputs(inputs, kwargs, targets)
         self._check_names(flat)
-        return self._padding.fill(flat)
+        batch = self._batches(inputs, kwargs, targets, flat, tuple(outputs)) if self._batches is not None else None
+        return (self._padding if batch is None else batch.padding).fill(flat), batch
 
     def _check_names(self, flat: Mapping[str, Any]) -> None:
         """ValueError unless these are the inputs that were captured."""
@@ -293,6 +322,7 @@ class Parallel:
                     f"for {name!r}, which was {value!r}; pass it as a tensor, or parallelize again"
                 )
 
+    @publishes_errors
     def optimizer_step(self) -> None:
         """Clip (if asked to) and update; clears the gradients at the next ``forward_backward``."""
         self.session.optimizer_step()
@@ -305,6 +335,7 @@ class Parallel:
         return self.session.optimizer
 
     @property
+    @publishes_errors
     def grad_norm(self) -> torch.Tensor:
         """The norm of the whole model's gradient before clipping, every unique element once (0-d; fp32, of models with
         fp64 weights fp64). Collective."""
@@ -339,6 +370,7 @@ class Parallel:
         """The number of parts of the batch under data="local"."""
         return self.session.data_count
 
+    @publishes_errors
     def report(self, threshold: float = THRESHOLD) -> Report:
         """Predicted against measured: step, terms of every stage, memory of every rank. Collective: the same on every
         rank.
@@ -348,6 +380,7 @@ class Parallel:
         """
         return gather_report(self.plan, self.session, threshold, self._live_bytes)
 
+    @publishes_errors
     def metered_step(self, *inputs: Any, targets: Any = (), **kwargs: Any) -> torch.Tensor:
         """A ``train_step`` that counts the bytes of live tensors for ``report``. Slower, so its times are left out.
 
@@ -369,6 +402,7 @@ class Parallel:
             self._live_bytes = reading.peak_bytes - foreign_bytes(self._foreign, self.session)
         return loss
 
+    @publishes_errors
     def recalibrate(self, path: str | os.PathLike[str] | None = None) -> Recalibration:
         """Refit the cluster to what the last steps took, price this plan on it, and plan again. Collective: the same on
         every rank; the running plan stays.
@@ -400,6 +434,7 @@ class Parallel:
         """Select the evaluation capture for ``parallel(x)``."""
         return self.train(False)
 
+    @publishes_errors
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's whole output on every rank, without gradients; any batch size, the whole batch on every rank.
 
@@ -407,6 +442,7 @@ class Parallel:
         statistics; running statistics stay as they are. Weights and buffers are those of training so far.
         """
         session = self.session
+        inputs, kwargs = call_arguments(self._model, inputs, kwargs)
         if self._outputs is None:
             assert self._graph is not None
             self._outputs = Outputs(self._model, session, self._graph, self._dims, self._options.pad_to_multiple_of)
@@ -414,23 +450,28 @@ class Parallel:
 
     # ---- state
 
+    @publishes_errors
     def state_dict(self) -> dict[str, Any]:
         """Original names → DTensors: what this rank's stage holds."""
         return self.session.state_dict()
 
+    @publishes_errors
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take values by original names, whole tensors or DTensors."""
         self.session.load_state_dict(values)
 
+    @publishes_errors
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original names → whole CPU tensors on rank 0, empty elsewhere; loads into the original model."""
         return self.session.full_state_dict()
 
+    @publishes_errors
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Write weights, buffers, optimizer state and the step into the folder ``path``, for this or any other plan.
         Collective."""
         save_checkpoint(self.session, path)
 
+    @publishes_errors
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Continue from what ``save_checkpoint`` wrote, under this or another plan and number of ranks. Collective."""
         load_checkpoint(self.session, path)
@@ -522,3 +563,180 @@ def _kind(leaf: Any, batch_dim: int | None) -> tuple[Any, ...]:
     if not isinstance(leaf, torch.Tensor):
         return (repr(leaf),)
     return leaf.dtype, *(None if dim == batch_dim else extent for dim, extent in enumerate(leaf.shape))
+
+
+# ---- batches of other shapes than the plan's, and outputs of training
+
+
+@dataclass(frozen=True)
+class BoundBatch:
+    """The programs for batches of one shape. output_dims: of the outputs that they give, name → (result, the dim of
+    the batch)."""
+
+    programs: BatchPrograms
+    padding: Padding
+    #: of the outputs
+    cuts: Padding
+    output_dims: Mapping[str, tuple[str, int]]
+
+    def outputs(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Name → whole tensor of the last batch, on every rank. Collective."""
+        values = self.programs.outputs()
+        whole = {name: torch.cat(values[self.output_dims[name][0]], self.output_dims[name][1]) for name in names}
+        return {name: self.cuts.cut(self.output_dims[name][0], x) for name, x in whole.items()}
+
+
+class Batches:
+    """The training programs of ``session`` by the shapes of batches, and by the outputs that are asked of them. Every
+    rank calls it alike. Batches of the planned shapes without outputs are the session's own."""
+
+    planned: Mapping[str, torch.Size]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        session: Session,
+        graph: Graph,
+        batch_dims: Mapping[str, int | None],
+        options: TrainingOptions,
+    ) -> None:
+        self._model, self._session, self._graph = model, session, graph
+        self._dims, self._options = batch_dims, options
+        self._bound: dict[Any, BoundBatch | ValueError] = {}
+        batch = next((dim for dim in batch_dims.values() if dim is not None), None)
+        self._has_batch = batch is not None
+
+    def __call__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: tuple[Any, ...],
+        flat: Mapping[str, Any],
+        outputs: tuple[str, ...],
+    ) -> BoundBatch | None:
+        """The programs for this batch; None: the session's own, or it has other dtypes or dims, which they refuse.
+        ValueError for a batch that the plan cannot cut."""
+        tensors = {name: x for name, x in flat.items() if isinstance(x, torch.Tensor)}
+        expected = self._session.input_sharder.expected
+        whole, dims = self._session.plan.global_batch // self._session.data_count, self._dims
+        planned = {
+            name: tuple(whole if dim == dims[name] else extent for dim, extent in enumerate(shape))
+            for name, shape in self.planned.items()
+        }
+        same = all(tuple(x.shape) == planned[name] for name, x in tensors.items())
+        if same and not outputs:
+            return None
+        if any(x.ndim != len(planned[name]) or x.dtype != expected.get(name, (0, x.dtype))[1] or (
+            self._dims[name] is None and not outputs and x.ndim == 0) for name, x in tensors.items()):  # fmt: skip
+            return None
+        key = (outputs, *((name, *x.shape) for name, x in tensors.items()))
+        if key not in self._bound:
+            await_all_ranks("training on a batch of another shape", 60.0)
+            self._bound[key] = self._bind(args, kwargs, targets, tensors, outputs)
+        found = self._bound[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _bind(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: tuple[Any, ...],
+        tensors: Mapping[str, torch.Tensor],
+        outputs: tuple[str, ...],
+    ) -> BoundBatch | ValueError:
+        session, options = self._session, self._options
+        dims = {name: self._dims[name] for name in tensors}
+        try:
+            with fail_together():
+                graph, padding = capture_padded(
+                    self._model, args, kwargs, targets, dims, options.pad_to_multiple_of, loss_fn=options.loss_fn
+                )
+                self._require_alike(graph)
+                results: dict[str, tuple[Result, int]] = {}
+                cuts = padding
+                if outputs:
+                    results, cuts = self._output_results(graph, args, kwargs, dims, outputs)
+                batch = batch_extent(graph, tensors) * session.data_count
+                if batch % session.plan.microbatches:
+                    raise ValueError(f"{batch} samples do not divide into {session.plan.microbatches} microbatches")
+                plan = replace(session.plan, model=graph.fingerprint(), global_batch=batch)
+                require_valid(plan, graph, runnable=True)
+                whole = replace(graph, results=(*graph.results, *(result for result, _ in results.values())))
+                small = in_precision(whole, plan.precision).with_batch(plan.microbatch_size)
+                programs = _programs(small, plan, plan.stage_of(dist.get_rank()))
+        except ValueError as why:
+            return self._refused(tensors, why) if not outputs else why
+        found = session.bind_batch(plan, programs)
+        return BoundBatch(found, padding, cuts, {name: (result.name, dim) for name, (result, dim) in results.items()})
+
+    def _refused(self, tensors: Mapping[str, torch.Tensor], why: ValueError) -> ValueError:
+        """The error of a batch that has not the plan's shapes and cannot have its own."""
+        try:
+            self._session.input_sharder.check_types(tensors)
+        except ValueError as error:
+            return ValueError(f"{error} (the plan does not hold for that shape: {why})")
+        return why
+
+    def _require_alike(self, graph: Graph) -> None:
+        """ValueError unless the graph has the ops of the one that was planned."""
+        ours, theirs = ([(n.name, str(n.target)) for n in g.ops()] for g in (self._graph, graph))
+        if ours != theirs:
+            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+            got = f"{len(ours)} and {len(theirs)} of them" if at is None else f"{theirs[at][0]} for {ours[at][0]}"
+            raise ValueError(
+                f"a plan holds for batches of other shapes if the model runs the same ops on them, but got {got}; "
+                "pad the batch, or parallelize again for it"
+            )
+
+    def _output_results(
+        self,
+        graph: Graph,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Mapping[str, int | None],
+        names: Sequence[str],
+    ) -> tuple[dict[str, tuple[Result, int]], Padding]:
+        """Name → (the result of the training graph that it is, its batch dim); and the padding of the outputs."""
+        if self._session.data_count > 1:
+            raise ValueError("outputs= of a training step need data='global', but got data='local'; call parallel(x)")
+        given = {name: dim for name, dim in dims.items() if not name.startswith("targets.")}
+        model_graph, padding = capture_padded(
+            self._model, args, kwargs, (), given, self._options.pad_to_multiple_of, training=True, outputs=True
+        )
+        spec = model_graph.output_spec
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+        index = {
+            ".".join(str(getattr(k, "idx", getattr(k, "key", getattr(k, "name", k)))) for k in path) or "output": str(i)
+            for path, i in paths
+        }
+        by_name = {result.name: result.node for result in model_graph.results if result.kind == "output"}
+        found = {}
+        one, two = graph.with_batch(2), graph.with_batch(4)
+        for name in names:
+            node = by_name.get(index.get(name, ""))
+            if node is None:
+                raise ValueError(f"outputs= names tensors that the model gives ({', '.join(index)}), but got {name!r}")
+            if node not in graph.by_name() or _past(graph, node) != _past(model_graph, node):
+                raise ValueError(f"output {name!r} is not made by the training graph; call parallel(x) for it")
+            shapes = [g.node(node).meta["type"].shape for g in (one, two)]
+            moving = [dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+            if len(moving) != 1 or graph.node(node).op == "placeholder":
+                raise ValueError(
+                    f"an output of a training step has a dim that is the batch, but got {name!r} of shape "
+                    f"{list(shapes[0])} for 2 samples; call parallel(x) for it"
+                )
+            found[name] = Result("output", index[name], node), moving[0]
+        return found, padding
+
+
+def _past(graph: Graph, name: str) -> list[str]:
+    """The ops that a tensor depends on, as text."""
+    members, todo = set[str](), [graph.node(name)]
+    while todo:
+        node = todo.pop()
+        if node.name not in members:
+            members.add(node.name)
+            todo += node.all_input_nodes
+    return [f"{n.name} {n.target} {n.args} {n.kwargs}" for n in graph if n.name in members and n.op != "placeholder"]

@@ -5,7 +5,8 @@ ValueError
 │   └── OpaqueError      frontend: a module cannot be one op
 ├── InfeasibleError      search: no plan fits
 │   └── OverfullError    search: a plan fits by its tables, but its stages do not
-└── ScheduleError        pipeline: a schedule that cannot be run
+├── ScheduleError        pipeline: a schedule that cannot be run
+└── StageError           memory: a stage of a plan whose program fails
 RuntimeError
 └── UnlikeError          verification: devices asked for unlike collectives
 Exception                (caught inside of the compiler)
@@ -22,12 +23,25 @@ from collections.abc import Sequence
 
 __all__ = [
     "CaptureError", "FailedError", "HiddenError", "InfeasibleError", "OpaqueError", "OverfullError", "ScheduleError",
-    "TooWide", "UnlikeError", "UnprovableError", "UnsoundError",
+    "StageError", "TooWide", "UnlikeError", "UnprovableError", "UnsoundError",
 ]  # fmt: skip
 
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run; the message lists what is wrong with it."""
+
+
+class StageError(ValueError):
+    """The program of a stage fails on tensors without data, so that the plan could not train. ``stage``: its number."""
+
+    def __init__(self, stage: int, cause: Exception) -> None:
+        why = str(cause).strip().split("\n")[0][:300]
+        super().__init__(
+            f"the program of each stage must run on tensors without data before a plan is handed out, but got "
+            f"{type(cause).__name__}: {why} in stage {stage}; this is a fault of a sharding rule or of an op of the "
+            "model: `mw.verify` names the op, and a constraint or strategy= avoids the split"
+        )
+        self.stage = stage
 
 
 class CaptureError(ValueError):

@@ -11,11 +11,25 @@ TimeoutError
 
 from __future__ import annotations
 
-__all__ = ["MissingRankError", "NonFiniteGradient", "NonFiniteLoss", "PeerError"]
+import re
+from collections.abc import Sequence
+
+__all__ = ["MissingRankError", "NonFiniteGradient", "NonFiniteLoss", "PeerError", "lost_peer"]
 
 
 class PeerError(RuntimeError):
     """A rank of the group sent or took nothing within the group's time-out, or its connection is gone."""
+
+
+def lost_peer(what: str, ranks: Sequence[int], why: object) -> PeerError:
+    """The PeerError of something that came from no peer. ranks: who may be lost, in the world; none: unknown."""
+    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "another rank"
+    first = str(why).splitlines()[0] if str(why) else type(why).__name__
+    first = re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically .*", "", first)  # Gloo's source line and its advice
+    return PeerError(
+        f"{what}: got nothing from or through to {names}, which may have died or stand still ({first}); see its own "
+        "messages, then start all ranks again"
+    )
 
 
 class NonFiniteGradient(ValueError):  # noqa: N818 - named for what it is

@@ -26,6 +26,7 @@ from functools import partial
 from math import prod
 
 from ...costmodel.codecs import carried_bytes
+from ..errors import StageError
 from ..ir.graph import Graph
 from ..ir.spec import local_shape, without_partials
 from ..pipeline.families import generate
@@ -39,19 +40,17 @@ __all__ = ["memory_of_chunks", "message_bytes", "stage_memories", "with_stage_me
 
 def with_stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> Plan:
     """Return ``plan`` with the memory of every stage's prediction from ``stage_memories`` ("framework" stays).
-
-    A stage whose program cannot run on meta tensors keeps its estimate from the rules, and the plan gets a note.
     workers: number of processes.
+
+    Raises StageError for a stage whose program fails: training would fail there, too.
     """
-    stages, notes = list(plan.prediction.stages), list(plan.prediction.notes)
+    stages = list(plan.prediction.stages)
     for index, memory in enumerate(stage_memories(graph, plan, workers)):
         if isinstance(memory, Exception):
-            why = str(memory).strip().split("\n")[0][:120]
-            notes.append(f"memory of stage {index} is estimated op by op: {type(memory).__name__}: {why}")
-        else:
-            framework = stages[index].memory_bytes.get("framework", 0.0)
-            stages[index] = replace(stages[index], memory_bytes={**memory, "framework": framework})
-    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages), notes=tuple(notes)))
+            raise StageError(index, memory) from memory
+        framework = stages[index].memory_bytes.get("framework", 0.0)
+        stages[index] = replace(stages[index], memory_bytes={**memory, "framework": framework})
+    return replace(plan, prediction=replace(plan.prediction, stages=tuple(stages)))
 
 
 def stage_memories(graph: Graph, plan: Plan, workers: int = 1) -> list[Bytes | Exception]:

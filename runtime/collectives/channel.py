@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError
+from ..errors import PeerError, lost_peer
 
 __all__ = ["Channel"]
 
@@ -68,8 +68,5 @@ class Channel:
     def _failed(self, peer: int, what: str, error: RuntimeError) -> PeerError:
         """The first failure stands: what fails after it does so because of it."""
         if self.failure is None:
-            self.failure = PeerError(
-                f"{what}: got nothing from or through to rank {dist.get_global_rank(self.group, peer)}, which may have "
-                f"died or stand still ({str(error).splitlines()[0]}); see its own messages, then start all ranks again"
-            )
+            self.failure = lost_peer(what, [dist.get_global_rank(self.group, peer)], error)
         return self.failure

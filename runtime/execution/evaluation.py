@@ -25,7 +25,7 @@ from .chunk import Groups, RankResources, StageTransport
 from .executor import Executor
 from .input_sharding import InputSharder
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "whole_output"]
 
 
 class Evaluation:
@@ -61,10 +61,7 @@ class Evaluation:
             for name, kind in kinds.items():
                 whole = torch.empty(kind.shape, dtype=kind.dtype, device=self.state.device)
                 if index == self.state.stage and self.comm is not None:
-                    exits = executor.programs[chunk].exits
-                    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
-                    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
-                    whole = apply_steps(local_outputs[name], steps, self.comm).contiguous()
+                    whole = whole_output(local_outputs[name], executor, chunk, name)
                 if len(stage_plan.devices) < self.plan.num_devices:
                     dist.broadcast(wire(whole), stage_plan.devices[0])
                 outputs[name] = whole
@@ -100,3 +97,12 @@ class Evaluation:
                             whole.shape, self.state.rank
                         )
                         executor.borrowed[name] = cut(whole, box).contiguous()
+
+
+def whole_output(local: torch.Tensor, executor: Executor, chunk: int, name: str) -> torch.Tensor:
+    """An output of a chunk from this rank's part of it, on the devices of its stage. Collective among them."""
+    assert executor.comm is not None
+    exits = executor.programs[chunk].exits
+    spec = next((e.pair.value for e in exits if e.kind == "output" and e.name == name), ())
+    steps = steps_between(spec, (R,) * len(spec))  # the loss is whole already
+    return apply_steps(local, steps, executor.comm).contiguous()

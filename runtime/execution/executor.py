@@ -76,6 +76,8 @@ class Executor:
         self.works: list[_Work] = []
         # this rank's blocks of tensors that other stages own, for evaluation
         self.borrowed: dict[str, torch.Tensor] = {}
+        # output → its local values in the last batch of training, by microbatch
+        self.training_outputs: dict[str, list[torch.Tensor]] = {}
         links, places = links_of(plan, boundaries), places_of(plan)
         back = differentiable_links(links, boundaries) if training else set()
         schedule = generate(plan.schedule, len(plan.stages), plan.microbatches, plan.chunks_asked) if training else None
@@ -154,6 +156,7 @@ class Executor:
         if reducer is not None:
             reducer.begin(1 / loss_scale)
         outputs: dict[str, torch.Tensor] = {}
+        self.training_outputs = {}
         held: dict[int, Sends] = {}
         saved: dict[tuple[int, int], tuple[list[Any], tuple[Any, ...]]] = {}
         # receives are always posted one action ahead, so that no peer waits for a buffer while this rank computes
@@ -184,6 +187,8 @@ class Executor:
                         self.loss.add(exits[part.loss_exit])
                     if self.training:
                         saved[action.chunk, microbatch] = (arguments, exits)
+                        for position, name in part.output_exits:
+                            self.training_outputs.setdefault(name, []).append(exits[position].detach())
                     else:
                         outputs.update({name: exits[position] for position, name in part.output_exits})
                     # activations must live in ``saved`` only, or the backward could not free them

@@ -111,18 +111,19 @@ class InputSharder:
         Collective the first time: then the ranks also compare a hash of the data, and fail together.
         """
         if self._compared:
-            self._check_types(inputs)
+            self.check_types(inputs)
             return
         fault: ValueError | None = None
         try:
-            self._check_types(inputs)
+            self.check_types(inputs)
         except ValueError as error:
             fault = error
         raise_on_all_ranks(fault)
         self._check_same_data(inputs)
         self._compared = True
 
-    def _check_types(self, inputs: Mapping[str, Any]) -> None:
+    def check_types(self, inputs: Mapping[str, Any]) -> None:
+        """ValueError if an input has another shape or dtype than the plan's."""
         for name, (shape, dtype, batch_dim) in self.expected.items():
             x = inputs.get(name)
             if not isinstance(x, torch.Tensor):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...compiler.ir.graph import TensorType
 from ...compiler.ir.program import ChunkProgram
 from ...compiler.ir.spec import Spec
 from ...compiler.pipeline.schedule import Place
@@ -34,19 +35,51 @@ from ..parameters.optimizer_shards import ValueGatherer, make_optimizer_shards
 from ..parameters.state import Init, ModelInfo, ParameterState, Weights
 from ..parameters.tied import TiedParameters, parameter_layout
 from ..profiling.trace import Trace, peak_bytes
+from ..transport.cross_mesh import wire
 from ..transport.error_propagation import fail_together
 from ..transport.process_groups import bind_all
 from ..transport.shared_memory import SharedMemory, SharedMemoryMessages
 from .boundary_metadata import boundaries_of, exchange_boundaries, programs_of
 from .chunk import Groups, RankResources, StageTransport
 from .compilation import Compiler
-from .evaluation import Evaluation
+from .evaluation import Evaluation, whole_output
 from .executor import Executor
 from .independent_replicas import SYNCHRONOUS, IndependentReplicas, LocalUpdates
 from .input_sharding import InputSharder
 from .pipedream import OverlappingSteps, StashingExecutor
 
-__all__ = ["Session", "SessionOptions"]
+__all__ = ["BatchPrograms", "Session", "SessionOptions"]
+
+
+@dataclass(frozen=True)
+class BatchPrograms:
+    """The training programs for batches of one shape, bound to a session's weights, gradients and optimizer."""
+
+    executor: Executor
+    boundaries: Mapping[Place, BoundaryMetadata]
+
+    def outputs(self) -> dict[str, list[torch.Tensor]]:
+        """Output → its whole values of the last batch, by microbatch, on every rank. Collective."""
+        return {
+            name: self._whole(index, chunk, name, kind)
+            for (index, chunk), boundary in self.boundaries.items()
+            for name, kind in boundary.outputs.items()
+        }
+
+    def _whole(self, index: int, chunk: int, name: str, kind: TensorType) -> list[torch.Tensor]:
+        """One output of a chunk. All stages take part in one sum, to which one rank adds: a broadcast would let its
+        receivers go on to the next step's messages while it is under way."""
+        executor, plan = self.executor, self.executor.plan
+        shape = (plan.microbatches, *kind.shape)
+        values = torch.zeros(shape, dtype=kind.dtype, device=executor.state.device)
+        devices, local = plan.stages[index].devices, executor.training_outputs.get(name)
+        if local is not None:
+            mine = torch.stack([whole_output(x, executor, chunk, name) for x in local])
+            if executor.state.rank == devices[0] or len(devices) == plan.num_devices:
+                values = mine
+        if len(devices) < plan.num_devices:
+            dist.all_reduce(wire(values))
+        return list(values)
 
 
 @dataclass(frozen=True)
@@ -90,7 +123,7 @@ class Session:
         self.plan, self.clip_grad_norm, self.seed, self.data = plan, options.clip_grad_norm, options.seed, options.data
         self.compiler = options.compiler
         # every phase communicates: all ranks go through them in this order
-        transport = self._bind_groups(programs, options)
+        self.transport = transport = self._bind_groups(programs, options)
         self._place_weights(model_info, weights, options)
         self._build_gradient_reduction(model_info, options)
         self._build_executor(transport)
@@ -227,15 +260,33 @@ class Session:
 
     # ---- training
 
-    def train_step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Train on one global batch and return its loss (0-d), on every rank.
+    def bind_batch(self, plan: Plan, programs: Sequence[ChunkProgram]) -> BatchPrograms:
+        """Bind training programs for batches of another shape, or with outputs. plan: the session's, at their batch.
+        Collective; ValueError where steps overlap or replicas step by themselves."""
+        if self.overlapping is not None or self.independent_replicas is not None:
+            raise ValueError(
+                "batches of several shapes, and outputs of training, need synchronous steps, but got schedule "
+                f"{plan.schedule!r}, delay or local_steps; use another schedule, or batches of one shape"
+            )
+        own = programs_of(plan, programs, self.stage)
+        boundaries = exchange_boundaries(plan, boundaries_of(own, self.stage))
+        with fail_together():
+            uses = [use for boundary in boundaries.values() for use in boundary.inputs]
+            sharder = InputSharder(plan, uses, self.comm, self.device, self.data)
+            resources = RankResources(plan, self.comm, self.state, sharder, compiler=self.compiler)
+            executor = Executor(resources, own, boundaries, self.transport, reducer=self.reducer, trace=self.trace)
+        return BatchPrograms(executor, boundaries)
+
+    def train_step(self, inputs: Mapping[str, torch.Tensor], batch: BatchPrograms | None = None) -> torch.Tensor:
+        """Train on one global batch and return its loss (0-d), on every rank. batch: the programs for its shape, if it
+        has another than the plan's.
 
         Of an asynchronous pipeline: put the batch in and return the newest loss that is known without waiting, that of
         step ``loss_step``; NaN while the pipeline fills. Raises NonFiniteLoss on every rank when a loss like that
         arrives.
         """
         if self.overlapping is None:
-            loss = self.forward_backward(inputs)
+            loss = self.forward_backward(inputs, batch=batch)
             self.loss_step = self.step
             self.optimizer_step()
             return loss
@@ -286,7 +337,9 @@ class Session:
             if not math.isfinite(value := float(loss)):
                 raise NonFiniteLoss(value, self.plan.stages[stage].devices[0], stage, step)
 
-    def forward_backward(self, inputs: Mapping[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+    def forward_backward(
+        self, inputs: Mapping[str, torch.Tensor], scale: float = 1.0, batch: BatchPrograms | None = None
+    ) -> torch.Tensor:
         """Accumulate the gradients of one global batch; the mean loss over its microbatches (0-d) on every rank.
 
         inputs: source name → tensor, the global batch or this rank's part (``data``). scale: multiplies the gradients,
@@ -297,7 +350,8 @@ class Session:
         self._require_loss()
         if self.overlapping is not None:
             self.overlapping.refuse_halves()
-        self.input_sharder.check(inputs)
+        executor = self.executor if batch is None else batch.executor
+        executor.input_sharder.check(inputs)
         if self._stepped:
             self.trace.begin()
         with self.trace.call(batches=1):
@@ -306,7 +360,7 @@ class Session:
                     leaf.grad = None
                 self._stepped, self._batches = False, 0
             self._norm = None
-            loss, _ = self.executor.run(
+            loss, _ = executor.run(
                 inputs, step=self.step, first_microbatch=self._batches * self.plan.microbatches,
                 scale=scale * (self.independent_replicas.replicas.count if self.independent_replicas else 1),
                 loss_scale=1.0 if self.loss_scale is None else self.loss_scale.scale,

@@ -44,7 +44,8 @@ from ...costmodel.profiler import Engine, ProfileState, Progress, Task, TaskReco
 from ...costmodel.tables import machine
 from ..errors import MissingRankError
 from ..transport.error_propagation import broadcast_from_rank0, fail_together, raise_on_all_ranks
-from ..transport.launch import await_all_ranks, ensure_initialized, missing_ranks, world_store
+from ..transport.first_error import world_store
+from ..transport.launch import await_all_ranks, ensure_initialized, missing_ranks
 from . import probes as over_ranks
 from .message_probes import PACE_S
 from .probes import COLLECTIVES, OWN_ALGORITHMS, ROOTED_COLLECTIVES, ConcurrentGroups, Ranks

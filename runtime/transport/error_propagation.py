@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ...compiler.errors import InfeasibleError
+from .first_error import FirstError, quote
 
 T = TypeVar("T")
 
@@ -18,17 +19,22 @@ __all__ = ["broadcast_from_rank0", "fail_together", "raise_on_all_ranks"]
 def raise_on_all_ranks(fault: Exception | None) -> None:
     """Raise on every rank if any rank has a fault: on that rank the fault itself, elsewhere its text as ValueError
     (RuntimeError for what is no user error). Collective over the world."""
-    description = None if fault is None else (isinstance(fault, ValueError), type(fault).__name__, str(fault))
+    mine = None if fault is None else (isinstance(fault, ValueError), FirstError.of(fault, shared=True))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, description)
-    if fault is not None:
-        raise fault
-    for rank, entry in enumerate(everyone):
+    dist.all_gather_object(everyone, mine)
+    for entry in everyone:
         if entry is not None:
-            users, kind, message = entry
-            if users:
-                raise ValueError(f"rank {rank}: {message}")
-            raise RuntimeError(f"rank {rank} failed: {kind}: {message}")
+            users, first = entry
+            found = fault or _relayed(users, first)
+            quote(found, first)
+            raise found
+
+
+def _relayed(users: bool, first: FirstError) -> Exception:
+    """The error of another rank."""
+    if users:
+        return ValueError(f"rank {first.rank}: {first.message}")
+    return RuntimeError(f"rank {first.rank} failed: {first.kind}: {first.message}")
 
 
 @contextmanager
@@ -47,19 +53,18 @@ def broadcast_from_rank0(make: Callable[[], T]) -> T:
     """Return on every rank the value that rank 0 makes, so that measured times cannot make ranks disagree. All raise
     the error that rank 0 raises. Collective."""
     fault: Exception | None = None
-    shared: list[Any] = [None, ""]
+    shared: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             shared[0] = make()
         except Exception as error:
-            fault, shared = error, [None, f"{type(error).__name__}\n{error}"]
+            fault, shared = error, [None, (isinstance(error, ValueError), FirstError.of(error, shared=True))]
     dist.broadcast_object_list(shared, src=0)
-    if fault is not None:
-        raise fault
-    if shared[1]:
-        kind, _, message = shared[1].partition("\n")
-        raise {"InfeasibleError": InfeasibleError, "ValueError": ValueError, "CaptureError": ValueError}.get(
-            kind, RuntimeError
-        )(message)
+    if shared[1] is not None:
+        users, first = shared[1]
+        kind = InfeasibleError if first.kind == "InfeasibleError" else ValueError if users else RuntimeError
+        found = fault or kind(first.message)
+        quote(found, first)
+        raise found
     value: T = shared[0]
     return value

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ..collectives.worker import drain
 from ..errors import MissingRankError
+from .first_error import first_error_of, publish, report_uncaught, world_store
 
 __all__ = [
     "await_all_ranks",
@@ -36,7 +37,6 @@ __all__ = [
     "missing_ranks",
     "resolve",
     "spawn_local",
-    "world_store",
 ]
 
 
@@ -73,8 +73,8 @@ def leave() -> None:
 def ensure_initialized() -> tuple[int, int]:
     """Join the world that torchrun describes in the environment, if this process has not; returns (rank, world size).
 
-    NCCL where CUDA is available (one device per local rank), else Gloo with one compute thread unless OMP_NUM_THREADS
-    says otherwise. Without torchrun it is a world of one.
+    Uncaught errors are printed as ``first_error`` says. NCCL where CUDA is available (one device per local rank), else
+    Gloo with one compute thread unless OMP_NUM_THREADS says otherwise. Without torchrun it is a world of one.
     """
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -90,6 +90,7 @@ def ensure_initialized() -> tuple[int, int]:
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    report_uncaught()
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -100,7 +101,11 @@ def _rank_main(
         join(rank, world_size, store)
         answer = ("ok", resolve(path)(*arguments))
     except BaseException as error:
-        answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        publish(error)
+        first = first_error_of(error)
+        answer = ("error", (rank, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        if first is not None and first.rank != rank:
+            answer = ("error", (first.rank, f"{first.kind}: {first.message}\n{first.traceback}"))
     results.send(answer)
     if answer[0] == "error":
         os._exit(1)  # the peers may be gone: destroying the group could wait for them
@@ -177,14 +182,8 @@ def _collect(pipes: dict[Connection, int], results: list[Any], deadline: float |
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word; was it killed for memory?") from None
             if kind == "error":
-                raise RuntimeError(f"rank {rank} failed: {value}")
+                raise RuntimeError(f"rank {value[0]} failed: {value[1]}")
             results[rank] = value
-
-
-def world_store() -> Any:
-    """The store in which the world's ranks met."""
-    group: Any = dist.group.WORLD
-    return group.get_group_store()
 
 
 def await_all_ranks(purpose: str, timeout_s: float, store: Any = None, place: tuple[int, int] | None = None) -> None:

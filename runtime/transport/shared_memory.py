@@ -44,7 +44,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..collectives.protocol import Pending, Submit
 from ..collectives.worker import submit
-from ..errors import PeerError
+from ..errors import PeerError, lost_peer
 
 __all__ = ["SharedMemory", "SharedMemoryAllReduce", "SharedMemoryMessages", "SharedMessage"]
 
@@ -183,10 +183,7 @@ class SharedMemory:
         self._inbox[peer, kind, key].append((value, pages[0] if pages else -1))
 
     def _failed(self, peer: int, why: str) -> PeerError:
-        return PeerError(
-            f"shared memory: got nothing from or through to rank {dist.get_global_rank(self.group, peer)}, which may "
-            f"have died or stand still ({why}); see its own messages, then start all ranks again"
-        )
+        return lost_peer("shared memory", [dist.get_global_rank(self.group, peer)], why)
 
 
 def allocate_pages(nbytes: int) -> tuple[torch.Tensor, int]:
