@@ -38,8 +38,6 @@ def encoder(prefix: str, settings: dict[str, Any], name: str = "", masked: bool 
 
 encoder("Bert", BASE)
 encoder("Roberta", BASE | {"pad_token_id": 1})
-encoder("XLMRoberta", BASE | {"pad_token_id": 1})
-encoder("Camembert", BASE | {"pad_token_id": 1})
 encoder("DistilBert", {"vocab_size": VOCABULARY, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4,
                        "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 64})  # fmt: skip
 encoder("Electra", BASE | {"embedding_size": 32})
@@ -101,16 +99,13 @@ T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_lay
 NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 encoder_decoder("T5ForConditionalGeneration", "T5Config", T5)
 encoder_decoder("MT5ForConditionalGeneration", "MT5Config", T5)
-encoder_decoder("UMT5ForConditionalGeneration", "UMT5Config", T5)
 encoder_decoder("LongT5ForConditionalGeneration", "LongT5Config", T5 | {"local_radius": 8})
 encoder_decoder("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
                 T5 | {"num_experts": 4, "expert_capacity": 64, "num_sparse_encoder_layers": 1,
                       "num_sparse_decoder_layers": 1, "num_decoder_layers": 2})  # fmt: skip
 encoder_decoder("BartForConditionalGeneration", "BartConfig", BART)
-encoder_decoder("MBartForConditionalGeneration", "MBartConfig", BART)
 encoder_decoder("PegasusForConditionalGeneration", "PegasusConfig", BART | {"pad_token_id": 0})
 encoder_decoder("MarianMTModel", "MarianConfig", BART | {"decoder_vocab_size": VOCABULARY})
-encoder_decoder("BlenderbotForConditionalGeneration", "BlenderbotConfig", BART)
 encoder_decoder("M2M100ForConditionalGeneration", "M2M100Config", BART | NO_LAYERDROP)
 encoder_decoder("LEDForConditionalGeneration", "LEDConfig",
                 BART | {"attention_window": 8, "max_encoder_position_embeddings": 64,

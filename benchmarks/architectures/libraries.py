@@ -177,14 +177,19 @@ def of_torchvision(name: str, size: int = 32, **settings: Any) -> None:
     register(name, "vision", "torchvision")(builder)
 
 
-of_torchvision("resnet50")
+of_torchvision("resnet18")
 of_torchvision("mobilenet_v2")
 of_torchvision("vgg11_bn")
-of_torchvision("densenet121")
 of_torchvision("shufflenet_v2_x0_5", 64)
 of_torchvision("squeezenet1_1", 64)
 of_torchvision("alexnet", 64)
 of_torchvision("convnext_tiny", 64)
+
+
+@register("DenseNet (two short blocks)", "vision", "torchvision")
+def _densenet() -> Case:
+    model = torchvision.models.DenseNet(8, (2, 2), 16, num_classes=CLASSES)
+    return Case(model, (images(),), targets=(classes(),), loss_fn=classified)
 
 
 @register("fcn_resnet50", "segmentation", "torchvision")

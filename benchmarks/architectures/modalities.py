@@ -36,7 +36,6 @@ def speech(prefix: str, settings: dict[str, Any]) -> None:
 speech("Wav2Vec2", SPEECH)
 speech("Hubert", SPEECH)
 speech("WavLM", SPEECH | {"num_buckets": 32, "max_bucket_distance": 64})
-speech("UniSpeech", SPEECH)
 speech("SEW", SPEECH | {"squeeze_factor": 2})
 speech("Data2VecAudio", SPEECH | {"num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3})
 

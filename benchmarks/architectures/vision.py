@@ -57,10 +57,8 @@ PATCHES = SIZES | NO_DROPOUT | {"image_size": 32, "patch_size": 8}
 classifier("ViT", PATCHES)
 classifier("DeiT", PATCHES)
 classifier("Beit", PATCHES | {"drop_path_rate": 0.0, "use_relative_position_bias": True})
-classifier("Data2VecVision", PATCHES | {"drop_path_rate": 0.0})
 classifier("Dinov2", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "mlp_ratio": 2,
                       "image_size": 28, "patch_size": 14, "drop_path_rate": 0.0}, 28)  # fmt: skip
-classifier("IJepa", PATCHES)
 classifier("ResNet", {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 2], "layer_type": "bottleneck"})
 classifier("RegNet", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "groups_width": 8})
 classifier("ConvNext", {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.0})
@@ -80,7 +78,8 @@ classifier("MobileNetV1", {"depth_multiplier": 0.25, "image_size": 32, "classifi
 classifier("MobileNetV2", {"depth_multiplier": 0.25, "image_size": 32, "classifier_dropout_prob": 0.0})
 backbone("EfficientNet", {"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.25, "dropout_rate": 0.0,
                           "drop_connect_rate": 0.0, "hidden_dim": 320}, pooled, 64)  # fmt: skip
-backbone("MobileViT", {"image_size": 64, "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 128],
+backbone("MobileViT", {"image_size": 64,
+                       "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 128],
                        "num_attention_heads": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
          pooled, 64)  # fmt: skip
 backbone("Hiera", {"embed_dim": 16, "image_size": [32, 32], "patch_size": [7, 7], "patch_stride": [4, 4],
