@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
     parser.add_argument("--family", nargs="+", choices=FAMILIES, help="only these families")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has measured")
-    parser.add_argument("--steps", default=",".join(["plan", *STRATEGIES]), help="comma-separated")
+    parser.add_argument("--steps", default=",".join(["plan", *STRATEGIES]), help="comma-separated; none: capture alone")
     parser.add_argument("--page", action="store_true", help="measure nothing, make the page")
     parser.add_argument("--dry", action="store_true", help="print, and keep nothing")
     options = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> int:
         torch.set_num_threads(1)
         cluster = _warm()
         for number, one in enumerate(chosen, 1):
-            outcome = _measured(one, cluster, options.steps.split(","), commit)
+            outcome = _measured(one, cluster, [step for step in options.steps.split(",") if step], commit)
             journal[one.name] = outcome
             print(f"{number}/{len(chosen)} {_line(outcome)}", flush=True)
             if not options.dry:
