@@ -59,11 +59,7 @@ encoder("ModernBert", SIZES | {
 encoder("FNet", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY,
                  "max_position_embeddings": 64, "hidden_dropout_prob": 0.0}, masked=False)  # fmt: skip
 encoder("Esm", BASE | {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False})
-encoder(
-    "Nystromformer",
-    BASE | {"num_landmarks": 8, "segment_means_seq_len": 64, "max_position_embeddings": 64},
-    masked=False,
-)
+encoder("Nystromformer", BASE | {"num_landmarks": 8, "segment_means_seq_len": 32}, masked=False)
 encoder("Yoso", BASE | {"use_expectation": True})
 encoder("SqueezeBert", BASE | {"embedding_size": 64, "q_groups": 2, "k_groups": 2, "v_groups": 2,
                                "post_attention_groups": 1, "intermediate_groups": 2, "output_groups": 2})  # fmt: skip

@@ -281,7 +281,9 @@ def _difference(run: _Run, reference: _Run) -> tuple[float, str]:
         if not (expected.is_floating_point() or expected.is_complex()):
             rows.append((0.0 if torch.equal(value, expected) else 1.0, name))
         elif expected.numel():
-            rows.append((float((value - expected).abs().max() / (expected.abs().max() + 1e-6)), name))
+            apart = torch.where(value == expected, 0.0, (value - expected).abs())  # masks hold infinities
+            scale = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
+            rows.append((float(apart.max() / (scale + 1e-6)), name))
     if strange := sorted(set(run.state) - set(reference.state)):
         return float("inf"), f"{strange[0]} is one entry too many, and so it"
     return max(rows, key=lambda row: row[0] if row[0] == row[0] else float("inf"))

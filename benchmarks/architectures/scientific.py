@@ -99,10 +99,10 @@ class Equivariant(nn.Module):
             n = places.shape[1]
             apart = places[:, :, None] - places[:, None]
             pairs = [features[:, :, None].expand(-1, -1, n, -1), features[:, None].expand(-1, n, -1, -1)]
-            message = self.message(torch.cat([*pairs, apart.square().sum(-1, keepdim=True)], -1))
-            places = places + (apart * self.move(message)).mean(2)
+            message = self.message(torch.cat([*pairs, torch.log1p(apart.square().sum(-1, keepdim=True))], -1))
+            places = places + (apart * torch.tanh(self.move(message))).mean(2)
             features = features + self.update(torch.cat([features, message.sum(2)], -1))
-        return functional.mse_loss(self.head(features).sum((1, 2)), energy)
+        return functional.mse_loss(self.head(features).mean((1, 2)), energy)
 
 
 @model("Equivariant graph network", "molecule")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -123,24 +124,27 @@ class _Call:
 @lru_cache(maxsize=4096)
 def _splits(call: _Call, kinds: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> tuple[Split, ...]:
     """The splits that all trials confirm, at the first sizes and in the first precision at which there are any."""
-    for trials in _trials(call, kinds):
-        if len(trials[0].outputs) != len(outputs):
+    for *trials, large in _trials(call, kinds):
+        if len(large.outputs) != len(outputs):
             return ()
         confirmed = (confirm(trials, cut) for cut in dict.fromkeys(trials[0].following_cuts()))
         batches = (split for split in confirmed if split and all(value.is_shard for value, _ in split.outputs))
+        batches = (split for split in batches if large.gives(split))  # its gradients may all vanish
         if splits := tuple(split for split in batches if _fits(call, kinds, outputs, split)):
             return splits
     return ()
 
 
 def _trials(call: _Call, kinds: tuple[TensorType, ...]) -> Iterator[list[Trial]]:
+    """Runs of the whole op at each size and precision at which it runs and repeats; the last is on large values."""
     extents = sorted({extent for kind in kinds for extent in kind.shape if extent > 1})
     batch = {extent: extent // PRIME for extent in extents if extent % PRIME == 0}
     large = [extent for extent in extents if extent > LARGE and extent not in batch]
+    unit = gcd(*large)
     for sizes in (
         {extent: 4 * (number + 1) for number, extent in enumerate(extents)},  # any will do
         {extent: 8 * (number + 1) for number, extent in enumerate(large)} | batch,  # small ones are in the arguments
-        batch,
+        {extent: extent // unit * 8 for extent in large} | batch if unit > 8 else batch,  # they depend on each other
     ):
         shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
         if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:

@@ -150,6 +150,17 @@ class Trial:
             for a, b in zip([*outputs, *gradients], [*self.outputs, *self.gradients], strict=True)
         )
 
+    def gives(self, split: Split) -> bool:
+        """True if the outputs, not looking at gradients, are placed as the split says."""
+        cut = tuple(value for value, _ in split.inputs)
+        for parts in TRIAL_PARTS:
+            dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
+            pieces = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
+            for k, (whole, (value, _)) in enumerate(zip(self.outputs, split.outputs, strict=True)):
+                if _placement([part[k].detach() for part in pieces], whole, self.rtol) != value:
+                    return False
+        return True
+
     def split(self, cut: tuple[Placement, ...], parts: int) -> Split | None:
         """The placements of outputs and gradients if the operands are cut so; None if the parts do not add up."""
         dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
