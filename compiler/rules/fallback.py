@@ -141,12 +141,18 @@ def _trials(call: _Call, kinds: tuple[TensorType, ...]) -> Iterator[list[Trial]]
     batch = {extent: extent // PRIME for extent in extents if extent % PRIME == 0}
     large = [extent for extent in extents if extent > LARGE and extent not in batch]
     unit = gcd(*large)
-    for sizes in (
+    ways: tuple[dict[int, int], ...] = (
         {extent: 4 * (number + 1) for number, extent in enumerate(extents)},  # any will do
         {extent: 8 * (number + 1) for number, extent in enumerate(large)} | batch,  # small ones are in the arguments
-        {extent: extent // unit * 8 for extent in large} | batch if unit > 8 else batch,  # they depend on each other
-    ):
+        {extent: extent // unit * 8 for extent in large} | batch,  # large ones depend on each other
+        batch,
+    )
+    tried: list[list[tuple[int, ...]]] = []
+    for sizes in ways:
         shapes = [tuple(sizes.get(extent, extent) for extent in kind.shape) for kind in kinds]
+        if shapes in tried:
+            continue
+        tried.append(shapes)
         if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
             continue
         high = max(2, min((extent for shape in shapes for extent in shape if extent > 1), default=2) // 2)
