@@ -16,8 +16,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,13 +24,12 @@ import warnings
 
 import meshwright as mw
 import torch
-from architectures.measure import STRATEGIES, Outcome, dumped, measure, parsed
+from architectures.measure import STRATEGIES, Outcome, dumped, forked_measure, parsed
 from architectures.page import PAGE, page, records
-from architectures.registry import FAMILIES, Architecture, architectures
+from architectures.registry import FAMILIES, architectures
 from reporting.results import ROOT, save_records
 
 JOURNAL = ROOT / "out" / "zoo.jsonl"
-LIMIT_S = 900  # of one architecture
 
 
 def main() -> int:
@@ -63,7 +60,7 @@ def main() -> int:
         torch.set_num_threads(1)
         cluster = _warm()
         for number, one in enumerate(chosen, 1):
-            outcome = _measured(one, cluster, [step for step in options.steps.split(",") if step], commit)
+            outcome = forked_measure(one, cluster, [step for step in options.steps.split(",") if step], commit)
             journal[one.name] = outcome
             print(f"{number}/{len(chosen)} {_line(outcome)}", flush=True)
             if not options.dry:
@@ -89,33 +86,6 @@ def _warm() -> mw.Cluster:
 
     transformers.logging.set_verbosity_error()
     return mw.Cluster.local(2)
-
-
-def _measured(one: Architecture, cluster: mw.Cluster, steps: list[str], commit: str) -> Outcome:
-    """The outcome, made in a fork, of which nothing stays in this process."""
-    path = Path(f"/tmp/zoo-{os.getpid()}.json")
-    path.unlink(missing_ok=True)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            path.write_text(dumped(measure(one, cluster, steps, commit)))
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    end = time.monotonic() + LIMIT_S
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            return Outcome(one.name, {"all": "hang"}, errors={"all": f"not through after {LIMIT_S} s"}, commit=commit)
-        time.sleep(0.05)
-    if not path.exists():
-        return Outcome(one.name, {"all": "crash"}, errors={"all": "the process ended"}, commit=commit)
-    outcome = parsed(path.read_text())
-    path.unlink()
-    return outcome
 
 
 def _line(outcome: Outcome) -> str:

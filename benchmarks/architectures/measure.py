@@ -33,12 +33,12 @@ from torch import Tensor
 
 from architectures.registry import Architecture, Case, build
 
-__all__ = ["STRATEGIES", "Outcome", "dumped", "measure", "parsed"]
+__all__ = ["STRATEGIES", "Outcome", "dumped", "forked_measure", "measure", "parsed"]
 
 RANKS, STEPS, RATE = 2, 3, 0.05
 STRATEGIES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "auto": None}
 TARGET = "p3.16xlarge:1"
-TIME_OUT_S = {"eager": 60, "capture": 180, "plan": 150, "double": 400} | dict.fromkeys(STRATEGIES, 100)
+TIME_OUT_S = {"eager": 60, "capture": 180, "plan": 150, "double": 400, "all": 900} | dict.fromkeys(STRATEGIES, 100)
 RTOL, RTOL_DOUBLE = 1e-4, 1e-6
 PACKAGE = Path(mw.__file__).parent
 
@@ -81,6 +81,15 @@ def measure(architecture: Architecture, cluster: mw.Cluster, steps: Sequence[str
         measurement = _Measurement(build(architecture), cluster, Path(folder), outcome)
         measurement.run(steps)
     return outcome
+
+
+def forked_measure(architecture: Architecture, cluster: mw.Cluster, steps: Sequence[str], commit: str = "") -> Outcome:
+    """``measure`` in a fork, of which nothing stays in this process."""
+    with tempfile.TemporaryDirectory(prefix="zoo") as folder:
+        found = _forked([lambda: measure(architecture, cluster, steps, commit)], Path(folder), TIME_OUT_S["all"])
+    if found.verdict == "ok":
+        return found.values[0]
+    return Outcome(architecture.name, {"all": found.verdict}, errors={"all": found.error}, commit=commit)
 
 
 class _Measurement:

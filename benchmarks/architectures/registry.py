@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "BATCH", "FAMILIES", "TOKENS", "VOCABULARY", "Architecture", "Case", "architectures", "build", "images", "register",
-    "smooth", "tokens",
+    "registered", "smooth", "tokens",
 ]  # fmt: skip
 
 BATCH, TOKENS, VOCABULARY = 8, 32, 512
@@ -79,6 +79,11 @@ def architectures() -> dict[str, Architecture]:
     for module in MODULES:
         importlib.import_module(f"architectures.{module}")
     return dict(sorted(_ARCHITECTURES.items(), key=lambda item: FAMILIES.index(item[1].family)))
+
+
+def registered(name: str) -> Architecture:
+    """The architecture of this name, of a module that has been imported."""
+    return _ARCHITECTURES[name]
 
 
 def build(architecture: Architecture) -> Case:

@@ -16,11 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 
 from ..errors import CaptureError
 from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "fake_parameters", "model_settings", "silence_torch", "tensor_names", "training_mode"]
+__all__ = [
+    "Names",
+    "fake_parameters",
+    "model_settings",
+    "silence_torch",
+    "tensor_names",
+    "torch_settings",
+    "training_mode",
+]
 
 
 @contextmanager
@@ -78,6 +87,29 @@ def model_settings(model: nn.Module) -> Iterator[None]:
             table.update(before)
         for module in recomputed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@contextmanager
+def torch_settings() -> Iterator[None]:
+    """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
+    they are given (a value outside of their domain makes a loss that is not finite), and ``Module.to`` returns a module
+    that is of that dtype already."""
+    validate, to = Distribution._validate_args, nn.Module.to
+
+    def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        if device is None and layout is None and all(x.dtype == dtype for x in tensors if x.is_floating_point()):
+            return module
+        return to(module, *args, **kwargs)
+
+    Distribution.set_default_validate_args(False)
+    nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = to  # type: ignore[method-assign]
+        Distribution.set_default_validate_args(validate)
 
 
 @dataclass

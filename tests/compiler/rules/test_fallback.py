@@ -19,7 +19,10 @@ SPLIT = {
     "windows of an image": ((aten.im2col.default, f(4, 4, 8, 8), [3, 3], [1, 1], [1, 1], [1, 1]), ["in0d0", "in0d1"]),
     "an image of windows": ((aten.col2im.default, f(4, 36, 64), [8, 8], [3, 3], [1, 1], [1, 1], [1, 1]),
                             ["in0d0", "in0d1"]),
-    "sampling an image": ((aten.grid_sampler.default, f(4, 3, 8, 8), f(4, 8, 8, 2), 0, 0, False), ["in0d0", "in1d1", "in1d2"]),
+    "sampling an image": (
+        (aten.grid_sampler.default, f(4, 3, 8, 8), f(4, 8, 8, 2), 0, 0, False),
+        ["in0d0", "in1d1", "in1d2"],
+    ),
     "a cell of an LSTM": (
         (aten.lstm_cell.default, f(4, 8), [f(4, 8), f(4, 8)], f(32, 8), f(32, 8), f(32), f(32)),
         ["in0d0"],
