@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
+from torch.nn import functional
 
 from ..errors import CaptureError
+from ..ir.ops.ctc import reduced_ctc_loss
 from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
 __all__ = [
@@ -92,9 +94,9 @@ def model_settings(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def torch_settings() -> Iterator[None]:
     """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
-    they are given (a value outside of their domain makes a loss that is not finite), and ``Module.to`` returns a module
-    that is of that dtype already."""
-    validate, to = Distribution._validate_args, nn.Module.to
+    they are given (a value outside of their domain makes a loss that is not finite), ``Module.to`` returns a module
+    that is of that dtype already, and ``ctc_loss`` does not read its lengths."""
+    validate, to, ctc_loss = Distribution._validate_args, nn.Module.to, functional.ctc_loss
 
     def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
@@ -105,10 +107,12 @@ def torch_settings() -> Iterator[None]:
 
     Distribution.set_default_validate_args(False)
     nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
+    functional.ctc_loss = reduced_ctc_loss
     try:
         yield
     finally:
         nn.Module.to = to  # type: ignore[method-assign]
+        functional.ctc_loss = ctc_loss
         Distribution.set_default_validate_args(validate)
 
 

@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CHOSEN = {
     "LSTM language model": ("recurrent", "dp2"),
     "LSTM cell with attention (loop)": ("recurrent", "dp2"),
+    "Bidirectional LSTM with CTC": ("recurrent", "dp2"),
     "Long convolution (Hyena)": ("recurrent", "tp2"),
     "Windowed attention (unfold)": ("recurrent", "tp2"),
     "nn.MultiheadAttention with a mask": ("recurrent", "pp2"),

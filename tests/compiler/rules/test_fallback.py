@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from meshwright.compiler.ir.ops import ctc  # noqa: F401 - registers its op
 from meshwright.compiler.rules import rule_for
 from meshwright.compiler.verification.check_rules import check_node
 from meshwright.compiler.verification.split_execution import example_node
@@ -26,6 +27,11 @@ SPLIT = {
     "a cell of an LSTM": (
         (aten.lstm_cell.default, f(4, 8), [f(4, 8), f(4, 8)], f(32, 8), f(32, 8), f(32), f(32)),
         ["in0d0"],
+    ),
+    "temporal classification": (
+        (torch.ops.meshwright.ctc_loss.default, f(8, 4, 5).log_softmax(-1), torch.randint(1, 5, (4, 3)),
+         torch.full((4,), 8), torch.full((4,), 3), 0, False),
+        ["in0d1"],
     ),
     "inverses": ((aten.linalg_inv.default, f(4, 6, 6)), ["in0d0"]),
     "an integer of a batch": ((aten.searchsorted.Tensor, f(4, 8).sort().values, f(4, 2)), ["in0d0", "in1d1"]),
