@@ -3,6 +3,7 @@
     python benchmarks/zoo.py                        # all; makes docs/models.md (make zoo)
     python benchmarks/zoo.py --only Llama Mixtral   # these; the others keep their rows
     python benchmarks/zoo.py --family timm
+    python benchmarks/zoo.py --unet                 # seconds of planning a large one
     python benchmarks/zoo.py --resume               # what this commit has not measured yet
 
 Needs transformers, timm, diffusers, torchvision and pillow. Each architecture is captured, planned for eight V100, and
@@ -16,6 +17,7 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,10 +26,11 @@ import warnings
 
 import meshwright as mw
 import torch
-from architectures.measure import STRATEGIES, Outcome, dumped, forked_measure, parsed
+from architectures.libraries import published_unet
+from architectures.measure import STRATEGIES, TARGET, Outcome, dumped, forked_measure, parsed
 from architectures.page import PAGE, page, records
 from architectures.registry import FAMILIES, architectures
-from reporting.results import ROOT, save_records
+from reporting.results import ROOT, Record, save_records
 
 JOURNAL = ROOT / "out" / "zoo.jsonl"
 
@@ -38,6 +41,7 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", choices=FAMILIES, help="only these families")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has measured")
     parser.add_argument("--steps", default=",".join(["plan", *STRATEGIES]), help="comma-separated; none: capture alone")
+    parser.add_argument("--unet", action="store_true", help="only plan Stable Diffusion's U-Net at its published size")
     parser.add_argument("--page", action="store_true", help="measure nothing, make the page")
     parser.add_argument("--dry", action="store_true", help="print, and keep nothing")
     options = parser.parse_args()
@@ -45,6 +49,9 @@ def main() -> int:
     every = architectures()
     if unknown := sorted(set(options.only or ()) - set(every)):
         parser.error(f"no architecture is called {', '.join(unknown)}")
+    if options.unet:
+        save_records("zoo", [_unet_seconds()])
+        return 0
     commit = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -72,6 +79,18 @@ def main() -> int:
         save_records("zoo", records(every, known))
         PAGE.write_text(page(every, known))
     return 0
+
+
+def _unet_seconds() -> Record:
+    """Processor seconds of capture and search; wall seconds mean little on a shared machine."""
+    case, started = published_unet(), time.process_time()
+    mw.plan(
+        case.model, TARGET, example_inputs=case.args, targets=case.targets, loss_fn=case.loss_fn, cache=False
+    )  # fmt: skip
+    return Record(
+        "planning Stable Diffusion's U-Net (872 M) for eight devices, processor", time.process_time() - started, "s", 0,
+        None, "aim", 60.0, note="default UNet2DConditionModel, batch 64",
+    )  # fmt: skip
 
 
 def _journal() -> dict[str, Outcome]:

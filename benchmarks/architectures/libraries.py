@@ -101,6 +101,15 @@ def _stable_diffusion() -> Case:
     return Case(model, (images(16, 4), _times(), text), targets=(images(16, 4),), loss_fn=denoised)
 
 
+def published_unet() -> Case:
+    """The denoiser of Stable Diffusion at its published size (the default configuration), on the meta device."""
+    with torch.device("meta"):
+        model = diffusers.UNet2DConditionModel()
+        latents, text = torch.zeros(64, 4, 64, 64), torch.zeros(64, 77, 1280)
+        times = torch.zeros(64, dtype=torch.int64)
+        return Case(model, (latents, times, text), targets=(torch.zeros_like(latents),), loss_fn=denoised)
+
+
 @of_diffusers("DiTTransformer2DModel")
 def _diffusion_transformer() -> Case:
     model = diffusers.DiTTransformer2DModel(

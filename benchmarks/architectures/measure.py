@@ -33,7 +33,7 @@ from torch import Tensor
 
 from architectures.registry import Architecture, Case, build
 
-__all__ = ["STRATEGIES", "Outcome", "dumped", "forked_measure", "measure", "parsed"]
+__all__ = ["STRATEGIES", "TARGET", "Outcome", "dumped", "forked_measure", "measure", "parsed"]
 
 RANKS, STEPS, RATE = 2, 3, 0.05
 STRATEGIES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "auto": None}

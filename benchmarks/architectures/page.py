@@ -78,7 +78,8 @@ def page(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> 
     lines += [f"| {name} | {counts[name]} | {MEANINGS[name]} |" for name in STATUSES]
     by_family = Counter(every[name].family for name in outcomes)
     lines += ["", ", ".join(f"{by_family[family]} of {family}" for family in FAMILIES) + ".", ""]
-    lines += textwrap.wrap(
+    lines += textwrap.wrap(_state(every, outcomes), 118)
+    lines += ["", *textwrap.wrap(
         "“Difference” is the largest relative one over all strategies. “Whole on every device” are ops that no rule "
         "splits: the run is right, and their work is repeated.", 118,
     )  # fmt: skip
@@ -96,6 +97,14 @@ def page(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> 
             )  # fmt: skip
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, ""])
+
+
+def _state(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> str:
+    """At which commits the rows were measured, and what has none."""
+    commits = ", ".join(sorted({outcome.commit for outcome in outcomes.values()}))
+    left = [name for name in every if name not in outcomes]
+    rest = f" Not measured yet: {', '.join(left)}." if left else ""
+    return f"Measured at commits {commits}.{rest}"
 
 
 def _reason(outcome: Outcome) -> str:
