@@ -78,11 +78,11 @@ def page(every: Mapping[str, Architecture], outcomes: Mapping[str, Outcome]) -> 
     lines += [f"| {name} | {counts[name]} | {MEANINGS[name]} |" for name in STATUSES]
     by_family = Counter(every[name].family for name in outcomes)
     lines += ["", ", ".join(f"{by_family[family]} of {family}" for family in FAMILIES) + ".", ""]
-    lines += textwrap.wrap(_state(every, outcomes), 118)
-    lines += ["", *textwrap.wrap(
+    about = (
         "“Difference” is the largest relative one over all strategies. “Whole on every device” are ops that no rule "
-        "splits: the run is right, and their work is repeated.", 118,
-    )  # fmt: skip
+        "splits: the run is right, and their work is repeated."
+    )
+    lines += [*textwrap.wrap(_state(every, outcomes), 118), "", *textwrap.wrap(about, 118)]
     for family in FAMILIES:
         names = sorted((name for name in outcomes if every[name].family == family), key=str.lower)
         if not names:
