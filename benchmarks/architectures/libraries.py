@@ -188,10 +188,8 @@ def of_torchvision(name: str, size: int = 32, **settings: Any) -> None:
 
 of_torchvision("resnet18")
 of_torchvision("mobilenet_v2")
-of_torchvision("vgg11_bn")
 of_torchvision("shufflenet_v2_x0_5", 64)
 of_torchvision("squeezenet1_1", 64)
-of_torchvision("alexnet", 64)
 of_torchvision("convnext_tiny", 64)
 
 

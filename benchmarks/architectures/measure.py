@@ -176,15 +176,15 @@ class _Measurement:
     def _decide_in_double(self, name: str, text: str) -> None:
         found = _forked([lambda: self._doubled(name)], self.folder, TIME_OUT_S["double"])
         if found.verdict != "ok":
-            self._fail(name, "wrong", f"{text}, and the run in float64 {found.verdict}: {found.error}")
+            self._fail(name, found.verdict, f"{text}, and float64 does not decide: {found.error}")
             return
         again: Outcome = found.values[0]
-        self.outcome.verdicts[name] = again.verdicts.get(name, "wrong")
+        self.outcome.verdicts[name] = again.verdicts.get(name, "crash")
         if name in again.differences:
             self.outcome.differences[name] = again.differences[name]
         if self.outcome.verdicts[name] != "equal":
             error = again.errors.get(name) or "; ".join(again.errors.values())
-            self._fail(name, "wrong", f"{text}; {error}")
+            self._fail(name, again.verdicts.get(name, "crash"), f"{text}; {error}")
 
     def _doubled(self, name: str) -> Outcome:
         outcome = Outcome(self.outcome.name)
