@@ -19,7 +19,7 @@ TREE_PATH := $(abspath build/lint)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test lint format bench measured rules wheel clean
+.PHONY: help venv demo test lint format bench measured zoo rules wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -53,11 +53,15 @@ format: $(READY)  ## rewrite the sources in the project's format
 
 bench: $(READY)  ## run every benchmark, one after another; tables under out/, figures under benchmarks/results/
 	mkdir -p out
-	for script in $(filter-out benchmarks/measured.py,$(sort $(wildcard benchmarks/*.py))); do \
+	for script in $(filter-out benchmarks/measured.py benchmarks/zoo.py,$(sort $(wildcard benchmarks/*.py))); do \
 		echo "== $$script"; $(PYTHON) $$script | tee out/$$(basename $$script .py).txt; done
 
 measured: $(READY)  ## make docs/measured.md and README's table of the benchmarks' figures
 	$(PYTHON) benchmarks/measured.py
+
+# Beside what .venv has: pip install --no-deps timm diffusers torchvision pillow requests
+zoo: $(READY)  ## train 190 architectures on two ranks against eager PyTorch; makes docs/models.md
+	$(PYTHON) benchmarks/zoo.py
 
 rules: $(READY)  ## check every sharding rule by execution; report wrong rules and missing splits
 	$(PYTHON) -m meshwright.compiler.verification.check_rules tests.support.zoo:ZOO

@@ -32,6 +32,8 @@ class Section:
     title: str
     about: str
     chart: str = ""
+    #: the page of the rows without an aim or a peer, if they are not to stand here
+    rest: str = ""
 
 
 SECTIONS = (
@@ -72,6 +74,10 @@ SECTIONS = (
     ),
     Section("local_ops", "Our own ops against PyTorch's", "Ratio of minima, one thread."),
     Section("equivalence", "Random plans against one device", "In float64, in one process."),
+    Section(
+        "zoo", "Architectures against eager PyTorch", "On two ranks under four strategies, at tiny sizes.",
+        rest="models.md",
+    ),
     Section("network", "The links of these benchmarks", "What the shaped links give between two idle ranks."),
 )  # fmt: skip
 
@@ -134,7 +140,14 @@ def page(folder: Path = RESULTS) -> str:
         lines += ["", f"## {section.title}", "", *textwrap.wrap(about, 118)]
         if section.chart:
             lines += ["", f"![{section.title}]({section.chart})"]
-        rows = [(record.row, record, name, run) for name, run in runs for record in run.records]
+        if section.rest:
+            lines += ["", f"Row by row: [{section.rest}]({section.rest})."]
+        rows = [
+            (record.row, record, name, run)
+            for name, run in runs
+            for record in run.records
+            if not section.rest or record.verdict
+        ]
         rank = {"behind": 0, "even": 1, "ahead": 2, "": 3}
         rows.sort(key=lambda row: (rank[row[1].verdict], row[0]))
         lines += ["", *table(rows)]

@@ -3,8 +3,8 @@
 The steps, in order (``capture``):
 
 1. ``fake_parameters``: parameters and buffers become fake CPU tensors (one per tensor, so ties survive), Hugging Face
-   settings that only matter for generation or that hide the experts are set aside; all of it is undone afterwards,
-   whatever happens;
+   settings that only matter for generation or that hide the experts are set aside, and checks of values by
+   distributions; all of it is undone afterwards, whatever happens;
 2. ``fake_inputs``: the example inputs become fake tensors whose batch dim has the extent ``CAPTURE_BATCH``;
 3. ``OpaqueModules``: submodules that cannot be traced become ops; where the next step shows another one, again;
 4. ``torch.export`` on a wrapper that returns only the loss (training) or the model's output (eval);
@@ -40,7 +40,15 @@ from ..ir.ops.experts import experts
 from .custom_backward import CustomBackwards, refuse_hooks
 from .decompose import decompose_program
 from .example_inputs import Inputs, fake_inputs
-from .fake_model import Names, fake_parameters, model_settings, silence_torch, tensor_names, training_mode
+from .fake_model import (
+    Names,
+    fake_parameters,
+    model_settings,
+    silence_torch,
+    tensor_names,
+    torch_settings,
+    training_mode,
+)
 from .flex_attention import flex_attention_as_ops
 from .long_loops import LongLoops
 from .opaque_modules import Choice, OpaqueModules
@@ -97,6 +105,7 @@ def capture(
         )
         wrapper = _Wrapper(model, loss_fn, wants_loss)
         written = stack.enter_context(silence_torch())
+        stack.enter_context(torch_settings())
         stack.enter_context(training_mode(model, training))
         stack.enter_context(model_settings(model))
         stack.enter_context(flex_attention_as_ops())

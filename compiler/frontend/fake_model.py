@@ -16,11 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
+from torch.nn import functional
 
 from ..errors import CaptureError
+from ..ir.ops.ctc import reduced_ctc_loss
 from ..ir.ops.experts import EXPERTS_NAME, register_experts
 
-__all__ = ["Names", "fake_parameters", "model_settings", "silence_torch", "tensor_names", "training_mode"]
+__all__ = [
+    "Names",
+    "fake_parameters",
+    "model_settings",
+    "silence_torch",
+    "tensor_names",
+    "torch_settings",
+    "training_mode",
+]
 
 
 @contextmanager
@@ -58,7 +69,6 @@ def silence_torch() -> Iterator[io.StringIO]:
 @contextmanager
 def model_settings(model: nn.Module) -> Iterator[None]:
     """Apply Hugging Face settings for a capture: no generation cache, no recompute (a plan matter), experts as one op.
-    ``torch.distributions`` does not look at the values of its arguments.
 
     The whole configuration is restored afterwards, since some forwards write to it.
     """
@@ -67,22 +77,44 @@ def model_settings(model: nn.Module) -> Iterator[None]:
         wanted["_experts_implementation_internal"] = EXPERTS_NAME  # type: ignore[assignment]
     configs = {id(c): c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")}
     saved = [(vars(config), dict(vars(config))) for config in configs.values()]
-    validates = torch.distributions.Distribution._validate_args
     recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     try:
         for table, before in saved:
             table.update({key: value for key, value in wanted.items() if key in before})
         for module in recomputed:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        torch.distributions.Distribution.set_default_validate_args(False)
         yield
     finally:
-        torch.distributions.Distribution.set_default_validate_args(validates)
         for table, before in saved:
             table.clear()
             table.update(before)
         for module in recomputed:
             module.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+@contextmanager
+def torch_settings() -> Iterator[None]:
+    """For a capture, leave out what PyTorch does beside the computation: distributions do not look at the values that
+    they are given (a value outside of their domain makes a loss that is not finite), ``Module.to`` returns a module
+    that is of that dtype already, and ``ctc_loss`` does not read its lengths."""
+    validate, to, ctc_loss = Distribution._validate_args, nn.Module.to, functional.ctc_loss
+
+    def to_if_needed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*module.parameters(), *module.buffers()]
+        if device is None and layout is None and all(x.dtype == dtype for x in tensors if x.is_floating_point()):
+            return module
+        return to(module, *args, **kwargs)
+
+    Distribution.set_default_validate_args(False)
+    nn.Module.to = to_if_needed  # type: ignore[method-assign, assignment]
+    functional.ctc_loss = reduced_ctc_loss
+    try:
+        yield
+    finally:
+        nn.Module.to = to  # type: ignore[method-assign]
+        functional.ctc_loss = ctc_loss
+        Distribution.set_default_validate_args(validate)
 
 
 @dataclass

@@ -1,18 +1,19 @@
 """The rules of a user's autograd Function, of a long loop and of an opaque module: trials tell which dims can be split.
 
 The rule knows nothing of such an op but its code. So it runs the op whole and in parts on small random tensors, forward
-and backward (``_Trial``). It offers a way to cut the operands if, on every trial, the outputs of the parts are blocks
+and backward (``trials``). It offers a way to cut the operands if, on every trial, the outputs of the parts are blocks
 or addends of the whole outputs, and their gradients are blocks or addends of the whole gradients. A trial replaces the
 model's extents by small ones, equal extents by equal ones; where the code does not run on these, the trial uses the
 model's own, if they are small enough. An op without a confirmed cut is replicated, and the plan notes it.
 
-The ways to cut that are tried: those that follow the data (``_Trial.following_cuts``), where a half of an operand's dim
+The ways to cut that are tried: those that follow the data (``Trial.following_cuts``), where a half of an operand's dim
 decides about the same half of an output's; where the code does not loop, up to ``MAX_CUTS`` others before them. Of an
 opaque module only the batch is tried, once, during the capture (``batch_split``), on the module's own weights.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,17 +27,17 @@ from torch.fx import Node
 from ..ir.custom_function import CustomFunction
 from ..ir.graph import PRIME, TensorType, tensor_operands, types_of
 from ..ir.long_loop import LoopFunction
-from ..ir.opaque_module import OpaqueModule
-from ..ir.spec import P, Placement, R, S
+from ..ir.spec import Placement, R, S
 from . import register, whole
-from .base import FREE_GRAD, ROW, WHOLE, AxisChoice, AxisPair, Rule, shard
+from .base import AxisChoice, AxisPair, Rule
+from .trials import MAX_TRIAL_ELEMENTS, TRIAL_PARTS, Draw, Split, Trial, confirm, random_operands, split_choices
 
 __all__ = ["CustomFunctionRule", "LongLoopRule", "OpaqueModuleRule", "batch_split"]
 
-TRIAL_PARTS = (2, 4)  # numbers of devices of the trials
 SEEDS = (0, 1)
 MAX_CUTS = 64  # combinations of cut dims that are tried
-MAX_TRIAL_ELEMENTS = 1 << 20  # of all operands of a trial together
+#: of a whole module some gradients are rounding: a bias before a softmax, for example (``Trial.noise``)
+MODULE_NOISE = 1e-3
 UNSCALED_EXTENT = 16  # extents up to this one are not replaced by smaller ones
 
 
@@ -48,15 +49,7 @@ class CustomFunctionRule(Rule):
     def axis_choices(self, node: Node) -> tuple[AxisChoice, ...]:
         """ "whole", then what trials confirm; a label names the operand and the dim that it cuts first."""
         kinds = tuple(operand.meta["type"] for operand in tensor_operands(node))
-        choices = [whole(node)]
-        for split in _splits(node.target, _Literals.of(node), kinds):
-            k, placement = next((k, pair[0]) for k, pair in enumerate(split.inputs) if pair[0].is_shard)
-            label = f"in{k}d{placement.dim}"
-            taken = sum(choice.label.partition(".")[0] == label for choice in choices)
-            name = f"{label}.{taken}" if taken else label
-            extent = kinds[k].shape[placement.dim]
-            choices.append(AxisChoice(name, split.inputs, split.outputs, extent))
-        return tuple(choices)
+        return whole(node), *split_choices(node, _splits(node.target, _Literals.of(node), kinds))
 
     def saves(self, node: Node) -> tuple[tuple[str, int], ...]:
         """All float operands, as an upper bound: the tensors that the forward saves are not known."""
@@ -132,14 +125,14 @@ def batch_split(
         try:
             trials = []
             for seed in seeds:
-                operands = operands_of(seed, wide)
-                places = [i for i, x in enumerate(args) if isinstance(x, TensorType)]
+                places = tuple(i for i, x in enumerate(args) if isinstance(x, TensorType))
                 given = tuple(None if isinstance(x, TensorType) else x for x in args)
-                trials.append(_Trial(target, given, tuple(places), operands, seed))
+                call = functools.partial(_call, target, given, places)
+                trials.append(Trial(call, operands_of(seed, wide), seed, noise=MODULE_NOISE))
         except Exception:  # the user's code, in a dtype that it was not written for
             continue
         if all(trial.is_finite() and trial.repeats() for trial in trials):
-            split = _confirm(trials, cut)
+            split = confirm(trials, cut)
             return None if split is None else (split.inputs, split.outputs)
     return None
 
@@ -168,16 +161,8 @@ class _Literals:
         return isinstance(other, _Literals) and (self.text, self.places) == (other.text, other.places)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """Placements of operands and outputs, values and cotangents, that a trial confirmed."""
-
-    inputs: tuple[AxisPair, ...]
-    outputs: tuple[AxisPair, ...]
-
-
 @lru_cache(maxsize=4096)
-def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[_Split, ...]:
+def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> tuple[Split, ...]:
     """The splits that all trials confirm, in the first precision and at the first sizes at which there are any."""
     for trials in _trials(target, literals, kinds):
         cuts = trials[0].following_cuts()
@@ -187,24 +172,13 @@ def _splits(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
                 for x in trials[0].operands
             ]
             cuts = [*itertools.islice(itertools.product(*options), 1, MAX_CUTS + 1), *cuts]
-        confirmed = (_confirm(trials, cut) for cut in dict.fromkeys(cuts))
+        confirmed = (confirm(trials, cut) for cut in dict.fromkeys(cuts))
         if splits := tuple(split for split in confirmed if split is not None):
             return splits
     return ()
 
 
-def _confirm(trials: Sequence[_Trial], cut: tuple[Placement, ...]) -> _Split | None:
-    confirmed: _Split | None = None
-    for trial in trials:
-        for parts in TRIAL_PARTS:
-            split = trial.split(cut, parts)
-            if split is None or (confirmed is not None and split != confirmed):
-                return None
-            confirmed = split
-    return confirmed
-
-
-def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[list[_Trial]]:
+def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[list[Trial]]:
     """Runs of the whole op on random operands, one for each seed, at each size and precision at which the code runs
     and a second run gives the same values."""
     for sizes in _sizes(literals, kinds):
@@ -212,17 +186,22 @@ def _trials(target: CustomFunction, literals: _Literals, kinds: tuple[TensorType
         if sum(torch.Size(shape).numel() for shape in shapes) > MAX_TRIAL_ELEMENTS:
             continue
         args = _scale_sizes(literals.args, sizes)
-        # float64 tells a wrong split from rounding best, but some code takes the model's own dtype only
+        call = functools.partial(_call, target, args, literals.places)
+        rtol = 1e-5 if isinstance(target, LoopFunction) else 1e-8  # a loop's code often computes in float32
         for wide in (True, False):
             try:
-                trials = [
-                    _Trial(target, args, literals.places, _random_operands(shapes, kinds, seed, wide), seed)
-                    for seed in SEEDS
-                ]
+                trials = [Trial(call, random_operands(shapes, kinds, Draw(seed, wide)), seed, rtol) for seed in SEEDS]
             except Exception:  # the user's code, on tensors that it was not written for
                 continue
             if all(trial.repeats() for trial in trials):
                 yield trials
+
+
+def _call(target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...], *operands: Tensor) -> Any:
+    given = list(args)
+    for place, operand in zip(places, operands, strict=True):
+        given[place] = operand
+    return target(*given)
 
 
 def _sizes(literals: _Literals, kinds: tuple[TensorType, ...]) -> Iterator[Mapping[int, int]]:
@@ -242,191 +221,3 @@ def _scale_sizes(value: Any, sizes: Mapping[int, int]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_scale_sizes(item, sizes) for item in value)
     return sizes.get(value, value) if type(value) is int else value
-
-
-class _Trial:
-    """A run of the whole op, with which runs of its parts are compared."""
-
-    def __init__(
-        self, target: CustomFunction, args: tuple[Any, ...], places: tuple[int, ...], operands: Sequence[Tensor],
-        seed: int,
-    ) -> None:  # fmt: skip
-        generator = torch.Generator().manual_seed(seed)
-        self.target, self.args, self.places, self.operands = target, args, places, list(operands)
-        self.cotangents: list[Tensor | None] = []
-        outputs = self._forward(self.operands)[1]
-        for x in outputs:
-            floating = x.is_floating_point() and x.requires_grad
-            self.cotangents.append(torch.randn(x.shape, generator=generator).to(x) if floating else None)
-        self.outputs, self.gradients = self.run(self.operands, self.cotangents)
-        exact = all(x.dtype == torch.float64 for x in self.outputs if x.is_floating_point())
-        # a loop's code often computes in float32, whatever it is given
-        self.rtol = 1e-4 if not exact else 1e-5 if isinstance(target, LoopFunction) else 1e-8
-        # of a whole module some gradients are rounding: a bias before a softmax, for example
-        largest = max((float(g.abs().max()) for g in self.gradients if g is not None and g.numel()), default=0.0)
-        self.noise = 1e-3 * self.rtol * largest if isinstance(target, OpaqueModule) else 0.0
-
-    def _forward(self, operands: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in operands]
-        args = list(self.args)
-        for place, leaf in zip(self.places, leaves, strict=True):
-            args[place] = leaf.view_as(leaf)
-        with torch.enable_grad():
-            return leaves, self.target(*args)
-
-    def run(
-        self, operands: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs, and the gradient of each operand."""
-        leaves, outputs = self._forward(operands)
-        tracked = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None]
-        wanted = [x for x in leaves if x.requires_grad]
-        grads: Iterator[Tensor | None] = iter(())
-        if tracked and wanted:
-            ys, gs = [y for y, _ in tracked], [g for _, g in tracked]
-            grads = iter(torch.autograd.grad(ys, wanted, gs, allow_unused=True))
-        return [y.detach() for y in outputs], [next(grads, None) if x.requires_grad else None for x in leaves]
-
-    def following_cuts(self) -> list[tuple[Placement, ...]]:
-        """For each dim of an output, the cut of every operand along the dim that the output's follows, if any does."""
-        follows: dict[tuple[int, int], dict[int, int]] = {}
-        for k, x in enumerate(self.operands):
-            for dim, extent in enumerate(x.shape if x.is_floating_point() else ()):
-                if extent > 1 and extent % max(TRIAL_PARTS) == 0:
-                    for place in self._followers(k, dim):
-                        follows.setdefault(place, {}).setdefault(k, dim)
-        count = len(self.operands)
-        return [tuple(S(cut[k]) if k in cut else R for k in range(count)) for cut in follows.values()]
-
-    def _followers(self, k: int, dim: int) -> set[tuple[int, int]]:
-        """(output, dim) of the dims of which a half changes if and only if this half of the operand's dim does."""
-        found: set[tuple[int, int]] | None = None
-        for half in (0, 1):
-            changed = self.operands[k].clone()
-            part = changed.chunk(2, dim)[half]
-            part.add_(torch.rand(part.shape, generator=torch.Generator().manual_seed(half)).to(part.dtype) + 0.5)
-            try:
-                outputs = self._forward([changed if i == k else x for i, x in enumerate(self.operands)])[1]
-            except Exception:  # the user's code, on values that it was not written for
-                return set()
-            places = set()
-            for number, (y, before) in enumerate(zip(outputs, self.outputs, strict=True)):
-                moved = y.detach() != before
-                for d in range(y.dim()):
-                    halves = [bool(one.any()) for one in moved.chunk(2, d)] if y.shape[d] % 2 == 0 else [True, True]
-                    if halves[half] and not halves[1 - half]:
-                        places.add((number, d))
-            found = places if found is None else found & places
-        return found or set()
-
-    def is_finite(self) -> bool:
-        """True if most values are numbers, so that comparing them means something."""
-        results = [x for x in (*self.outputs, *self.gradients) if x is not None and x.is_floating_point()]
-        return all(2 * int(x.isfinite().sum()) >= x.numel() for x in results)
-
-    def repeats(self) -> bool:
-        """True if a second run gives the same values. An op that fails here draws random numbers or keeps state."""
-        outputs, gradients = self.run(self.operands, self.cotangents)
-        return all(
-            (a is None) == (b is None) and (a is None or b is None or _is_close(a, b, self.rtol))
-            for a, b in zip([*outputs, *gradients], [*self.outputs, *self.gradients], strict=True)
-        )
-
-    def split(self, cut: tuple[Placement, ...], parts: int) -> _Split | None:
-        """The placements of outputs and gradients if the operands are cut so; None if the parts do not add up."""
-        dealt = [_deal(x, placement, parts) for x, placement in zip(self.operands, cut, strict=True)]
-        try:
-            alone = [self._forward([x[i] for x in dealt])[1] for i in range(parts)]
-            outputs = [
-                _placement([part[k].detach() for part in alone], y, self.rtol) for k, y in enumerate(self.outputs)
-            ]
-            if not any(placement is not None and placement != R for placement in outputs) or None in outputs:
-                return None
-            if any(placement == R and _is_zero(y, 0.0) for placement, y in zip(outputs, self.outputs, strict=True)):
-                return None  # zeros may be addends as well
-            cotangents = [
-                [None] * parts if g is None else _deal(g, placement if placement.is_shard else R, parts)
-                for g, placement in zip(self.cotangents, outputs)
-                if placement is not None
-            ]
-            runs = [self.run([x[i] for x in dealt], [g[i] for g in cotangents])[1] for i in range(parts)]
-        except Exception:  # the user's code, on parts that it was not written for
-            return None
-        inputs: list[AxisPair] = []
-        for k, (placement, gradient) in enumerate(zip(cut, self.gradients)):
-            pieces = [run[k] for run in runs]
-            if gradient is None:
-                if any(piece is not None for piece in pieces):
-                    return None
-                inputs.append((placement, placement))
-                continue
-            if any(piece is None for piece in pieces):
-                return None
-            given = [piece for piece in pieces if piece is not None]
-            of_gradient = _placement(given, gradient, self.rtol)
-            if all(_is_zero(x, self.noise) for x in (gradient, *given)):
-                if not placement.is_shard and R in outputs:
-                    return None  # copies or addends: this trial cannot tell
-                of_gradient = placement if placement.is_shard else P  # each part adds what its own outputs give
-            if placement.is_shard:
-                if of_gradient != placement:
-                    return None
-                inputs.append(shard(placement.dim))
-            elif of_gradient in (P, R):
-                inputs.append(FREE_GRAD if of_gradient == P else WHOLE)
-            else:
-                return None
-        pairs = {P: ROW, R: WHOLE}
-        output_pairs = [pairs[x] if x in pairs else shard(x.dim) for x in outputs if x is not None]
-        return _Split(tuple(inputs), tuple(output_pairs))
-
-
-def _random_operands(
-    shapes: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], seed: int, wide: bool
-) -> list[Tensor]:
-    generator, operands = torch.Generator().manual_seed(seed), []
-    for shape, kind in zip(shapes, kinds):
-        if kind.dtype.is_floating_point:
-            x = torch.randn(shape, generator=generator, dtype=torch.float64).to(torch.float64 if wide else kind.dtype)
-        else:
-            x = torch.randint(0, 2, shape, generator=generator).to(kind.dtype)
-        operands.append(x)
-    return operands
-
-
-def _deal(x: Tensor, placement: Placement, parts: int) -> list[Tensor]:
-    return [y.contiguous() for y in x.chunk(parts, placement.dim)] if placement.is_shard else [x] * parts
-
-
-def _placement(pieces: Sequence[Tensor], expected: Tensor, rtol: float) -> Placement | None:
-    """The placement in which the pieces make up the whole: copies (R), addends (P) or blocks (S); None if in none."""
-    if all(piece.shape == expected.shape for piece in pieces):
-        if all(_is_close(piece, expected, rtol) for piece in pieces):
-            return R
-        if expected.is_floating_point() and _is_close(torch.stack(list(pieces)).sum(0), expected, rtol):
-            return P
-        return None
-    for dim, extent in enumerate(expected.shape):
-        if all(piece.ndim == expected.ndim for piece in pieces) and sum(p.shape[dim] for p in pieces) == extent:
-            try:
-                joined = torch.cat(list(pieces), dim)
-            except RuntimeError:
-                continue
-            if joined.shape == expected.shape and _is_close(joined, expected, rtol):
-                return S(dim)
-    return None
-
-
-def _is_zero(x: Tensor, noise: float) -> bool:
-    """True if nothing in the tensor is larger than this."""
-    return x.is_floating_point() and (not x.numel() or float(x.abs().max()) <= noise)
-
-
-def _is_close(a: Tensor, b: Tensor, rtol: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    finite = b[b.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 1.0
-    return torch.allclose(a, b, rtol=rtol, atol=rtol * max(scale, 1e-30), equal_nan=True)

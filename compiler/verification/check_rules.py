@@ -330,7 +330,7 @@ def report(
     for node in progress(list(distinct.values())):
         name = signature(node)
         out.checked[name] = 0
-        if rule_for(node).is_fallback:
+        if rule_for(node).is_fallback and rule_for(node).is_unknown(node):
             out.fallback.append(name)
         try:
             wrong = check_node(node, meshes)

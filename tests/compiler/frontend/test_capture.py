@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import numpy as np
@@ -460,6 +461,42 @@ def test_idle_random_ops_pass() -> None:
     torch.testing.assert_close(interpret(graph, model, (x,), {})["loss", "loss"], model(x))
     with pytest.raises(CaptureError, match=r"random numbers are .* but got aten\.lstm"):
         capture(Recurrent(0.5), (x,))
+
+
+def test_distributions_are_captured_without_their_checks_of_values() -> None:
+    class Density(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, scale = self.net(x).chunk(2, -1)
+            return -torch.distributions.Normal(mean, F.softplus(scale)).log_prob(x).mean()
+
+    model, x = Density(), torch.randn(4, 3)
+    graph = capture(model, (x,)).with_batch(4)
+    torch.testing.assert_close(interpret(graph, model, (x,), {})["loss", "loss"], model(x))
+    with pytest.raises(ValueError, match="constraint"):  # outside of a capture they are as before
+        torch.distributions.Normal(x, -x.abs())
+
+
+def test_a_module_that_converts_itself_to_its_own_dtype() -> None:
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.net = self.net.to(x.dtype)
+            return self.net(x).square().mean()
+
+    model, x = Converts(), torch.randn(4, 3)
+    to = nn.Module.to
+    graph = capture(model, (x,)).with_batch(4)
+    torch.testing.assert_close(interpret(graph, model, (x,), {})["loss", "loss"], model(x))
+    with pytest.raises(CaptureError, match=re.escape("self.net.to(x.dtype)")):
+        capture(model, (x.double(),))
+    assert nn.Module.to is to
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:

@@ -1,0 +1,1 @@
+"""Architectures of several libraries at tiny sizes, and the comparison of each on ranks with one device."""
