@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from meshwright.compiler.errors import CaptureError
 from meshwright.compiler.frontend.capture import capture
+from meshwright.compiler.frontend.opaque_modules import Choice
 from torch import Tensor, nn
 
 BATCH, LENGTH, PREDICTED = 4, 8, 4
@@ -84,7 +84,10 @@ def _series(kind: str, **settings: Any) -> Case:
         (lambda: _series("Informer"), "modeling_informer.py:", "distil=False"),
     ],
 )
-def test_the_line_of_the_library_is_named_with_its_caller(make: Callable[[], Case], line: str, advice: str) -> None:
+def test_the_line_of_the_library_is_named_with_its_caller(
+    make: Callable[[], Case], line: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choice, "after", lambda self, error, final: final)  # no module is one op
     torch.manual_seed(0)
     model, args, kwargs = make()
     with pytest.raises(CaptureError) as caught:
@@ -107,21 +110,6 @@ def test_ops_of_a_wrapped_model_have_the_lines_of_the_model() -> None:
     of_library = [line for line in lines if line.startswith("transformers/models/bert/modeling_bert.py:")]
     assert len(of_library) > 0.8 * len(lines)
     assert lines[-1] == f"tests/compiler/frontend/test_source_errors.py:{CALL}"
-
-
-def test_tensor_lengths_of_ctc_are_the_cause() -> None:
-    class Speech(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(3, 5)
-
-        def forward(self, x: Tensor, y: Tensor, frames: Tensor, letters: Tensor) -> Tensor:
-            return F.ctc_loss(self.last(x).log_softmax(-1).transpose(0, 1), y, frames, letters)
-
-    lengths = torch.full((BATCH,), LENGTH), torch.full((BATCH,), 3)
-    inputs = torch.randn(BATCH, LENGTH, 3), torch.ones(BATCH, 3, dtype=torch.int64), *lengths
-    with pytest.raises(CaptureError, match=r"test_source_errors.py:\d+: `return F\.ctc_loss.*lengths of `ctc_loss`"):
-        capture(Speech(), inputs)
 
 
 @pytest.mark.parametrize("training", [True, False])
